@@ -1,5 +1,5 @@
-"""The faults of an experiment as one node meets them: it is slow, its disk is full, its clock jumps; it asks whoever
-started it to kill or suspend it as it begins a round."""
+"""Injects an experiment's faults into one node: slow local steps, a full disk, a clock jump. Kills and suspensions that
+are due when the node begins a round are requested from the process that started it."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from decentnode.communication.base import Communication
 from decentnode.faults import ClockJump, Course, FullDisk, InEffect, Kill, Pause, Plan, Slow
 
 Ask = Callable[[int], None]
-"""ask(index): have this fault of the plan brought about, by a process that outlives it; not blocking."""
+"""ask(index): request this fault of the plan from a process that outlives the node; not blocking."""
 KILLED_SECONDS = 10.0
-"""Longest wait of a node that asked to be killed, in which nothing of the round happens; it goes on after that."""
+"""How long a node that has requested its own kill waits for it before it continues with the round."""
 
 
 class NodeFaults:
-    """One node's. `begin` comes once it has joined the run, `enter` before each of its rounds."""
+    """Injects the faults of one node. Its caller calls `begin` once the node has joined the run, and `enter` before
+    each of its rounds."""
 
     def __init__(self, plan: Plan, communication: Communication, ask: Ask) -> None:
-        """plan: resolved."""
+        """plan: the resolved fault plan."""
         self._communication, self._ask = communication, ask
         kinds = Kill, Pause, Slow, FullDisk, ClockJump
         self._course = Course(plan, communication.uid, kinds, self._began)
         self._lock = threading.Lock()
-        """Of the course: whoever writes a file or asks for the time of day looks at it."""
+        """Protects `_course`, which every thread reads that writes a file or asks for the time of day."""
         self._untold: list[InEffect] = []
         self._killed = False
         self._jumped = 0.0
@@ -40,13 +41,14 @@ class NodeFaults:
                 self._hooks.append((hooks, hook))
 
     def close(self) -> None:
-        """The node has ended: nothing of it goes wrong any more. Idempotent."""
+        """Stop injecting faults, as the node has ended. Idempotent."""
         for hooks, hook in self._hooks:
             hooks.remove(hook)
         self._hooks.clear()
 
     def begin(self, zero: float, again: bool = False) -> None:
-        """The run began at `zero` (`clock.now()`). again: whether this is not the node's first process."""
+        """Start the fault plan's time. zero: `clock.now()` at the beginning of the run. again: whether the node's
+        process was restarted."""
         self._communication.run_began = zero
         with self._lock:
             self._course.begin(zero, clock.now(), again)
@@ -54,7 +56,8 @@ class NodeFaults:
             self._communication.fault_course.begin(zero, again)
 
     def enter(self, round: int) -> None:
-        """The node begins a round. Blocking where it is to be killed."""
+        """Inject the faults that are due when the node begins a round. Blocks for up to KILLED_SECONDS if the node is
+        to be killed."""
         with self._lock:
             self._course.enter(round, clock.now())
             self._course.in_effect(clock.now())
@@ -66,8 +69,8 @@ class NodeFaults:
             clock.sleep(KILLED_SECONDS)
 
     def slow_down(self, seconds: float) -> float:
-        """After local steps that took `seconds`: blocking for as long as a fault says that they take longer. Returns
-        for how many seconds."""
+        """Sleep after local steps that took `seconds`, for as much longer as active `slow` faults demand. Returns how
+        many seconds it slept."""
         now, factor = clock.now(), 1.0
         with self._lock:
             for each in self._course.in_effect(now):
@@ -89,7 +92,8 @@ class NodeFaults:
         self._untold.append(found)
 
     def _tell(self) -> None:
-        """Note what began since the round before. Without the lock: the log asks for the time of day."""
+        """Report the faults that began since the previous round. The lock must not be held, as logging asks for the
+        time of day."""
         untold, self._untold = self._untold, []
         for each in untold:
             self._communication.counters.on_event("fault", None, each.fault.told)

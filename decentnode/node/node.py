@@ -1,6 +1,6 @@
-"""One participant of a run: the loop over rounds, generations of members, evaluations and the closing report.
+"""One participant of a run: the loop over rounds, membership generations and evaluations, and the closing report.
 
-One file: it is the order in which a node does things; what it does lies in the files beside it.
+This file fixes the order in which a node does things; the files beside it implement each of them.
 """
 
 from __future__ import annotations
@@ -44,25 +44,27 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class NodeParts:
-    """What a node is made of."""
+    """The components that a node is assembled from."""
 
     graph: Graph
     training: Training
     sharing: Rules
     communication: Communication
     renew: Callable[[], Rules] | None = None
-    """Makes the sharing rules as they are before their first round, for every further generation of members. Must be
-    given with `node.missing: regroup`."""
+    """Creates the sharing rules in their initial state; called for every later membership generation. Required with
+    `node.missing: regroup`."""
     fragments: tuple[Fragment, ...] = ()
-    """Of the parameters, from the first one on, without gaps; those behind the last one stay the node's own. Empty: all
-    parameters are one, exchanged over `graph` in every round."""
+    """Contiguous slices of the flat parameters, starting with the first parameter; parameters behind the last fragment
+    stay local to the node. Empty: all parameters are one fragment, exchanged over `graph` in every round."""
     sampling: Sampling | None = None
     """Finds the neighbors of each round, in place of `graph`."""
 
 
 class Node:
-    """Runs the rounds of one uid: blocking by `run`, or step by step by `steps`. Only `ask_stop` may be called from
-    another thread."""
+    """Runs the rounds of one uid: `run` blocks until the end, `steps` is a generator that yields instead of waiting.
+
+    Any thread may call the `ask_*` methods, `order` and `refusal_to_leave`; everything else belongs to the training
+    thread."""
 
     def __init__(
         self, uid: int, config: NodeConfig, parts: NodeParts, *, seed: int, record: Record = lambda _: None
@@ -86,7 +88,7 @@ class Node:
         whole = Fragment(0, self.training.model.num_parameters, self.graph)
         fragments = parts.fragments or (whole,)
         self.shared = fragments[-1].stop
-        """How many parameters are shared; those behind them stay this node's own."""
+        """The number of shared parameters, which come first; the remaining ones stay local to this node."""
         self._rules = NodeRules(
             uid, config, parts.sharing, self.training, self.communication, fragments, seed=seed, renew=parts.renew,
             buffers=whole if parts.fragments else None,  # over the run's graph, where fragments have their own
@@ -97,23 +99,23 @@ class Node:
         )  # fmt: skip
         self.course = Course(config, self.training)
         self.round = 0
-        """How many rounds are finished."""
+        """The number of finished rounds."""
         self.merged: Tensor | None = None
-        """[P + B] mean of all models (parameters, then float buffers) at the last evaluation. Parameters that are not
-        shared are this node's own."""
+        """[P + B] mean of all models (parameters, then float buffers) at the last evaluation. For parameters that are
+        not shared, it contains this node's own values."""
         self.averages: tuple[Tensor, Tensor | None] | None = None
-        """[P + B] of each: this node's moving average of its models, and the mean of all nodes', likewise; None where
-        none is kept."""
+        """This node's moving average of its models, and the mean of all nodes' moving averages, [P + B] each; None if
+        no moving average is kept."""
         self.reports: dict[int, dict[str, float | int | str]] = {}
-        """On the lowest uid after the run: every node's closing figures."""
+        """On the node with the lowest uid, after the run: the closing figures of every node."""
         self.checkpoints: NodeCheckpoints | None = None
-        """Set before the first step where the run has a folder."""
+        """Set before the first step if the run has a folder."""
         self.evaluation: dict[str, float] = {}
         """The figures of the last evaluation."""
         self.evaluated = -1
-        """After how many rounds it was; -1 before the first."""
+        """The number of finished rounds at the last evaluation; -1 before the first one."""
         self.doing = "joining"
-        """What the node does now, in a few words, for status.json."""
+        """What the node is doing now, in a few words, for status.json."""
         self._ended = False
         self.rounds = NodeRounds(uid, config, self.training, self.communication, self._rules,
                                  sampling=parts.sampling, record=record)  # fmt: skip
@@ -122,21 +124,21 @@ class Node:
 
     @property
     def schedule(self) -> Schedule:
-        """Of the rules in force."""
+        """The schedule that belongs to the sharing rules in force."""
         return self._rules.schedule
 
     @property
     def sharing(self) -> Sharing:
-        """The rule, of the first fragment; those of the others have the same requirements."""
+        """The sharing rule of the first fragment; the rules of the other fragments have the same requirements."""
         return self._rules.sharing
 
     @property
     def within_round(self) -> bool:
-        """Whether a round is begun and not finished."""
+        """Whether a round has begun and is not finished."""
         return self.rounds.within
 
     def _weight(self) -> float | None:
-        """Returns what this node's model counts in the merged one; None where all count alike."""
+        """Returns the weight of this node's model in the merged model; None if all models have the same weight."""
         return float(self.uid in self.graph.servers) if self.sharing.requirements.star else None
 
     # -- running ----------------------------------------------------------------------------------------------
@@ -149,33 +151,35 @@ class Node:
         without_waits(self.steps())
 
     def ask_stop(self) -> None:
-        """Ask every node to finish the round under way, then close. Any thread or signal handler may call it."""
+        """Ask all nodes to finish the current round and then end the run. Any thread or signal handler may call
+        this."""
         self._orders.ask_stop()
 
     def order(self, action: Action) -> None:
-        """Have all nodes of the run pause, go on or evaluate before the same round. Any thread may call it."""
+        """Make all nodes of the run pause, resume or evaluate before the same round. Any thread may call this."""
         self._orders.order(action)
 
     def ask_leave(self) -> None:
-        """Have this node alone end after the round under way. With `node.missing: regroup` the others, which hear of it
-        when the communication is closed, go on at once without it. Any thread or signal handler may call it."""
+        """Make only this node end after the current round. With `node.missing: regroup` the other nodes, which are told
+        when the communication closes, continue without it at once. Any thread or signal handler may call this."""
         self._orders.ask_leave()
 
     def refusal_to_leave(self, others: Collection[int] = ()) -> str:
-        """Any thread: returns why this node may not leave, or "". others: who leaves, too."""
+        """Returns the reason why this node may not leave the run, or "" if it may. others: nodes that leave as well.
+        Any thread may call this."""
         return self._orders.refusal_to_leave(others)
 
     @property
     def left(self) -> bool:
-        """Whether this node ended before the others, because it was asked to."""
+        """Whether this node ended before the other nodes because it was asked to leave."""
         return self._orders.left
 
     def steps(self) -> Steps[None]:
-        """Run as `run` does, but yield wherever another node has to act before this one can go on.
+        """Run as `run` does, but yield wherever another node has to act before this one can continue.
 
-        Stepping all nodes of a run in turn, one yield each, is how an in-process run works without threads. Over a
-        transport that does not block, waits are yielded, too (`run_state.Steps`). Raises
-        Interrupted only where a stop finds the node outside of the run and without a round of its own.
+        Stepping all nodes of a run in turn, one yield each, is how an in-process run works without threads. With a
+        transport that does not block, the generator also yields waits (`run_state.Steps`). Raises Interrupted only if
+        the run is stopped while this node is not a member of it and has not finished a round.
         """
         work = self._work()
         reason: Exception
@@ -199,13 +203,13 @@ class Node:
             self.rounds.abandon()
             if self.communication.history is not None:
                 self.communication.history.left(self.round, str(reason))
-            if self.schedule.trained == self.round:  # broken off after its local steps, which are not made again
+            if self.schedule.trained == self.round:  # interrupted after its local steps, which are not repeated
                 self.training.finish_round()
                 self.round += 1
             work = self._work(first=self.generations.regroup())
 
     def _work(self, first: Steps[None] | None = None) -> Steps[None]:
-        """The steps of all remaining rounds and the end of the run; `first` before them."""
+        """Make all remaining rounds and end the run, as steps; `first` is run before them."""
         yield from first or ()
         yield from self._begin()
         while not self.makes_no_more():
@@ -227,11 +231,12 @@ class Node:
         yield from self._end()
 
     def _begin(self) -> Steps[None]:
-        """What comes before the next round: the generation, its samples, a resumed checkpoint, the first evaluation."""
+        """Prepare the next round, as steps: take part in the current generation, deal samples, resume from a checkpoint
+        and make the first evaluation, as far as each is needed."""
         generation = self.communication.generation
         if generation is not None and generation.name != self.generation.name:
             yield from self.generations.take_part(generation)
-        if self.uid not in self.generation.members:  # a newcomer, which is in no generation yet
+        if self.uid not in self.generation.members:  # a newcomer, which is not yet a member of any generation
             self.communication.enter(self.round)
         if self.training.members is None:
             deal_samples(self, 0)
@@ -242,7 +247,8 @@ class Node:
         self.communication.orders_apart = self.schedule.asynchronous
 
     def _end(self) -> Steps[None]:
-        """What comes after the last round: nodes stop together, evaluate, and tell their closing figures."""
+        """End the run after the last round, as steps: nodes stop together, evaluate, and report their closing
+        figures."""
         if self.course.over:
             self.communication.ends_after(self.round)
         if self.schedule.asynchronous:
@@ -254,8 +260,8 @@ class Node:
             self.communication.depart(self.round, later)
         if self.checkpoints is not None:
             self.checkpoints.after_the_last()
-        # Always, and by everybody: whether an evaluation of this round was finished before a stop or given up because
-        # of it differs from node to node, and who had one would leave the others waiting in the closing one.
+        # All nodes always make the closing evaluation: after a stop, some may have finished an evaluation of this round
+        # while others abandoned it. If those that have one skipped this, the others would wait for them.
         yield from self.evaluate(closing=True)
         if self.checkpoints is not None:
             self.checkpoints.finish()
@@ -265,12 +271,13 @@ class Node:
 
     @property
     def over(self) -> bool:
-        """Whether this was the last round, on all nodes alike."""
+        """Whether the last round is finished; the answer is the same on all nodes."""
         return self.round >= self.config.rounds or self.course.over or self._ended
 
     def _end_together(self) -> Steps[None]:
-        """Where nodes do not wait for each other's rounds, the first that has made all of them ends the run: the others
-        finish the round under way. Brings what is under way between nodes to its end, as steps."""
+        """End an asynchronous run on all nodes, as steps. The first node that has made all its rounds announces the
+        stop; the others finish their current round. Then messages in flight between nodes are settled, and all nodes
+        take the same number for the last checkpoint."""
         over = self.over
         if over and not self.communication.stopping:
             self.communication.announce_stop()
@@ -281,25 +288,26 @@ class Node:
         cuts.holds = False
         yield from self.schedule.drain(views[0][0])
         timeout_seconds = self.communication.config.timeout_seconds
-        number = cuts.number if self.uid == self.generation.members[0] else 0  # the lowest one's is the greatest
+        # the lowest member has the greatest number
+        number = cuts.number if self.uid == self.generation.members[0] else 0
         told = torch.tensor([float(over), number], dtype=torch.float64)
         pending = self.communication.mean("end/rounds", told, closing=True)
         mean, contributors = yield from mean_of(pending, self.sharing.requirements.phases, timeout_seconds)
         (done, number), = gathered(mean.view(1, -1), contributors)
-        self._ended = done > 0  # else somebody asked for a stop
+        self._ended = done > 0  # otherwise a stop was requested
         last = 1 + number if cuts.is_possible(number) else cuts.number
         cuts.meet(max(last, self.config.rounds) if self._ended else last)
 
     def makes_no_more(self) -> bool:
-        """Whether no round begins any more, on all nodes alike or because of a stop."""
+        """Whether no further round begins, because the run is over (the same on all nodes) or because of a stop."""
         return self.over or self._orders.stopping()
 
     # -- as generations of members begin ---------------------------------------------------------------------
 
     def renew_rules(self, without: frozenset[int] = frozenset()) -> list[tuple[Sharing, Tensor, RoundView]]:
-        """Let the sharing rules begin anew, but for what outlives a generation of members. Returns them, each with its
-        part of the model and its view of the first phase of the round that comes. without: further members of which
-        nothing outlives it."""
+        """Replace the sharing rules with new ones, which keep only the state that outlives a membership generation.
+        Returns the new rules, each with its part of the model and its view of the first phase of the next round.
+        without: further members whose state is lost, so that none of it is kept."""
         self._rules.lost |= without
         self._rules.renew(replace(self.generation, fresh=self.generation.fresh | without))
         return self._rules.at(self.round, self.generation)
@@ -307,7 +315,8 @@ class Node:
     # -- one round --------------------------------------------------------------------------------------------
 
     def make_round(self, among: Generation) -> Steps[None]:
-        """One whole round, exchanged with the members of `among`. Raises Regrouping where it may not begin."""
+        """Make one whole round, as steps, and exchange with the members of `among`. Raises Regrouping if the round may
+        not begin because the generation is over."""
         self.communication.enter(self.round)
         yield from self._begin_round(self.round, among)
         yield None
@@ -318,17 +327,18 @@ class Node:
         self.round += 1
 
     def begin_round(self, round: int) -> Update:
-        """Make the local steps, unless the rule has them later, and begin the exchange. Does not wait for a neighbor's
-        payloads. Returns what the steps came to."""
+        """Make the local steps, unless the rule schedules them for a later phase, and begin the exchange. Does not wait
+        for the neighbors' payloads. Returns the result of the local steps."""
         without_waits(self._begin_round(round, self.generation))
         return self.schedule.update
 
     def next_phase(self, phase: int) -> None:
-        """Wait for the neighbors of the phase before, mix, and send the payloads of `phase` (1 or later). Blocking."""
+        """Wait for the neighbors of the previous phase, mix their payloads, and send those of `phase` (1 or later).
+        Blocking."""
         without_waits(self._next_phase(phase))
 
     def finish_round(self, round: int) -> None:
-        """Wait for the neighbors of the last phase, mix, and record the round. Blocking."""
+        """Wait for the neighbors of the last phase, mix their payloads, and record the round. Blocking."""
         without_waits(self._finish_round(round))
 
     def _begin_round(self, round: int, among: Generation) -> Steps[None]:
@@ -346,10 +356,11 @@ class Node:
     # -- evaluation -------------------------------------------------------------------------------------------
 
     def evaluate_between(self, ordered: bool = False) -> Steps[None]:
-        """Evaluate before the run's end; a stop cuts it short. The evaluation before round 0 shows where curves begin.
-        Where nodes are in different rounds, each evaluates its own model alone.
+        """Evaluate during the run, as steps; a stop interrupts the evaluation. The evaluation before round 0 gives the
+        first point of all curves. Under an asynchronous schedule, each node evaluates only its own model.
 
-        ordered: because people want to know, so that the run's course (early stop, best checkpoint) is not to change.
+        ordered: whether the evaluation was requested by a user, so that it must not affect early stopping or the best
+        checkpoint.
         """
         if self.schedule.asynchronous and (self.round or ordered):
             self.doing = "evaluation"
@@ -362,8 +373,8 @@ class Node:
             logger.info("evaluation after round %d abandoned: the run is stopping", self.round)
 
     def evaluate(self, closing: bool = False, ordered: bool = False) -> Steps[None]:
-        """Evaluate the local and the merged model, as steps, and record the result. closing: the last time, which a
-        stop does not cut short. ordered: as in `evaluate_between`."""
+        """Evaluate the local and the merged model, as steps, and record the result. closing: whether this is the last
+        evaluation, which a stop does not interrupt. ordered: as in `evaluate_between`."""
         self.doing, started = "evaluation", clock.now()
         members = self.generation.members
         key = EVALUATION + ("closing" if closing else f"round-{self.round}")
@@ -379,14 +390,14 @@ class Node:
             self.record({"kind": "early_stop", "round": self.round, "time": clock.wall(), **self.course.figures()})
 
     def _record_evaluation(self, *, merged: bool) -> None:
-        """merged: as `overflowed`."""
+        """merged: as for `overflowed`."""
         self.record({"kind": "evaluation", "round": self.round, "time": clock.wall(), **self.evaluation})
         if told := overflowed(self.evaluation, merged=merged):
             logger.warning("evaluation after round %d: %s", self.round, told)
             self.communication.counters.on_event("loss_overflowed", None, f"after round {self.round}: {told}")
 
     def figures(self) -> dict[str, float | int | str]:
-        """Returns the node's closing figures, by the names of summary.json."""
+        """Returns the node's closing figures, with the names that they have in summary.json."""
         counters = self.communication.counters
         return {
             "uid": self.uid, "rounds": self.round, "train_samples": self.training.num_samples, **self.evaluation,
@@ -404,15 +415,16 @@ class Node:
     # -- checkpoints ------------------------------------------------------------------------------------------
 
     def sharing_state(self) -> list[dict[str, Any]]:
-        """Returns copies of all that the fragments' rules and exchanges keep between rounds."""
+        """Returns copies of the state that the rules and exchanges of all fragments keep between rounds."""
         return self._rules.state_dict()
 
     def load_sharing_state(self, state: Sequence[dict[str, Any]]) -> None:
-        """Restores what `sharing_state` returned. Raises ValueError for the state of other rules or fragments."""
+        """Restores what `sharing_state` returned. Raises ValueError if the state belongs to other rules or
+        fragments."""
         self._rules.load_state_dict(state)
 
     def progress(self) -> dict[str, Any]:
-        """Returns figures and counters of the rounds so far, which a resumed run goes on from."""
+        """Returns figures and counters of the rounds so far, from which a resumed run continues."""
         sampling = self.rounds.sampling
         return {
             "round": self.round, **({} if sampling is None else {"sampling": sampling.state_dict()}),

@@ -1,4 +1,4 @@
-"""What people ask of a node while it runs: to stop with all others, to leave them, to pause, go on or evaluate."""
+"""Handles what users request of a running node: stop the run, leave it, pause, resume or evaluate."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class Obedient(Protocol):
-    """A node, as what is asked of it sees it; docstrings are those of `Node`."""
+    """The part of `Node` that `NodeOrders` uses; see `Node` for the docstrings."""
 
     round: int
     evaluated: int
@@ -31,13 +31,14 @@ class Obedient(Protocol):
 
 
 class NodeOrders:
-    """Takes what is asked, from any thread or signal handler, and obeys between rounds, on the training thread."""
+    """Accepts requests from any thread or signal handler, and carries them out between rounds on the training
+    thread."""
 
     def __init__(self, node: Obedient, communication: Communication) -> None:
         self._node, self._communication = node, communication
         self._stop_asked = self._leave_asked = False
         self._obeyed: float | None = None
-        """When the last round began; `clock.now()`."""
+        """`clock.now()` when the last round began."""
 
     # -- any thread -------------------------------------------------------------------------------------------
 
@@ -69,19 +70,21 @@ class NodeOrders:
 
     @property
     def leaving(self) -> bool:
-        """Whether this node is to end before its next round."""
+        """Whether this node has to end before its next round."""
         return self._leave_asked or self._communication.leaving
 
     def stopping(self) -> bool:
-        """Whether the run is stopping; says so to the others where this node is the one that was asked."""
+        """Returns whether the run is stopping; announces the stop to the other nodes if it was requested from this
+        one."""
         if self._stop_asked and not self._communication.stopping:
             self._communication.announce_stop()
         return self._communication.stopping
 
     def obey(self) -> Steps[None]:
-        """Before a round: evaluate, or stand still, where people ordered it (wire/orders.py). A stop, and that this
-        node is to leave, end it. Who stands still for a stop that does not come, as who ordered it is dead, stops the
-        run: three rounds and 5 s later, or three time-outs where rounds are shorter."""
+        """Evaluate or pause before a round if that was ordered (wire/orders.py), as steps. A stop, or that this node is
+        to leave, ends a pause. If the node that ordered a stop died before it announced it, a node that waits for the
+        stop announces it itself, MEET_SECONDS plus MEET_ROUNDS times the longer one of the time-out and its last round
+        after it began to wait."""
         node, communication, since = self._node, self._communication, clock.now()
         timeout_seconds = communication.config.timeout_seconds
         until, held, stops_at = since + timeout_seconds, False, math.inf

@@ -1,4 +1,4 @@
-"""What checkpoints need of a node, and a node of its checkpoints."""
+"""Interfaces between a node and its checkpoints, each as far as the other uses it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from decentnode.wire.generation import Generation
 
 
 class Resumable(Protocol):
-    """A node, as its checkpoints see it; docstrings are those of `Node`."""
+    """The part of `Node` that its checkpoints use; see `Node` for the docstrings."""
 
     uid: int
     config: NodeConfig
@@ -56,7 +56,7 @@ class Resumable(Protocol):
 
 
 class NodeCheckpoints(Protocol):
-    """The checkpoints of a node, as it sees them; docstrings are those of `Checkpoints`."""
+    """The part of `Checkpoints` that a node uses; see `Checkpoints` for the docstrings."""
 
     @property
     def resuming(self) -> bool: ...

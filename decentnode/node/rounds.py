@@ -1,4 +1,4 @@
-"""One round of a node: the local steps, the exchange phase by phase, and the record of what they came to."""
+"""Makes one round of a node: the local steps, the exchange phase by phase, and the round's record."""
 
 from __future__ import annotations
 
@@ -40,18 +40,17 @@ class NodeRounds:
         self, uid: int, config: NodeConfig, training: Training, communication: Communication, rules: NodeRules,
         *, sampling: Sampling | None, record: Record,
     ) -> None:
-        """record: called once per round."""
+        """sampling: finds the neighbors of each round, in place of the rules' graphs. record: called once per round."""
         self.totals = RoundTotals(communication.counters)
         self.trained = Work()
         self.sampling = sampling
-        """Finds the neighbors of each round, in place of the rules' graphs."""
         self.faults: NodeFaults | None = None
-        """Let happen in rounds that begin from now on."""
+        """Faults to inject in rounds that begin from now on."""
         self.dumps: Dumps | None = None
-        """Where the rule's choices are written."""
+        """Writes which coefficients the rule chose to send."""
         self.trace: NodeTrace | None = None
         self.within = False
-        """Whether a round is begun and not finished."""
+        """Whether a round has begun and is not finished."""
         self._uid, self._config, self._training, self._communication = uid, config, training, communication
         self._rules, self._record = rules, record
         training.keep_sum = config.check_finite
@@ -62,7 +61,8 @@ class NodeRounds:
         self._lost: frozenset[int] = frozenset()
 
     def begin(self, round: int, among: Generation) -> Steps[None]:
-        """Make the local steps, unless the rule has them later, and begin the exchange with members of `among`."""
+        """Make the local steps, unless the rule schedules them for a later phase, and begin the exchange with members
+        of `among`, as steps."""
         schedule, self.within = self._rules.schedule, True
         if self.faults is not None:
             self.faults.enter(round)
@@ -80,7 +80,8 @@ class NodeRounds:
             yield from self._buffers.send(self._buffer_view, schedule)
 
     def next_phase(self, round: int, phase: int) -> Steps[None]:
-        """Wait for the neighbors of the phase before, mix, and send the payloads of `phase` (1 or later)."""
+        """Wait for the neighbors of the previous phase, mix their payloads, and send those of `phase` (1 or later), as
+        steps."""
         schedule = self._rules.schedule
         mixed = yield from schedule.mix()
         self._account_missing(round, phase - 1, mixed)
@@ -89,7 +90,7 @@ class NodeRounds:
             yield from self._buffers.send(self._buffer_view, schedule)
 
     def finish(self, round: int) -> Steps[None]:
-        """Wait for the neighbors of the last phase, mix, and record the round."""
+        """Wait for the neighbors of the last phase, mix their payloads, and record the round, as steps."""
         schedule = self._rules.schedule
         mixed = yield from schedule.finish()
         yield from self._buffers.mix(self._buffer_view, schedule)
@@ -103,7 +104,7 @@ class NodeRounds:
             self.trace.end(round)
 
     def abandon(self) -> None:
-        """Give up the round under way, of which nothing is waited for any more."""
+        """Abandon the current round, as nothing of it will arrive any more."""
         self.within = False
         self._rules.schedule.abandon()
         self._buffers.abandon()
@@ -112,7 +113,8 @@ class NodeRounds:
         schedule, counters = self._rules.schedule, self._communication.counters
         times, update = schedule.times, schedule.update
         idle = self._communication.idle_seconds
-        if idle is not None:  # while it waited, the thread stepped other nodes: no time was lost but what it slept
+        # while this node waited, the thread stepped other nodes: only the time that it slept is lost
+        if idle is not None:
             times.wait = min(times.wait, idle - self._idle)
         seconds = clock.now() - self._started
         self.totals.add(seconds, times, self._lost)
@@ -138,8 +140,8 @@ class NodeRounds:
             raise Diverged(f"node {self._uid}: the model holds NaN or infinity after the local steps of round {round}")
 
     def _sum_of_model(self) -> float:
-        """Returns the sum that the training told together with its loss, unless rules have changed the model since: one
-        of its own makes the host wait for a GPU once more."""
+        """Returns the sum of all parameters. Uses the sum that the training returned with its loss, unless rules may
+        have changed the model since: computing it here makes the host wait for the GPU once more."""
         schedule = self._rules.schedule
         told = schedule.update.parameters_sum
         if told is None or any(type(each.rule).adjust is not Hooks.adjust for each in schedule.fragments):
@@ -147,7 +149,7 @@ class NodeRounds:
         return told
 
     def _account_missing(self, round: int, phase: int, mixed: Sequence[Mixed]) -> None:
-        """Note the nodes of which nothing came in one phase. Raises PeerLost with `node.missing: fail`."""
+        """Account for the nodes from which nothing arrived in one phase. Raises PeerLost with `node.missing: fail`."""
         missing = frozenset(uid for each in mixed for uid in each.missing)
         lost = frozenset(uid for each in mixed for uid in each.missing - each.departed)
         self._missing |= missing
@@ -158,7 +160,8 @@ class NodeRounds:
             logger.warning("round %d: continued without node %s", round, names(sorted(missing)))
 
     def _miss(self, round: int, phase: int, lost: frozenset[int]) -> None:
-        """Without these the node does not go on as it is. Raises PeerLost with `node.missing: fail`."""
+        """Handle lost neighbors without which the round may not continue: report them as suspects with `node.missing:
+        regroup`, and raise PeerLost with `fail`."""
         nothing, why = f"nothing from node {names(sorted(lost))} in round {round}", self._communication.why_broken(lost)
         if self._config.missing == "regroup":
             self._communication.suspect(lost, f"{nothing}: {why}" if why else nothing)

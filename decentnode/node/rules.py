@@ -1,4 +1,5 @@
-"""The sharing rules of a node, and what follows from them: who hears whom in a round, and the schedule of its parts."""
+"""Holds the sharing rules of a node and what depends on them: the schedule, and the views of the graph in each
+round."""
 
 from __future__ import annotations
 
@@ -19,28 +20,29 @@ from decentnode.training.base import Training
 from decentnode.wire.generation import Generation
 
 Rules = Sharing | Sequence[Sharing]
-"""One sharing rule, or one per fragment."""
+"""One sharing rule for the whole model, or one per fragment."""
 
 
 class NodeRules:
-    """The rules in force, from one generation of members to the next."""
+    """The sharing rules in force and their schedule, which are replaced in every membership generation."""
 
     def __init__(
         self, uid: int, config: NodeConfig, rules: Rules, training: Training, communication: Communication,
         fragments: tuple[Fragment, ...], *, seed: int, renew: Callable[[], Rules] | None, buffers: Fragment | None,
     ) -> None:
-        """rules: as they are before their first round; `renew` makes such ones again. fragments: of the parameters, at
-        least one. buffers: as for `Planners`."""
+        """rules: the sharing rules in their initial state; `renew` creates further ones like them. fragments: the
+        fragments of the parameters, at least one. buffers: as for `Planners`."""
         self.fragments = fragments
         self._uid, self._config, self._training, self._communication = uid, config, training, communication
         self._seed, self._buffers, self._renew = seed, buffers, renew
         self.lost: set[int] = set()
-        """Nodes that were members since the rules began, and are gone with what they had, also where they came back."""
+        """Nodes that were members since the rules were created and lost their state, including those that came back
+        without it."""
         self._take(rules)
 
     @property
     def sharing(self) -> Sharing:
-        """The rule, of the first fragment; those of the others have the same requirements."""
+        """The sharing rule of the first fragment; the rules of the other fragments have the same requirements."""
         return self.schedule.sharing
 
     def _take(self, sharing: Rules) -> None:
@@ -59,11 +61,12 @@ class NodeRules:
         )  # fmt: skip
 
     def renew(self, generation: Generation) -> None:
-        """Let the rules begin anew, but for what outlives a generation of members. generation: the one that begins."""
+        """Replace the rules with new ones, which keep only the state that outlives a membership generation. generation:
+        the one that begins."""
         assert self._renew is not None
         former, made = self.schedule, self._renew()
         rules = (made,) if isinstance(made, Sharing) else made
-        for rule, part in zip(rules, self.fragments, strict=True):  # a payload may come before one is sent
+        for rule, part in zip(rules, self.fragments, strict=True):  # a payload may arrive before the rule has sent one
             payload_schema(self._config.schedule, rule, part.elements, self._training.model.dtype)
         self._take(rules)
         self.schedule.cuts = former.cuts
@@ -73,33 +76,33 @@ class NodeRules:
             fragment.rule.succeed(before.rule)
 
     def views(self, round: int, among: Generation) -> tuple[list[list[RoundView]], RoundView]:
-        """As `Planners.views`, with the learning rate of the moment."""
+        """Returns what `Planners.views` returns for the current learning rate."""
         return self._planners.views(round, among, self._training.learning_rate)
 
     def weights_in(self, among: Generation, round: int) -> Mapping[int, float]:
-        """Returns the node's row of W in a round, for the first fragment and phase."""
+        """Returns the node's row of the mixing matrix W in a round, for the first fragment and phase."""
         (view, *_), *_ = self.views(round, among)[0]
         return view.weights
 
     def neighbors_from(self, round: int, among: Generation) -> set[int]:
-        """As `Planners.neighbors_from`, with the learning rate of the moment."""
+        """Returns what `Planners.neighbors_from` returns for the current learning rate."""
         return self._planners.neighbors_from(round, among, self._training.learning_rate)
 
     def at(self, round: int, among: Generation) -> list[tuple[Sharing, Tensor, RoundView]]:
-        """Returns the rules, each with its part of the model and its view of the first phase of the round."""
+        """Returns the rules, each with its part of the model and its view of the round's first phase."""
         views, _ = self.views(round, among)
         model = self._training.model.parameters
         return [(fragment.rule, fragment.part(model), view)
                 for fragment, (view, *_) in zip(self.schedule.fragments, views, strict=True)]  # fmt: skip
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """Returns copies of all that the fragments' rules and exchanges keep between rounds; then, where the schedule
-        itself keeps anything, that."""
+        """Returns copies of the state that each fragment's rule and exchange keep between rounds, followed by the
+        schedule's own state if it has any."""
         own = self.schedule.state_dict()
         return [*(fragment.state_dict() for fragment in self.schedule.fragments), *([own] if own else [])]
 
     def load_state_dict(self, state: Sequence[dict[str, Any]]) -> None:
-        """Restores what `state_dict` returned. Raises ValueError for the state of other rules or fragments."""
+        """Restores what `state_dict` returned. Raises ValueError if the state belongs to other rules or fragments."""
         count = len(self.schedule.fragments)
         for fragment, each in zip(self.schedule.fragments, state[:count], strict=True):
             fragment.load_state_dict(each)

@@ -1,4 +1,5 @@
-"""A peer sampler at work: its messages travel in a mailbox of their own, its targets are the neighbors of a round."""
+"""Runs a peer sampler: exchanges its messages in a mailbox of their own, and makes its targets the neighbors of a
+round."""
 
 from __future__ import annotations
 
@@ -24,13 +25,13 @@ from decentnode.samplers.messages import MALFORMED, shuffle_of, tables_of
 logger = logging.getLogger(__name__)
 
 KEPT = 8
-"""Messages of one source that wait for a node to look: more than it sends to one other in a round."""
+"""The capacity of the mailbox per source, which is more messages than a node sends to another one in a round."""
 _KIND = ScalarSpec(int, 0, 3)
-"""1 for an answer, plus 2 between nodes that are near."""
+"""The kind of a message: 1 for an answer, plus 2 for a shuffle between nearby nodes."""
 
 
 def schema_of(sampler: Sampler) -> Schema:
-    """Returns what a sampler's messages look like."""
+    """Returns the schema of a sampler's messages."""
     longest, elements = sampler.longest, sampler.around.profile_elements
     tensors = {"uids": TensorSpec(torch.int64, longest, exact=False),
                "ages": TensorSpec(torch.int64, longest, exact=False)}  # fmt: skip
@@ -46,15 +47,15 @@ class Sampling:
         self, sampler: Sampler, communication: Communication, channel: int,
         profile: Callable[[int], np.ndarray | None] = lambda _round: None,
     ) -> None:
-        """channel: of the sampler's mailbox. profile: what the node says of itself as of a round; None: what it said
-        before."""
+        """channel: the channel of the sampler's mailbox. profile: returns the node's profile as of a round; None: its
+        previous profile stays valid."""
         self.sampler = sampler
         self._communication, self._channel, self._profile = communication, channel, profile
         self._sent = 0
 
     def round(self, round: int) -> Steps[None]:
-        """At the beginning of a round: take in what came, answer it, and begin the round's shuffles. Waits for
-        nothing."""
+        """At the beginning of a round, process and answer the messages that have arrived, and begin the round's
+        shuffles, as steps. Does not wait for messages."""
         found = yield from self._communication.collect_steps(self._channel)
         said = self._profile(round)
         if said is not None:
@@ -72,21 +73,22 @@ class Sampling:
             self._send(uid, message)
 
     def seen(self, view: RoundView) -> RoundView:
-        """Returns the view of a round with the sampler's targets for neighbors, and nobody who is expected."""
+        """Returns the view of a round with the sampler's targets as neighbors, and without sources, as no payload is
+        expected from a particular node."""
         targets = tuple(uid for uid in self.sampler.targets(view.round) if uid in view.members)
         shares = dict.fromkeys(sorted((view.uid, *targets)), 1.0 / (len(targets) + 1))
         return replace(view, neighbors=targets, sources=(), weights={view.uid: 1.0}, out_weights=shares,
                        averaging_group=())  # fmt: skip
 
     def forget(self, uids: Collection[int]) -> None:
-        """These nodes are no members any more."""
+        """Remove nodes that are no longer members."""
         self.sampler.forget(uids)
 
     def _send(self, uid: int, message: Shuffle) -> None:
         tables = tables_of(message.entries, self.sampler.around.profile_elements)
         tensors = {name: torch.from_numpy(table) for name, table in tables.items()}
         payload = Payload(tensors, {"kind": message.reply + 2 * message.near}, frozenset(tensors))
-        self._sent += 1  # in place of a round, it tells messages of one round apart
+        self._sent += 1  # used in place of the round, as a node may send several messages in one round
         self._communication.publish(self._sent, {uid: payload}, self._channel)
 
     def _read(self, each: Collected) -> Shuffle:
@@ -98,7 +100,7 @@ class Sampling:
         return shuffle_of(self.sampler, tables, reply=bool(kind & 1), near=bool(kind & 2))
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns copies of all that is kept between rounds."""
+        """Returns copies of the state that is kept between rounds."""
         return {"sampler": self.sampler.state_dict(), "sent": self._sent}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -108,9 +110,9 @@ class Sampling:
 
 
 class Sketch:
-    """A random projection to few numbers, alike on all nodes: each parameter is added to, or taken from, one of them
-    (a count sketch, Charikar, Chen and Farach-Colton 2002). Distances and cosines between sketches are near those
-    between models."""
+    """A random projection of a model to a few numbers, the same on all nodes: each parameter is added to or subtracted
+    from one of them (a count sketch, Charikar, Chen and Farach-Colton 2002). It approximately preserves distances and
+    cosines between models."""
 
     def __init__(self, seed: int, parameters: int, elements: int) -> None:
         draws = rng.stream(seed, rng.GLOBAL, "sampler sketch")

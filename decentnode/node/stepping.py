@@ -1,4 +1,4 @@
-"""Steps several nodes of a process in one thread, while the others of the run act elsewhere."""
+"""Steps several nodes of a process in one thread, while the run's other nodes are in other processes."""
 
 from __future__ import annotations
 
@@ -13,44 +13,45 @@ from decentnode.communication.shared_process import SharedProcess
 Ended = Callable[[int, BaseException | None], None]
 
 LOOK_EVERY = 4
-"""Nodes that are stepped between two looks at what neighbors of other processes have announced. A look lets other
-threads in and takes some 80 us, while the queue of a node has room for ten announcements: as a process steps four of
-its nodes, another one steps about four, each of which announces one payload to it at most. What does not fit takes a
-longer path."""
+"""The number of nodes that are stepped between two checks for announcements from neighbors in other processes. A check
+lets other threads run and takes about 80 us, while a node's queue has room for ten announcements: while one process
+steps four of its nodes, another one steps about four as well, each of which announces at most one payload to it. What
+does not fit into the queue takes a slower path."""
 
 
 @dataclass
 class _Stepped:
-    """A node, and what it waits for."""
+    """A node's steps, and the wait that they are suspended in."""
 
     steps: Steps[None]
     wait: Wait | None = None
 
 
 class Stepping:
-    """Steps nodes in ascending order of their uids, again and again: each that does not wait as far as it comes without
-    the others. Whatever one of them raises ends that one alone.
+    """Steps nodes repeatedly in ascending order of their uids; each one that does not wait runs until it needs the
+    others. An exception raised by one node ends only that node.
 
-    Nobody waits in vain for a node that is not stepped: one that waits holds up no other, as it hands its wait out
-    (`run_state.Steps`). What a node computes depends on its neighbors' payloads and not on the order in which nodes are
-    stepped, so that all bits are those of a thread per node. Used from the training thread of the process.
+    This cannot deadlock: a waiting node does not block the thread, because it yields its wait (`run_state.Steps`). A
+    node's computation depends on its neighbors' payloads and not on the order in which nodes are stepped, so that
+    results are bitwise equal to those of a thread per node. Used from the training thread of the process.
     """
 
     def __init__(self, process: SharedProcess, nodes: Mapping[int, Steps[None]], ended: Ended) -> None:
-        """nodes: by uid, what `Node.steps` returned. ended: called with a uid and what ended the node, None where it
-        came to its end; no node is stepped meanwhile."""
+        """nodes: the return value of `Node.steps` by uid. ended: called with a uid and the exception that ended the
+        node, or None if it finished; no node is stepped during the call."""
         self._process, self._ended = process, ended
         self._nodes = {uid: _Stepped(steps) for uid, steps in sorted(nodes.items())}
 
     def run(self) -> None:
-        """Blocking until all nodes have ended."""
+        """Step the nodes until all of them have ended. Blocking."""
         while self._nodes:
             waiting_until = self._step_all()
             if waiting_until is not None:
                 self._process.sleep(waiting_until - clock.now())
 
     def _step_all(self) -> float | None:
-        """Step each node that does not wait. Returns when the first wait has to be looked at again, where all wait."""
+        """Step each node that does not wait. If all of them wait, returns the time at which the first wait has to be
+        checked again, else None."""
         deadline, stepped = math.inf, 0
         for uid, node in list(self._nodes.items()):
             with logs.of_node(uid):
@@ -65,7 +66,7 @@ class Stepping:
         return None if stepped else deadline
 
     def _step(self, uid: int, node: _Stepped) -> bool:
-        """Step a node unless it waits. Returns whether it was."""
+        """Step a node unless it waits. Returns whether it was stepped."""
         try:
             if node.wait is None:
                 node.wait = next(node.steps)

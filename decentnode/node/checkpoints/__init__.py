@@ -1,1 +1,1 @@
-"""When the nodes of a run make checkpoints, what is in one, and how they go on from it together."""
+"""When nodes make checkpoints, what a checkpoint contains, and how all nodes resume from the same one."""

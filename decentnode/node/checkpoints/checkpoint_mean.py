@@ -1,4 +1,4 @@
-"""The means by which nodes agree on their checkpoints: when one is due, and which one all of them have."""
+"""Waits for the means over all nodes by which these agree on checkpoints: when one is due, which one all nodes have."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ logger = logging.getLogger(__name__)
 def mean_unless_ending(
     node: Resumable, pending: Pending, what: str, patience_seconds: float | None = None
 ) -> Steps[tuple[Tensor, int] | None]:
-    """Returns a mean and how many nodes contributed, as steps; None where the run is stopping, or goes on without a
-    node that did not contribute. Blocking for `timeout_seconds` at most; raises PeerLost.
+    """Returns a mean and the number of nodes that contributed, as steps. Returns None if the run is stopping, or if it
+    continues without a node that did not contribute (`node.missing: return_weight`, or `patience_seconds` is given).
+    Blocks for at most `communication.timeout_seconds`; otherwise raises PeerLost.
 
-    what: what nodes agree on by it, for the warning. patience_seconds: wait no longer, and go on without the mean then.
+    what: what the nodes agree on with this mean, for the warning. patience_seconds: the longest wait, after which the
+    node continues without the mean.
     """
     if not pending.ready:
         yield from steps_until_ready(pending, node.sharing.requirements.phases)

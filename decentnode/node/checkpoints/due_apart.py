@@ -1,4 +1,4 @@
-"""When a checkpoint is due where nodes are in different rounds: each makes it after a round of its own."""
+"""Decides when a checkpoint is due under an asynchronous schedule, where each node makes it after its own round."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ from decentnode.node.resumable import Resumable
 from decentnode.node.schedules.asynchronous.cuts import MOST, Cuts
 
 MOST_UNASKED = 8
-"""Checkpoints begun by others that a node makes in a generation whatever its own rounds and clock say."""
+"""The number of checkpoints per generation, initiated by other nodes, that a node makes even if neither its own round
+count nor its clock allows for them."""
 
 
 class DueApart:
     """Numbers the checkpoints of one node (asynchronous/cuts.py).
 
-    The lowest member begins a further one by its own rounds and clock, once all members have made the one before; the
-    others make it when they hear of it. So all make the same ones, however much slower one is. A member that says
-    nothing holds up the next one for a time-out; numbers that somebody makes up cost MOST_UNASKED checkpoints and twice
-    those of the run, and then no more than the node would begin by itself.
+    The lowest member initiates a checkpoint when it is due by its own round count or clock, once all members have made
+    the previous one; the other members make it when they learn its number from a payload. So all members make the same
+    checkpoints, however slow one of them is. A member that does not report its last checkpoint delays the next one by
+    the time-out. A member that invents numbers can cause at most MOST_UNASKED checkpoints plus twice as many as the run
+    is configured to make; after that, a node only makes those that are due by its own count.
     """
 
     def __init__(self, node: Resumable, config: CheckpointConfig) -> None:
@@ -35,14 +37,14 @@ class DueApart:
         return self._node.schedule.cuts
 
     def begin_period(self, now: float) -> None:
-        """A checkpoint is made now."""
+        """Begin a new interval: a checkpoint is made at time `now`."""
         self._since, self._round = now, self._node.round
 
     def _forget(self) -> None:
         self._began, self._unasked, self.cuts.believes = clock.now(), 0, True
 
     def begin_generation(self) -> Steps[None]:
-        """Let all members go on with the greatest number that one of them is at, as steps."""
+        """Let all members continue with the greatest checkpoint number that any of them has reached, as steps."""
         node = self._node
         self._forget()
         uids = 1 + max(node.generation.members)  # newcomers are beyond the nodes of the graph
@@ -54,9 +56,9 @@ class DueApart:
         self.cuts.meet(max(each for each in (0, *numbers) if self.cuts.is_possible(each)))
 
     def begin_if_due(self, told: Pending | None) -> bool:
-        """Returns whether a checkpoint is to be made now; then its number counts from here on.
+        """Returns whether a checkpoint is to be made now; if so, its number is in force from then on.
 
-        told: to which all members contribute as they make the one before; None without one."""
+        told: the mean to which all members contribute when they make the previous checkpoint; None if there is none."""
         cuts, node, config, now = self.cuts, self._node, self._config, clock.now()
         by_rounds = config.every is not None and node.round // config.every > self._round // config.every
         by_clock = config.minutes is not None and now - self._since >= 60 * config.minutes
@@ -76,8 +78,8 @@ class DueApart:
         return True
 
     def _most_unasked(self, now: float) -> float:
-        """How many checkpoints of this generation others may have begun by now that keep to the rules: twice what the
-        rounds and the clock allow, as clocks differ, and MOST_UNASKED."""
+        """Returns how many checkpoints honest members can have initiated in this generation by now: twice what the
+        round count and the clock allow, as clocks differ, plus MOST_UNASKED."""
         config = self._config
         by_rounds = self._node.config.rounds // config.every if config.every is not None else 0
         by_clock = (now - self._began) / (60 * config.minutes) if config.minutes is not None else 0.0

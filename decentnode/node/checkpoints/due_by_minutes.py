@@ -1,4 +1,5 @@
-"""When a checkpoint is due by the clock of one node, said to all others in time for all to make it after one round."""
+"""Decides by the clock of one node when a checkpoint is due, early enough that all nodes make it after the same
+round."""
 
 from __future__ import annotations
 
@@ -12,39 +13,42 @@ from decentnode.node.checkpoints.checkpoint_mean import mean_unless_ending
 from decentnode.node.resumable import Resumable
 
 POLLS_PER_PERIOD = 32
-"""The lowest node looks at its clock at least so many times between two checkpoints, where rounds allow."""
+"""The least number of times that the lowest member checks its clock between two checkpoints, if rounds are short enough
+for it."""
 MOST_ROUNDS_BETWEEN_POLLS = 1024
-"""To ask costs a mean of two numbers; of rounds that are so fast that this is often, it is little."""
+"""A poll costs a mean of two numbers over all nodes, which is negligible over this many rounds even if rounds are so
+short that this bound applies."""
 
 
 class DueByMinutes:
-    """Says after which rounds a checkpoint is due by the lowest member's clock, the same on all members.
+    """Decides after which rounds a checkpoint is due by the lowest member's clock, with the same result on all members.
 
-    After a round that all know, everybody contributes to a mean that carries the lowest member's word, and takes it in
-    one round later. Nobody waits for a message that may come too late, and nobody waits at all unless it is a whole
-    round ahead of somebody.
+    In a poll, all members contribute to a mean that carries the lowest member's answer, after a round on which all
+    agree, and read the result one round later. So no node waits for a message that may come too late, and a node only
+    waits at all if it is a whole round ahead of another one.
     """
 
     def __init__(self, node: Resumable, minutes: float) -> None:
-        """minutes: between two checkpoints. `begin_generation` is to be called first."""
+        """minutes: the interval between two checkpoints. `begin_generation` must be called before any other method."""
         self._node = node
         self._period_seconds = 60.0 * minutes
 
     def begin_generation(self) -> None:
-        """Forget what was under way with the members of another generation."""
+        """Discard a poll of the previous generation's members, and begin a new interval."""
         self._poll: Pending | None = None
         self._ask_at: int | None = -1
-        """The round after which the lowest member says whether a checkpoint is due; -1: the next one; None: nobody asks
-        any more."""
+        """The round after which the next poll takes place; -1: after the next round; None: there are no further
+        polls."""
         self._polled: tuple[float, int] | None = None
         self.begin_period(clock.now())
 
     def begin_period(self, now: float) -> None:
-        """A checkpoint is made now: the next one is due `minutes` later."""
+        """Begin a new interval: a checkpoint is made at time `now`, and the next one is due `minutes` later."""
         self._since = now
 
     def is_due(self) -> Steps[bool]:
-        """Returns what the lowest member said one round ago, as steps. Blocking until all members took part in it."""
+        """Returns the lowest member's answer of one round ago, as steps. Blocks until all members have contributed to
+        it."""
         poll, self._poll = self._poll, None
         if poll is None:
             return False
@@ -58,8 +62,8 @@ class DueByMinutes:
         return due > 0
 
     def ask(self) -> None:
-        """Before a round: where it is time for it, the lowest member says whether a checkpoint is due after the coming
-        round, and after how many further rounds it is to be asked again. Not blocking."""
+        """Begin a poll if one is scheduled before this round: the lowest member tells whether a checkpoint is due after
+        the coming round, and in how many rounds the next poll is to take place. Not blocking."""
         node = self._node
         if self._ask_at not in (-1, node.round):
             return

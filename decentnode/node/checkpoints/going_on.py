@@ -1,4 +1,5 @@
-"""How a node takes the place that its run goes on from, once the nodes have agreed on it and its checkpoint is read."""
+"""Restores a node's state when a run resumes, once the nodes have agreed on a checkpoint and this node has read its
+own."""
 
 from __future__ import annotations
 
@@ -22,25 +23,27 @@ from decentnode.words import names
 logger = logging.getLogger(__name__)
 
 OF_MODELS = ("model", "training", "sharing")
-"""Parts of a checkpoint that models depend on. A node that comes back to a run takes them over, too: of the sharing
-rule's state it keeps what outlives a generation."""
+"""The parts of a checkpoint that models depend on. A node that comes back to a run restores them as well, but keeps
+only as much of the sharing rule's state as outlives a generation."""
 
 
 @dataclass(frozen=True)
 class GoingOn:
-    """Where a run goes on, the same on all nodes, unless these are in different rounds."""
+    """The position from which a run resumes; it is the same on all nodes, except under an asynchronous schedule."""
 
     round: int
-    """Its first one; of a node without a checkpoint the furthest one's."""
+    """The first round after resuming; for a node without a checkpoint it is the round of the most advanced node."""
     evaluated: int
-    """After how many rounds the last evaluation was that all nodes with a checkpoint finished; -1 before the first."""
+    """The number of finished rounds at the last evaluation that all nodes with a checkpoint completed; -1 if there was
+    none."""
     without: Sequence[int]
-    """Members that have no checkpoint."""
+    """The members that have no checkpoint."""
 
 
 def go_on(node: Resumable, restored: Restored | None, cut: str, where: GoingOn) -> Steps[None]:
-    """Take the place that the node had, as steps. restored: the node's own checkpoint, whose model and training it has
-    already, in the folder `cut`; None where it is one of `where.without`, and takes the mean of the others' models."""
+    """Resume the node at the position `where`, as steps. restored: the node's own checkpoint in the folder `cut`, of
+    which the model and the training state are restored already; None if the node is one of `where.without`, and gets
+    the mean of the other nodes' models."""
     history = node.communication.history
     if history is not None:
         digest = "" if restored is None else restored.digest(*OF_MODELS)
@@ -50,7 +53,7 @@ def go_on(node: Resumable, restored: Restored | None, cut: str, where: GoingOn) 
             logger.warning("no checkpoint of this node: it continues from the mean of the others' models")
         yield from give_models(node, frozenset(where.without), "resume/model")
         if restored is not None:
-            restored.put_rule(node)  # for what outlives a generation
+            restored.put_rule(node)  # for the state that outlives a generation
         node.round = where.round
         yield from begin_rules_anew(node, "resume", frozenset(where.without))
     elif restored is not None:
@@ -65,7 +68,7 @@ def go_on(node: Resumable, restored: Restored | None, cut: str, where: GoingOn) 
     else:
         restored.put_progress(node)
     if node.config.orphans == "adopted" and (where.without or node.training.members != node.generation.members):
-        deal_samples(node, where.round)  # the checkpoint is of other members
+        deal_samples(node, where.round)  # the checkpoint was made by other members
         node.round = where.round
         yield from begin_rules_anew(node, "resume/dealt")
     if where.without:
@@ -75,19 +78,19 @@ def go_on(node: Resumable, restored: Restored | None, cut: str, where: GoingOn) 
 
 
 def evaluate_if_due(node: Resumable, where: GoingOn) -> Steps[None]:
-    """Evaluate where the interrupted run had not come to it, as steps."""
+    """Make the evaluation that is due at this round if the interrupted run had not made it, as steps."""
     every, round = node.config.evaluate_every, where.round
     if every and round % every == 0 and where.evaluated != round and round < node.config.rounds:
         yield from node.evaluate_between()
 
 
 def evaluation_missed(node: Resumable, first_round: int) -> Steps[bool]:
-    """Returns whether an evaluation is due after the rounds before `first_round`, with which a generation begins, and
-    the members of the one before did not all come to it; the same on all members, as steps."""
+    """Returns, as steps, whether an evaluation was due right before `first_round`, the first round of the new
+    generation, and not all members of the previous generation made it. The result is the same on all members."""
     every, generation = node.config.evaluate_every, node.generation
     if not every or first_round % every or not 0 < first_round < node.config.rounds or generation.stopping:
         return False
-    # Who comes has seen no evaluation, and need not: it counts as one that has.
+    # A joining node has made no evaluation and need not make this one: it counts as if it had.
     done = node.evaluated == first_round or node.uid in generation.fresh
     told = torch.tensor([float(done)], dtype=torch.float64)
     pending = begin_mean(node.communication, "generation/evaluated", told)
@@ -96,16 +99,17 @@ def evaluation_missed(node: Resumable, first_round: int) -> Steps[bool]:
 
 
 def evaluate_alone_if_missed(node: Resumable) -> Steps[None]:
-    """Where each node evaluates its own model alone: make up for what was due as the generation before was over."""
+    """Under an asynchronous schedule, make the evaluation that was due when the previous generation ended, as steps."""
     every, round = node.config.evaluate_every, node.round
     if every and round % every == 0 and node.evaluated != round and 0 < round < node.config.rounds:
         yield from node.evaluate_between()
 
 
 def take_own(node: Resumable, folder: Path, first_round: int, recent: int) -> bool:
-    """After the node's process was started again: take the state of the newest checkpoint of this run in `folder`, the
-    model's, the training's, and the sharing rule's for what outlives a generation of it, where it is at most `recent`
-    rounds older than `first_round`, in which the node goes on. Returns whether there was one."""
+    """Restore a node whose process was restarted from the newest checkpoint of this run in `folder` that is at most
+    `recent` rounds older than `first_round`, the round in which the node continues. Restores the model, the training
+    state, and as much of the sharing rule's state as outlives a generation. Returns whether there was such a
+    checkpoint."""
     run, history = node.communication.run_id.hex(), node.communication.history
     for manifest in store.scan([folder], node.uid, {run})[0]:
         cut = manifest.cut

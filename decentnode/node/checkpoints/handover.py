@@ -1,5 +1,5 @@
-"""What members of a generation give to those that come to it: a model, what the run has measured, and sums that sharing
-rules begin with; and what they take over of those that are not there."""
+"""What the members of a generation hand over to joining members (a model, the evaluations so far, sums that sharing
+rules start from), and how they take over the samples of absent nodes."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ logger = logging.getLogger(__name__)
 
 
 def give_models(node: Resumable, to: frozenset[int], key: str) -> Steps[None]:
-    """Give the mean of the other members' models to those of `to`; the models of the others stay as they are, and so do
-    parameters that are not shared. As steps. key: names the mean, the same on all nodes."""
+    """Give the mean of the other members' models to the members `to`, as steps. The models of the other members stay
+    unchanged, and so do parameters that are not shared. key: the name of the mean, the same on all nodes."""
     model, shared = node.training.model, node.shared
     own = torch.cat([model.parameters[:shared], model.buffers.to(model.dtype)])
     fresh = node.uid in to
@@ -34,9 +34,9 @@ def give_models(node: Resumable, to: frozenset[int], key: str) -> Steps[None]:
 
 
 def agree_on_course(node: Resumable, without: frozenset[int], key: str) -> Steps[None]:
-    """Let all members have one view of the evaluations so far, the lowest one's of those that are not in `without`: who
-    comes has seen none of them, and of the others one may have missed the last. As steps; does nothing where no run
-    ends early. key: names the mean, the same on all nodes."""
+    """Give all members the same record of the evaluations so far: that of the lowest member that is not in `without`. A
+    joining member has seen none of the evaluations, and one of the others may have missed the last. As steps; does
+    nothing if no early stopping is configured. key: the name of the mean, the same on all nodes."""
     if node.config.early_stop is None:
         return
     giver = min(uid for uid in node.generation.members if uid not in without)
@@ -44,11 +44,12 @@ def agree_on_course(node: Resumable, without: frozenset[int], key: str) -> Steps
     pending = begin_mean(node.communication, key, torch.tensor(numbers, dtype=torch.float64), closing=True)
     timeout_seconds = node.communication.config.timeout_seconds
     mean, contributors = yield from mean_of(pending, node.sharing.requirements.phases, timeout_seconds)
-    node.course.load_numbers((mean * contributors).tolist())  # the giver, too: rounded alike on all
+    # the giver as well, so that all have the same rounded values
+    node.course.load_numbers((mean * contributors).tolist())
 
 
 def deal_samples(node: Resumable, first_round: int) -> None:
-    """With `orphans: adopted`: deal the samples of nodes that are not members of the generation to those that are, for
+    """With `orphans: adopted`, deal the samples of nodes that are not members of the generation to the members, for all
     rounds from `first_round` on."""
     if node.config.orphans == "adopted":
         generation, training = node.generation, node.training
@@ -59,8 +60,9 @@ def deal_samples(node: Resumable, first_round: int) -> None:
 
 
 def begin_rules_anew(node: Resumable, key: str, without: frozenset[int] = frozenset()) -> Steps[None]:
-    """Let the sharing rules begin anew, as steps; those that need a sum over all members for it get that. key: begins
-    the sums' names, the same on all nodes. without: as for `Node.renew_rules`."""
+    """Replace the sharing rules with new ones, as steps, and provide those rules that need a sum over all members to
+    start from with that sum. key: the prefix of the sums' names, the same on all nodes. without: as for
+    `Node.renew_rules`."""
     for index, (rule, model, view) in enumerate(node.renew_rules(without)):
         totals = {}
         for name, own in rule.to_be_summed(model, view).items():

@@ -1,4 +1,4 @@
-"""When the nodes of a run make checkpoints, and how they go on from them together."""
+"""Makes the checkpoints of one node, removes old ones, and resumes the node from one."""
 
 from __future__ import annotations
 
@@ -32,35 +32,37 @@ from decentnode.sharing.state import left_out
 logger = logging.getLogger(__name__)
 
 MOST_UNKNOWN = 4
-"""Checkpoints beyond `keep` that wait for the other nodes to have them, too."""
+"""The greatest number of checkpoints beyond `keep` that are kept while other nodes have not stored theirs yet."""
 
 PROBLEM_TEXT = 200
-"""Most characters of what keeps a node from writing a checkpoint in its closing figures."""
+"""The greatest length, in characters, of the error text in the closing figures that says why a checkpoint is
+missing."""
 
 TOLD_SECONDS = 1.0
-"""Where nodes are in different rounds: longest wait for what the others said of the checkpoint before. Whoever follows
-the rules has said it before the next number is under way."""
+"""The longest wait, under an asynchronous schedule, for the other nodes' reports on the previous checkpoint. A node
+that follows the protocol has sent its report before the next checkpoint is initiated."""
 
 STOP_SECONDS = 1.0
-"""After a stop: longest wait for the checkpoint before to be written, while other nodes wait to close with this one."""
+"""The longest wait after a stop for the previous checkpoint to be written; other nodes are waiting meanwhile to close
+together with this one."""
 
 
 @dataclass
 class CheckpointFigures:
-    """What checkpoints have cost this node, for its closing figures."""
+    """The cost of checkpoints on this node, for its closing figures."""
 
     count: int = 0
     bytes: int = 0
     copy_seconds: float = 0.0
-    """The training thread's: copying the state."""
+    """Time of the training thread spent copying the state."""
     wait_seconds: float = 0.0
-    """The training thread's: waiting for the checkpoint before to be written."""
+    """Time of the training thread spent waiting for the previous checkpoint to be written."""
     cpu_seconds: float = 0.0
-    """The writing thread's."""
+    """CPU time of the writer thread."""
     missed: int = 0
-    """Those that were due and are not on the disk."""
+    """The number of checkpoints that were due and could not be stored."""
     problem: str = ""
-    """Why the last of these is not."""
+    """Why the last missed checkpoint could not be stored."""
 
     def miss(self, problem: str) -> None:
         self.missed += 1
@@ -68,22 +70,24 @@ class CheckpointFigures:
 
 
 class Checkpoints:
-    """The checkpoints of one node. Everything runs on its training thread but the writing (checkpoint/writer.py).
+    """Makes and manages the checkpoints of one node. Everything runs on its training thread, except for the writing
+    (checkpoint/writer.py).
 
-    Every member of a generation makes a checkpoint after the same rounds. With `every` they follow from the round, with
-    `minutes` from what the lowest member says (due_by_minutes.py). Where nodes are in different rounds, each makes it
-    after one of its own (due_apart.py).
+    All members of a generation make their checkpoints after the same rounds. With `every` these follow from the round
+    number, with `minutes` from what the lowest member decides (due_by_minutes.py). Under an asynchronous schedule, each
+    node makes a checkpoint after its own round (due_apart.py).
 
-    A checkpoint is removed when there are `keep` newer ones, except the newest that all nodes are known to have: with
-    each, nodes tell each other in a mean whether the one before is on their disks.
+    A checkpoint is removed when there are `keep` newer ones, except for the newest one that all nodes are known to
+    have: with each checkpoint, the nodes tell each other in a mean whether the previous one is on their disks.
     """
 
     def __init__(
         self, node: Resumable, folder: Path, identity: Mapping[str, Any], resume: ResumeFrom | None = None,
         resumed: Callable[[Manifest | None, int], None] = lambda _manifest, _round: None,
     ) -> None:
-        """folder: checkpoints/ of the run. identity: of the experiment (experiment/identity.py). resumed: called once
-        the node has what it goes on from, with its checkpoint (None: it took the mean of the others) and the round."""
+        """folder: the checkpoints/ folder of the run. identity: the identity of the experiment
+        (experiment/identity.py). resumed: called once the node has restored its state, with its checkpoint (None if it
+        took the mean of the other nodes' models) and the round."""
         self.node = node
         self.config = node.config.checkpoint or CheckpointConfig.model_validate({})
         self.enabled = node.config.checkpoint is not None
@@ -93,12 +97,12 @@ class Checkpoints:
         self._writer = Writer(folder)
         found, _ = store.scan([folder], node.uid)
         self._cuts = [manifest.cut for manifest in found]
-        """Of this node, on the disk or being written."""
+        """The cuts of this node's checkpoints, stored or being written, the newest first."""
         self._copies: dict[Cut, tuple[int, float, float]] = {}
-        """(the node's round, copy_seconds, wait_seconds) of those being written."""
+        """(the node's round, copy_seconds, wait_seconds) of each checkpoint that is being written."""
         self._whole = {*self._cuts}
         self._known_to_all: Cut | None = None
-        """The newest that every node is known to have."""
+        """The newest cut of which every node is known to have its checkpoint."""
         best = self.config.best
         self._best = None if best is None else Best.of(best, node.training, "node.checkpoint.best")
         self._best_cut: Cut | None = None
@@ -109,7 +113,7 @@ class Checkpoints:
         self._forget()
 
     def closing_figures(self) -> dict[str, float | int | str]:
-        """Returns what checkpoints have cost, by the names of summary.json; nothing without any."""
+        """Returns the cost of checkpoints, with the names of summary.json; empty if there were no checkpoints."""
         found = self.figures
         return {} if not (found.count or found.missed) else {
             "checkpoints": found.count, "checkpoints_kept": len(self._whole.intersection(self._cuts)),
@@ -119,10 +123,11 @@ class Checkpoints:
             **({"checkpoints_missed": found.missed, "checkpoint_problem": found.problem} if found.missed else {}),
         }  # fmt: skip
 
-    # -- while rounds go on -----------------------------------------------------------------------------------
+    # -- during the rounds ---------------------------------------------------------------------------------------
 
     def begin_generation(self) -> Steps[None]:
-        """Forget what was under way with the members of another generation; as steps."""
+        """Discard exchanges about checkpoints with the previous generation's members, and agree on the next checkpoint
+        number with the new ones, as steps."""
         self._forget()
         if self._apart is not None:
             yield from self._apart.begin_generation()
@@ -130,14 +135,14 @@ class Checkpoints:
     def _forget(self) -> None:
         self._last_round = -1
         self._before: Cut | None = None
-        """The checkpoint before, made by the same members."""
+        """The previous checkpoint of the same members."""
         self._told: tuple[Pending, Cut | None] | None = None
         if self._by_minutes is not None:
             self._by_minutes.begin_generation()
 
     def between_rounds(self) -> Steps[None]:
-        """To be called before every round: makes a checkpoint where one is due. Blocking for a copy of the state, and
-        for the one before where that is still being written."""
+        """Make a checkpoint if one is due, as steps; to be called before every round. Blocks while the state is copied,
+        and while the previous checkpoint is still being written."""
         if not self.enabled:
             return
         self._collect()
@@ -159,11 +164,12 @@ class Checkpoints:
             self._by_minutes.ask()
 
     def after_the_last(self) -> None:
-        """Make the checkpoint that a longer run, or one that was stopped, goes on from. Blocking as `between_rounds`;
-        after a stop for STOP_SECONDS at most.
+        """Make the checkpoint after the last round, from which the run can be resumed after a stop or with more rounds.
+        Blocks as `between_rounds` does, after a stop for at most STOP_SECONDS.
 
-        After a stop nodes may end after different rounds. Only where all ended after the same one do they have one cut,
-        which a run can go on from; the one before stays until all are known to have a newer one.
+        After a stop, nodes may end after different rounds. Only if all of them ended after the same round do these
+        checkpoints form a cut from which a run can resume; the previous cut is kept until all nodes are known to have a
+        newer one.
         """
         node = self.node
         if self.enabled and node.round and (node.round != self._last_round or self._apart is not None):
@@ -172,7 +178,7 @@ class Checkpoints:
             self._cut(regular=True, best=False, patience_seconds=patience_seconds)
 
     def finish(self) -> None:
-        """After the closing evaluation. Blocking until all is written, for half of the time-out at most."""
+        """Finish the writing of checkpoints after the closing evaluation. Blocks for at most half of the time-out."""
         if not self.enabled:
             return
         if self._is_best() and self._cuts and self._cuts[0].round == self.node.round:
@@ -180,13 +186,14 @@ class Checkpoints:
         self.close(self.node.communication.config.timeout_seconds / 2)
 
     def close(self, timeout_seconds: float) -> None:
-        """Blocking until what was given to the writer is on the disk. Idempotent."""
+        """Wait until everything given to the writer is on the disk, for at most `timeout_seconds`. Idempotent."""
         if not self._writer.close(timeout_seconds):
             logger.warning("gave up on a checkpoint that was still being written after %.0f s", timeout_seconds)
         self._collect()
 
     def _tell_all(self) -> Steps[None]:
-        """Tell everybody whether the checkpoint before is on this node's disk, and take in what they said last time."""
+        """Tell all nodes whether the previous checkpoint is on this node's disk, and process what they reported last
+        time."""
         waited = clock.now()
         self._writer.wait(self.node.communication.config.timeout_seconds / 2)
         self.figures.wait_seconds += clock.now() - waited
@@ -201,12 +208,12 @@ class Checkpoints:
             what = "which checkpoint all of them have"
             found = yield from mean_unless_ending(self.node, pending, what, patience_seconds)
             if found is not None and cut is not None and float(found[0]) * found[1] > found[1] - 0.5:
-                self._known_to_all = cut  # all contributors have it whole
+                self._known_to_all = cut  # all contributors have stored it completely
 
     def _cut(self, *, regular: bool, best: bool, patience_seconds: float | None = None) -> None:
-        """Copy the state and give it to the writer. regular: whether all nodes make one now. best: whether this round's
-        evaluation is the best so far. patience_seconds: longest wait for the one before; half of the time-out when
-        None."""
+        """Copy the state and give it to the writer. regular: whether all nodes make a checkpoint now. best: whether
+        this round's evaluation is the best so far. patience_seconds: the longest wait for the previous checkpoint to be
+        written; half of the time-out if None."""
         node, waited = self.node, clock.now()
         half = node.communication.config.timeout_seconds / 2
         free = self._writer.wait(half if patience_seconds is None else min(half, patience_seconds))
@@ -240,8 +247,9 @@ class Checkpoints:
         self._writer.do(*(functools.partial(store.remove, self._folder, each.folder, node.uid) for each in gone))
 
     def _surplus(self) -> list[Cut]:
-        """Returns the checkpoints that are to be removed: never the best, nor the newest that all are known to have,
-        nor those after it. Of these there are more than MOST_UNKNOWN only where another node cannot write its own."""
+        """Returns the checkpoints to be removed. The best one and the newest one that all nodes are known to have are
+        always kept, and so are up to `keep` + MOST_UNKNOWN that are newer than the latter. There are only more of these
+        if another node cannot write its checkpoints."""
         known = self._known_to_all
         newer = sum(known is None or each.age > known.age for each in self._cuts)
         protected = {each for each in (known, self._best_cut) if each is not None}
@@ -249,14 +257,15 @@ class Checkpoints:
 
     @property
     def cut(self) -> Cut:
-        """The cut that a checkpoint made now belongs to."""
+        """The cut to which a checkpoint made now belongs."""
         node = self.node
         now = node.generation
         round = node.round if self._apart is None else self._apart.cuts.number
         return Cut(node.communication.run_id.hex(), round, now.number, now.origin.hex(), tuple(now.members))
 
     def _is_best(self) -> bool:
-        """Whether this round's evaluation is the best so far; then it is noted as such. Raises UsageError."""
+        """Returns whether this round's evaluation is the best so far, and if so, remembers it as such. Raises
+        UsageError if the configured figure is not measured."""
         node = self.node
         return (self._best is not None and node.evaluated == node.round
                 and self._best.take(node.evaluation, node.round))  # fmt: skip
@@ -270,7 +279,7 @@ class Checkpoints:
         self._writer.do(mark)
 
     def _collect(self) -> None:
-        """Note and record what was written since the last time."""
+        """Record the results of all writes that ended since the last call."""
         for each in self._writer.results():
             self._note(each)
 
@@ -292,14 +301,15 @@ class Checkpoints:
             "writer_cpu_seconds": written.cpu_seconds, "best": written.cut == self._best_cut,
         })  # fmt: skip
 
-    # -- going on ---------------------------------------------------------------------------------------------
+    # -- resuming ---------------------------------------------------------------------------------------------
 
     def resume(self) -> Steps[None]:
-        """Go on from the newest cut that all of its members have whole, as steps (`Node.steps`). Blocking while nodes
-        agree and read.
+        """Resume from the newest cut of which all members have a complete checkpoint, as steps (`Node.steps`). Blocks
+        while nodes agree and read.
 
-        A node without any checkpoint, or that was no member at the cut, takes the mean of the others' models. Sharing
-        rules go on where every node has its state, else all begin anew. Raises CheckpointError where there is no cut.
+        A node that has no checkpoint, or was not a member at the cut, takes the mean of the other nodes' models.
+        Sharing rules continue with their state if every node has one, otherwise all of them start anew. Raises
+        CheckpointError if there is no such cut.
         """
         assert self._resume is not None
         node = self.node
@@ -326,10 +336,10 @@ class Checkpoints:
         self._last_round, self.resuming = round, False
         self._resumed(manifest, round)
         if manifest is not None:
-            self._adopt(manifest)  # last: from here on this folder is one that a run can be resumed from
+            self._adopt(manifest)  # comes last: from here on, a run can be resumed from this folder
 
     def _adopt(self, manifest: Manifest) -> None:
-        """Keep the checkpoint beside those that will follow."""
+        """Keep the checkpoint from which the run resumed in this run's own folder, beside those that will follow."""
         try:
             store.adopt(manifest, self._folder)
         except OSError as error:
@@ -342,7 +352,7 @@ class Checkpoints:
         self._adopt_best(manifest)
 
     def _adopt_best(self, newest: Manifest) -> None:
-        """Keep the best checkpoint of the run that this one goes on from, where it was the best by the same figure."""
+        """Keep the best checkpoint of the run from which this one resumed, if it was chosen by the same figure."""
         folder, best = newest.path.parents[1], self._best
         mark = store.read_best(folder, self.node.uid)
         if best is None or mark is None or mark["figure"] != best.figure or mark["round"] > newest.cut.round:
@@ -361,5 +371,6 @@ class Checkpoints:
         self._mark_best(found.cut)
 
     def take_own(self, first_round: int) -> bool:
-        """After the node's process was started again: `going_on.take_own`, where there are checkpoints."""
+        """Restore the node after its process was restarted, as `going_on.take_own` does. Returns False if the run has
+        no checkpoints."""
         return self.enabled and take_own(self.node, self._folder, first_round, self.config.recent)

@@ -1,4 +1,4 @@
-"""How the nodes of a resumed run agree on the checkpoint that all of them go on from, and read it."""
+"""Lets the nodes of a resumed run agree on the checkpoint from which all of them continue, and reads it."""
 
 from __future__ import annotations
 
@@ -21,32 +21,34 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ResumeFrom:
-    """Where a run looks for the checkpoints that it goes on from."""
+    """Where a run looks for the checkpoints from which it can resume."""
 
     folders: tuple[Path, ...]
-    """checkpoints/ of runs."""
+    """The checkpoints/ folders of runs."""
     runs: frozenset[str] | None = None
-    """Ids of the runs whose cuts count; all when None."""
+    """The ids of the runs whose checkpoints may be used; None: those of any run."""
 
 
 @dataclass(frozen=True)
 class AgreedCut:
-    """What all nodes go on from."""
+    """The cut that all nodes agreed on, and this node's part of it."""
 
     number: int
-    """Of the cut: the nodes' round at it, unless these were in different ones."""
+    """The number of the cut: the nodes' round when it was made, or under an asynchronous schedule the checkpoint's
+    number."""
     manifest: Manifest | None
-    """Of this node's part; None where it has none."""
+    """The manifest of this node's checkpoint; None if it has none."""
     restored: Restored | None
-    """That part, whose model and training the node has; None where it has none."""
+    """This node's checkpoint, of which the model and the training state are restored already; None if it has none."""
     where: GoingOn
     problems: list[str]
-    """Why other checkpoints of this node could not be read."""
+    """Why other checkpoints of this node could not be read, one line each."""
 
 
 def read_agreed_cut(node: Resumable, resume: ResumeFrom) -> Steps[AgreedCut]:
-    """Returns the newest cut that all of its members have whole and can read, having put this node's model and training
-    in place; as steps. Blocking while nodes agree and read. Raises CheckpointError where there is none."""
+    """Returns the newest cut of which all members have a complete and readable checkpoint, as steps; this node's model
+    and training state are then restored. Blocks while nodes agree and read. Raises CheckpointError if there is no such
+    cut."""
     manifests, problems = store.scan(resume.folders, node.uid, resume.runs)
     for attempt in range(agreement.MOST_CUTS + 1):
         chosen = yield from agreed_cut(node, [each.cut for each in manifests], attempt)
@@ -75,16 +77,17 @@ def read_agreed_cut(node: Resumable, resume: ResumeFrom) -> Steps[AgreedCut]:
         logger.warning("%s", problem)
     without = [uid for uid in node.generation.members if not rows[uid][0]]
     round = (own[3] or max(row[3] for row in rows)) - 1
-    # A stop can find some nodes before an evaluation that others have finished: then all make it again.
+    # A stop may have come before some nodes made an evaluation that others have finished: then all make it again.
     last = evaluated if node.schedule.asynchronous else min(row[2] for row in rows if row[0])
     return AgreedCut(number, mine, restored, GoingOn(round, last - 1, without), problems)
 
 
 def agreed_cut(node: Resumable, cuts: Sequence[Cut], attempt: int) -> Steps[tuple[int, int] | None]:
-    """Returns (round, key) of the newest cut that all of its members have, the same on all nodes; None where there is
-    none. As steps, blocking for the others' answers.
+    """Returns (round, key) of the newest cut of which all members have a checkpoint, the same on all nodes; None if
+    there is none. As steps; blocks until the other nodes have answered.
 
-    cuts: those that this node has whole. attempt: 0, 1, ... for the same call after a cut that could not be read.
+    cuts: those of which this node has a complete checkpoint. attempt: 0 for the first call, then one more for each call
+    after a cut that could not be read.
     """
     rows = yield from gathered(node, f"resume/offers-{attempt}", agreement.offers(cuts), agreement.MOST_CUTS)
     without = [uid for uid, row in enumerate(rows) if not any(row)]
@@ -94,8 +97,8 @@ def agreed_cut(node: Resumable, cuts: Sequence[Cut], attempt: int) -> Steps[tupl
 
 
 def gathered(node: Resumable, key: str, values: Sequence[int], width: int) -> Steps[list[list[int]]]:
-    """Returns everybody's `width` values by uid, as steps. Blocking for at most the longer one of the transport's
-    time-outs."""
+    """Returns the `width` values of every node, indexed by uid, as steps. Blocks for at most the longer one of
+    `timeout_seconds` and `start_timeout_seconds` of the transport."""
     pending = node.communication.mean(key, agreement.row(values, node.uid, node.graph.num_nodes, width))
     config = node.communication.config
     longest = max(config.timeout_seconds, config.start_timeout_seconds)
@@ -104,7 +107,7 @@ def gathered(node: Resumable, key: str, values: Sequence[int], width: int) -> St
 
 
 def no_common_cut(uid: int, manifests: Sequence[Manifest], problems: Sequence[str]) -> str:
-    """Returns what node `uid` says where no round is one that all nodes have a whole checkpoint of."""
+    """Returns the error text of node `uid` for when there is no round of which all nodes have a complete checkpoint."""
     own = ", ".join(str(each.cut.round) for each in manifests) or "none"
     text = f"node {uid}: no round has a complete checkpoint on all nodes; checkpoints of this node: {own}"
     return "\n".join([text, *problems])

@@ -1,4 +1,4 @@
-"""What a node is between two rounds, as one value: taken for a checkpoint, and put back bit for bit."""
+"""Captures the whole state of a node between two rounds for a checkpoint, and restores it bit for bit."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from decentnode.node.resumable import Resumable
 
 
 def capture(node: Resumable, cut: Cut, identity: Mapping[str, Any]) -> Snapshot:
-    """Returns a copy of the node's whole state. Blocking for one copy of its memory, and once for the GPU.
+    """Returns a copy of the node's whole state. Blocks while the state is copied, and synchronizes once with the GPU.
 
-    The sharing rule's `state_dict` has copies already. What flies nowhere: between two rounds every payload of this
-    node was delivered or given up, and every one that came is mixed, under every schedule.
-    Raises CheckpointError for a state that cannot be stored.
+    The sharing rule's `state_dict` consists of copies already. Nothing in flight has to be stored: between two rounds,
+    every payload of this node has been delivered or given up, and every payload that arrived has been mixed, under
+    every schedule.
+    Raises CheckpointError if the state contains something that cannot be stored.
     """
     tensors: dict[str, Tensor] = {}
     training = node.training
@@ -38,23 +39,25 @@ def capture(node: Resumable, cut: Cut, identity: Mapping[str, Any]) -> Snapshot:
 
 
 class Restored:
-    """The state of a node at a checkpoint, to be put back."""
+    """The state of a node at a checkpoint, whose parts the `put_*` methods restore."""
 
     def __init__(
         self, tree: Any, tensors: Mapping[str, Tensor], source: str, members: Collection[int] = ()
     ) -> None:
-        """tree, tensors: of a `Snapshot`; the node that takes it over may keep and change the tensors. source: where it
-        comes from, for errors. members: of the generation in which it was made, where that is to be known."""
+        """tree, tensors: those of a `Snapshot`; the node that is restored may keep and change the tensors. source:
+        where the state comes from, for error messages. members: the members of the generation in which it was made, if
+        needed."""
         self._tree, self._tensors, self._source = tree, tensors, source
         self.members = frozenset(members)
 
     @classmethod
     def read(cls, manifest: Manifest) -> Restored:
-        """Raises CheckpointError where the tensors are not those that were written."""
+        """Reads a checkpoint from disk. Raises CheckpointError if the tensors are not those that were written."""
         return cls(manifest.tree, manifest.load(), str(manifest.path), manifest.cut.members)
 
     def digest(self, *parts: str) -> str:
-        """Returns the digest of some of the parts that `capture` makes, the same of a file and of what was written."""
+        """Returns the digest of some parts of the state (the keys of the tree that `capture` makes); it is the same for
+        a checkpoint that was read and for the state that was written."""
         found = Digest()
         for part in parts:
             found.note(json.dumps(self._tree[part], separators=(",", ":")))
@@ -71,12 +74,13 @@ class Restored:
             raise CheckpointError(f"{self._source} lacks {name!r}") from error
 
     def put_training(self, node: Resumable) -> None:
-        """Put back the model, its buffers and all that the training keeps. Raises CheckpointError."""
+        """Restore the model, its buffers and the training state. Raises CheckpointError if they do not fit the node."""
         load_module_state(node.training.model.module, self._part("model"), self._source)
         node.training.load_state_dict(self._part("training"))
 
     def put_rule(self, node: Resumable) -> None:
-        """Put back what the sharing rule keeps between rounds. Raises CheckpointError."""
+        """Restore the state that the sharing rule keeps between rounds. Raises CheckpointError if it does not fit the
+        rule."""
         try:
             node.load_sharing_state(self._part("sharing", node.training.model.device))
         except (KeyError, ValueError, TypeError) as error:
@@ -86,11 +90,11 @@ class Restored:
             ) from error
 
     def put_progress(self, node: Resumable) -> None:
-        """Put back figures and counters."""
+        """Restore figures and counters."""
         node.load_progress(self._part("progress"))
 
     def put_streams(self, node: Resumable) -> None:
-        """Put back the process's random streams; the last thing before the node goes on."""
+        """Restore the process's random number streams; must be the last step before the node continues."""
         load_streams(self._part("streams"), node.training.model.device)
 
     @property
@@ -100,8 +104,8 @@ class Restored:
 
 
 def module_state(module: nn.Module) -> dict[str, Any]:
-    """Returns by name all parameters and buffers, those that are not trained or not in `state_dict` among them, and
-    the extra state of submodules that have one. Its tensors are the module's own."""
+    """Returns all parameters and buffers by name, including those that are not trained or not in `state_dict`, and the
+    extra state of submodules that have one. The tensors are the module's own, not copies."""
     found: dict[str, Any] = {f"p/{name}": value for name, value in module.named_parameters()}
     found |= {f"b/{name}": value for name, value in module.named_buffers()}
     for name, part in module.named_modules():
@@ -111,8 +115,8 @@ def module_state(module: nn.Module) -> dict[str, Any]:
 
 
 def load_module_state(module: nn.Module, state: Mapping[str, Any], source: str) -> None:
-    """Copy what `module_state` returned into a module, in place. Raises CheckpointError unless names and shapes are the
-    module's own."""
+    """Copy what `module_state` returned into a module, in place. Raises CheckpointError unless names, shapes and dtypes
+    match those of the module."""
     own = module_state(module)
     if own.keys() != state.keys():
         odd = sorted(name.partition("/")[2] for name in own.keys() ^ state.keys())

@@ -1,1 +1,1 @@
-"""What a node does as the members of its run change."""
+"""What a node does when the membership of its run changes."""

@@ -1,4 +1,4 @@
-"""What a run says where its graph falls apart without the absent nodes."""
+"""Finds and describes graphs that are disconnected without the absent nodes."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from decentnode.graph.repaired import Edge, Repaired, rounds_looked_at
 
 @dataclass(frozen=True)
 class Apart:
-    """One graph of which the members do not all hear of each other by themselves."""
+    """A graph that, without the absent nodes, does not connect all members."""
 
     parts: list[list[int]]
-    """The members that do, the part with the lowest uid first."""
+    """The connected components of members, the one with the lowest uid first."""
     edges: list[Edge]
-    """What is added so that all hear of each other; empty where the parts go on apart."""
+    """The edges that are added to connect the components; empty if these continue separately."""
 
     def __str__(self) -> str:
         others = " and ".join(f"nodes {', '.join(map(str, part))}" for part in self.parts[1:])
@@ -27,7 +27,8 @@ class Apart:
 
 
 def fallen_apart(graphs: Iterable[Graph], members: Sequence[int]) -> Iterator[Apart]:
-    """Yields what is to be said of those of the graphs, each counted once, that have fallen apart."""
+    """Yields a description of each of the graphs that is disconnected among the members; a graph given twice counts
+    once."""
     for graph in {id(graph): graph for graph in graphs}.values():
         edges, whole = [], graph
         if isinstance(graph, Repaired):

@@ -1,4 +1,5 @@
-"""What a node does as a generation of members begins: agree, get or give a model, make up rounds, begin rules anew."""
+"""Takes a node into a new membership generation: agrees on it, hands models over, catches up on rounds and replaces the
+sharing rules."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class Member(Resumable, Protocol):
-    """A node, as its generations see it; docstrings are those of `Node`."""
+    """The part of `Node` that `NodeGenerations` uses; see `Node` for the docstrings."""
 
     checkpoints: NodeCheckpoints | None
 
@@ -31,18 +32,20 @@ class Member(Resumable, Protocol):
 
 
 class NodeGenerations:
-    """Takes one node from a generation of members to the next."""
+    """Takes one node from one membership generation to the next."""
 
     def __init__(self, node: Member, rules: NodeRules, trained: Work, sampling: Sampling | None) -> None:
-        """trained: what the node has trained, by which its model counts where models are merged."""
+        """trained: the node's record of its training work, which determines its model's weight when models are
+        merged."""
         self._node, self._rules, self._trained, self._sampling = node, rules, trained, sampling
 
     def regroup(self) -> Steps[None]:
-        """Yields until the next generation is in force and the node is a member of it."""
+        """Agree on the next generation and take part in it, as steps: yields until the node is a member of a generation
+        in force."""
         node = self._node
         node.doing = "agreeing on the next generation"
         model = node.training.model
-        model.rebind(model.parameters.clone())  # it may lie in shared memory that the old generation releases
+        model.rebind(model.parameters.clone())  # it may be in shared memory that the old generation releases
         pending = node.communication.regroup()
         yield None
         while not pending.ready:
@@ -51,8 +54,8 @@ class NodeGenerations:
         yield from self.take_part(generation)
 
     def take_part(self, generation: Generation) -> Steps[None]:
-        """Go on as a member of `generation`, with the present model; fresh members get the mean of the others'
-        first."""
+        """Continue as a member of `generation` with the current model, as steps; fresh members first get the mean of
+        the other members' models."""
         node = self._node
         before, node.generation = node.generation, generation
         first_round = min(generation.first_round, node.config.rounds)
@@ -95,7 +98,8 @@ class NodeGenerations:
             yield from evaluate_alone_if_missed(node)
 
     def _hand_over(self, generation: Generation) -> Steps[dict[str, Any]]:
-        """Let everybody have the model that it goes on with. Returns what the generation's record says of it."""
+        """Give all members the model with which they continue, as steps. Returns the fields about it for the
+        generation's record."""
         node = self._node
         if generation.merging:
             node.doing = "merging models"
@@ -109,7 +113,7 @@ class NodeGenerations:
         return {}
 
     def _come_to(self, first_round: int, generation: Generation) -> Steps[None]:
-        """Have the node at the round that the generation begins with, as far as it is to be there."""
+        """Advance the node to the first round of the generation, as steps, if it has to be there under its schedule."""
         node = self._node
         if node.uid in generation.fresh:
             if node.checkpoints is not None:
@@ -119,17 +123,19 @@ class NodeGenerations:
             node.round = first_round
         elif generation.merging and not generation.stopping:
             if node.round < first_round:
-                node.training.skip_to(first_round)  # rounds of others, which are in the model
+                node.training.skip_to(first_round)  # the merged model contains the other side's rounds
                 node.round = first_round
         elif not (self._rules.schedule.asynchronous or generation.stopping):
             yield from self._catch_up(first_round)
 
     def _catch_up(self, first_round: int) -> Steps[None]:
-        """Make the rounds up to the first one of the generation, which is that of its furthest member. Others have made
-        them in the generation before, so that this node has nobody to exchange payloads with: its row of W is that of
-        the identity. What a rule promises holds from the first round on, in which all rules begin anew.
+        """Make the missing rounds up to the generation's first round, which is that of its most advanced member, as
+        steps. The others have made these rounds in the previous generation, so that this node has nobody to exchange
+        payloads with: its row of W is that of the identity. The guarantees of a sharing rule hold from the generation's
+        first round on, in which all rules start anew.
 
-        A client that hears no server trains on nothing, and a server without answers takes no step."""
+        With star rules, the missing rounds are skipped: a client that receives nothing from the server does not train,
+        and a server without answers takes no step."""
         node = self._node
         if node.round >= first_round or node.makes_no_more():
             return

@@ -1,5 +1,5 @@
-"""The course of a run's evaluations: which was the best, and whether the run ends early because none is better any
-more. Figures that all nodes have alike decide, so that all nodes decide alike without a message."""
+"""Tracks a run's evaluations: which was the best, and whether the run ends early because they have stopped improving.
+Only figures that are the same on all nodes are used, so that all nodes decide the same without communication."""
 
 from __future__ import annotations
 
@@ -17,19 +17,21 @@ class Best:
     """The best value of one figure so far."""
 
     def __init__(self, figure: str, better: str, key: str) -> None:
-        """better: higher or lower. key: of the config that names the figure, for errors; "" where none does."""
+        """better: "higher" or "lower". key: the config key that names the figure, for error messages; "" if there is
+        none."""
         self.figure, self.better, self._key = figure, better, key
         self.value: float | None = None
         self.round = -1
-        """After how many rounds it was; -1 before the first."""
+        """The number of finished rounds at the best evaluation; -1 before the first one."""
 
     @classmethod
     def of(cls, config: BestConfig, training: Training, key: str) -> Best:
-        """What the config names, with the metric's own direction where the config gives none."""
+        """Returns a tracker of the figure that the config names, with the metric's own direction unless the config sets
+        one."""
         return cls(config.figure, config.better or training.better(config.metric), key)
 
     def read(self, figures: Mapping[str, float]) -> float | None:
-        """Returns the figure's value; None where it is none. Raises UsageError where the figure is not measured."""
+        """Returns the figure's value; None if it is NaN. Raises UsageError if a configured figure is not measured."""
         value = figures.get(self.figure)
         if value is None and self._key:
             known = ", ".join(name for name in figures if FIGURE.fullmatch(name))
@@ -37,11 +39,11 @@ class Best:
         return None if value is None or math.isnan(value) else value
 
     def improves(self, value: float, than: float | None, by: float = 0.0) -> bool:
-        """Returns whether a value is better than another one, by more than `by`."""
+        """Returns whether `value` is better than `than` by more than `by`."""
         return than is None or (value > than + by if self.better == "higher" else value < than - by)
 
     def take(self, figures: Mapping[str, float], round: int) -> bool:
-        """Take in an evaluation after so many rounds. Returns whether it is the best so far."""
+        """Record an evaluation after `round` finished rounds. Returns whether it is the best so far."""
         value = self.read(figures)
         if value is None or not self.improves(value, self.value):
             return False
@@ -50,8 +52,8 @@ class Best:
 
 
 class Course:
-    """Follows `node.early_stop.figure`; without it that of the best checkpoint, or the main metric of the merged
-    model."""
+    """Tracks `node.early_stop.figure`; if that is not set, the figure of the best checkpoint, else the main metric of
+    the merged model."""
 
     def __init__(self, config: NodeConfig, training: Training) -> None:
         self._stop = config.early_stop
@@ -64,9 +66,9 @@ class Course:
             main = training.task.all_metrics[0]
             self.best = Best(f"{main.name}_merged", main.better, "")
         self._reference: float | None = None
-        """The value that the next ones have to be better than by `min_delta`."""
+        """The value that later evaluations have to exceed by `min_delta` to count as an improvement."""
         self.evaluations_since = 0
-        """Evaluations after that one."""
+        """The number of evaluations since the reference value was measured."""
         self._last = -1
         """The round of the last evaluation."""
 
@@ -76,7 +78,8 @@ class Course:
         return self._stop is not None and self.evaluations_since >= self._stop.patience
 
     def take(self, figures: Mapping[str, float], round: int) -> None:
-        """Take in an evaluation after so many rounds; a repeated one counts once. Raises UsageError."""
+        """Record an evaluation after `round` finished rounds; a repeated one counts once. Raises UsageError if the
+        figure is not measured."""
         if round == self._last:
             return
         self._last = round
@@ -88,7 +91,7 @@ class Course:
             self.evaluations_since += 1
 
     def figures(self) -> dict[str, float | int | str]:
-        """Returns what a node's closing figures say of it."""
+        """Returns the entries of the node's closing figures about the best evaluation and early stopping."""
         if self.best.value is None:
             return {}
         found: dict[str, float | int | str] = {
@@ -99,22 +102,23 @@ class Course:
         }  # fmt: skip
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what a resumed run goes on from."""
+        """Returns the state from which a resumed run continues."""
         return {"figure": self.best.figure, "numbers": self.numbers()}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Restores what `state_dict` returned; begins anew where another figure was followed."""
+        """Restores what `state_dict` returned; keeps the initial state if another figure was tracked."""
         if state is not None and state["figure"] == self.best.figure:
             self.load_numbers(state["numbers"])
 
     def numbers(self) -> list[float]:
-        """Returns the state as SIZE finite numbers, for the nodes to share."""
+        """Returns the state as SIZE finite numbers, in a form that nodes can send to each other."""
         known = float(self.best.value is not None), float(self._reference is not None)
         return [*known, self.best.value or 0.0, self._reference or 0.0, float(self.best.round),
                 float(self.evaluations_since), float(self._last)]  # fmt: skip
 
     def load_numbers(self, numbers: Sequence[float]) -> None:
-        """Takes over what `numbers` returned, up to rounding."""
+        """Restores the state from what `numbers` returned, also if the integers in it are only correct up to
+        rounding."""
         has_best, has_reference, best, reference, *rest = numbers
         self.best.value = best if round(has_best) else None
         self._reference = reference if round(has_reference) else None
@@ -122,11 +126,12 @@ class Course:
 
 
 SIZE = 7
-"""Of `Course.numbers`."""
+"""The length of `Course.numbers()`."""
 
 
 def ended_early(config: EarlyStopConfig, best: Mapping[str, Any]) -> str:
-    """Returns why a run that has such a `best` in its summary ends early under this config; "" where it goes on."""
+    """Returns the reason why a run with this `best` section in its summary ends early under this config; "" if it
+    continues."""
     if best.get("figure") != config.figure or (best.get("evaluations_since") or 0) < config.patience:
         return ""
     return (f"{best['figure']} was best after round {best['round']} ({best['value']:.6g}) and not better in "

@@ -1,5 +1,4 @@
-"""Evaluation of the local and of the merged model, in steps that other nodes of the same process can be stepped
-between."""
+"""Evaluates the local and the merged model, as steps between which other nodes of the same process can be stepped."""
 
 from __future__ import annotations
 
@@ -26,15 +25,15 @@ class Evaluated:
     """The result of one evaluation."""
 
     merged: Tensor
-    """[P + B] mean of all models: parameters, then float buffers. Those parameters that are not shared are the node's
-    own."""
+    """[P + B] mean of all models: parameters, then float buffers. For parameters that are not shared, it contains the
+    node's own values."""
     figures: dict[str, float]
-    """By the names of metrics/figures.py."""
+    """The figures, with the names of metrics/figures.py."""
     average: Tensor | None = None
-    """[P + B] the node's moving average of its models, with the float buffers that it was evaluated with; None where
-    none is kept."""
+    """[P + B] the node's moving average of its models, with the float buffers used to evaluate it; None if no moving
+    average is kept."""
     merged_average: Tensor | None = None
-    """[P + B] mean of all nodes' averages, as `merged`."""
+    """[P + B] mean of all nodes' moving averages, in the layout of `merged`."""
 
 
 class Evaluator:
@@ -44,20 +43,22 @@ class Evaluator:
         self, training: Training, communication: Communication, *, recompute: bool, phases: int, shared: int,
         weight: float | None = None,
     ) -> None:
-        """recompute: whether float buffers are statistics that are measured anew (`node.buffers: recompute`). phases:
-        of a round, for as many steps others may be behind this node. shared: how many parameters are shared, the first
-        ones. weight: of the node's model in the merged one and in the consensus distance; None: all weigh the same."""
+        """recompute: whether the BatchNorm statistics are measured anew for every evaluation (`node.buffers:
+        recompute`). phases: the number of phases in a round, which is how many steps other nodes may be behind this
+        one. shared: the number of shared parameters, which come first. weight: the weight of this node's model in the
+        merged model and in the consensus distance; None: all nodes have the same weight."""
         self._training, self._communication = training, communication
         self._recompute, self._phases, self._shared, self._weight = recompute, phases, shared, weight
 
     def evaluate(self, key: str, closing: bool, share: tuple[int, int]) -> Steps[Evaluated]:
-        """Evaluate the local model, the merged model and the consensus distance, as steps; they wait for at most
-        `communication.timeout_seconds` for each of the means over all nodes.
+        """Evaluate the local model, the merged model and the consensus distance, as steps. Each mean over all nodes is
+        waited for at most `communication.timeout_seconds`.
 
         The merged model is the mean of all models; every node evaluates it on its own part of the test set. Parameters
-        that are not shared never leave the node, not in a mean either: in the merged model that a node evaluates they
-        are its own, and the consensus distance is that of the shared ones. key: names the evaluation, the same on all
-        nodes. share: (index, count) of this node's part of the test set.
+        that are not shared never leave the node, not even within a mean: in the merged model that a node evaluates, it
+        uses its own values for them, and the consensus distance covers only the shared parameters. key: the name of the
+        evaluation, the same on all nodes. closing: as for `Communication.mean`. share: (index, count) of this node's
+        part of the test set.
         """
         training, communication = self._training, self._communication
         timeout = communication.config.timeout_seconds
@@ -68,10 +69,11 @@ class Evaluator:
         own = self._of_shared(torch.cat([model.parameters, model.buffers.to(model.dtype)]))
         sent = own if average is None else torch.cat([own, self._of_shared(average)])
         pending = begin_mean(communication, f"{key}/model", self._weighted(sent), closing)
-        yield None  # nodes of this process begin it, too, before one of them takes its time to evaluate
+        # lets the other nodes of this process begin the mean before this one spends time on its local evaluation
+        yield None
         splits = training.evaluated
         told = [SplitFigures(split, training.task) for split in splits]
-        local = [training.evaluate(split.name) for split in splits]  # while the mean is on its way
+        local = [training.evaluate(split.name) for split in splits]  # while the mean is in flight
         if average is not None:
             told.append(SplitFigures(replace(splits[0], prefix=EMA.prefix), training.task))
             with self._holding(average):
@@ -98,8 +100,9 @@ class Evaluator:
         return Evaluated(merged, figures, average, merged_average)
 
     def _weighted(self, own: Tensor) -> Tensor:
-        """Returns what the node gives to the mean of all: its own [E], or where nodes weigh unlike w own and w
-        [E + 1] in float64, of which the model of one node alone comes out of the mean as it was."""
+        """Returns this node's contribution to the mean over all nodes: `own` [E], or if nodes have different weights,
+        [w own, w] [E + 1] in float64. In float64, the model of a single node with all the weight comes out of the mean
+        unchanged."""
         if self._weight is None:
             return own
         found = torch.zeros(own.numel() + 1, dtype=torch.float64, device=own.device)
@@ -109,8 +112,8 @@ class Evaluator:
         return found
 
     def _of_all(self, mean: Tensor, dtype: torch.dtype) -> tuple[Tensor, float]:
-        """Returns the weighted mean [E] from the mean over all nodes of what `_weighted` gave, and this node's weight
-        by the mean weight. Raises PeerLost where nobody has any."""
+        """Converts the mean over all nodes of what `_weighted` returned. Returns the weighted mean [E], and this node's
+        weight divided by the mean weight. Raises PeerLost if no node has a positive weight."""
         if self._weight is None:
             return mean, 1.0
         weight = float(mean[-1])
@@ -119,7 +122,7 @@ class Evaluator:
         return (mean[:-1] / weight).to(dtype), self._weight / weight
 
     def alone(self) -> dict[str, float]:
-        """Evaluate the local model without the other nodes. Returns its figures."""
+        """Evaluate the local model without communication. Returns its figures."""
         training = self._training
         measured = self._measure()
         if measured.numel() and training.num_samples:
@@ -133,7 +136,8 @@ class Evaluator:
         return figures
 
     def _average(self) -> Tensor | None:
-        """Returns the node's moving average [P + B], with statistics of its own where they are recomputed."""
+        """Returns the node's moving average [P + B] of its models, with BatchNorm statistics measured for it if they
+        are recomputed; None if no moving average is kept."""
         average = self._training.average()
         if average is None or not self._recompute:
             return average
@@ -145,15 +149,15 @@ class Evaluator:
             return torch.cat([model.parameters, model.buffers.to(model.dtype)])
 
     def _of_shared(self, whole: Tensor) -> Tensor:
-        """Returns what of a model [P + B] leaves the node: shared parameters, then float buffers."""
+        """Returns the part of a model [P + B] that leaves the node: shared parameters, then float buffers."""
         kept = slice(self._shared, self._training.model.num_parameters)
         return whole if kept.start == kept.stop else torch.cat([whole[: kept.start], whole[kept.stop :]])
 
     def _merged(
         self, mean: Tensor, own: Tensor | None, key: str, closing: bool
     ) -> Steps[Tensor]:
-        """Returns the whole merged model [P + B] from the mean of what `_of_shared` gave. own: the node's [P + B] that
-        its unshared parameters are taken from; the present model when None."""
+        """Returns the whole merged model [P + B], as steps, from the mean of what `_of_shared` returned. own: the [P +
+        B] model of this node from which the unshared parameters are taken; the current model if None."""
         model = self._training.model
         kept = (model.parameters if own is None else own)[self._shared : model.num_parameters]
         merged = mean
@@ -164,7 +168,7 @@ class Evaluator:
         return merged
 
     def _recomputed(self, merged: Tensor, key: str, closing: bool) -> Steps[Tensor]:
-        """Returns the merged model [P + B] with the statistics that it has over the data of all nodes."""
+        """Returns the merged model [P + B] with BatchNorm statistics measured over the data of all nodes, as steps."""
         with self._holding(merged):
             measured = self._measure()
         if not measured.numel():
@@ -179,19 +183,22 @@ class Evaluator:
     def _evaluate_merged(
         self, merged: Tensor, share: tuple[int, int], splits: Sequence[EvaluatedSplit]
     ) -> list[Evaluation]:
-        """Returns the merged model's evaluations, of this node's part of what all nodes have."""
+        """Returns the evaluations of the merged model by split; of splits that all nodes have, only on this node's
+        part."""
         with self._holding(merged):
             return [self._training.evaluate(split.name, share if split.shared else (0, 1)) for split in splits]
 
     def _measure(self) -> Tensor:
-        """Returns statistics of the present model over the node's own samples; empty where they are not recomputed."""
+        """Returns the BatchNorm statistics of the current model over the node's own samples; empty if they are not
+        recomputed."""
         if not self._recompute:
             return torch.zeros(0, dtype=torch.float64)
         return self._training.measure_statistics()
 
     @contextlib.contextmanager
     def _holding(self, merged: Tensor) -> Iterator[None]:
-        """The training's model is `merged` [P + B] in this block; its own values are restored afterwards."""
+        """Loads `merged` [P + B] into the training's model for the duration of a block, and restores the model's own
+        values afterwards."""
         model = self._training.model
         parameters, buffers = model.parameters.clone(), model.buffers.clone()
         model.parameters.copy_(merged[: model.num_parameters])
@@ -204,15 +211,15 @@ class Evaluator:
 
 
 class SplitFigures:
-    """The figures of one split: what each node gives to the mean over the nodes, and what is made of the mean."""
+    """Packs one split's figures for a mean over all nodes, and unpacks them from the mean."""
 
     def __init__(self, split: EvaluatedSplit, task: Task) -> None:
         self._split, self._task = split, task
         self._names = [each.name for each in task.all_metrics]
 
     def packed(self, local: Evaluation, merged: Evaluation) -> list[float]:
-        """Returns the sums of the merged model, then 1 and the metrics of the node's own model (0 and zeros where it
-        had no samples), or, where samples are pooled, the sums of its own model."""
+        """Returns the sums of the merged model, followed by 1 and the metrics of the node's own model (all zeros if it
+        had no samples), or, if samples are pooled, by the sums of its own model."""
         sums = [merged.sums[name] for name in self._task.all_sums]
         if self._split.pooled:
             return sums + [local.sums[name] for name in self._task.all_sums]
@@ -221,7 +228,8 @@ class SplitFigures:
         return [*sums, 1.0, *(local.metrics[name] for name in self._names)]
 
     def over_nodes(self, means: Iterator[float], nodes: int) -> dict[str, float]:
-        """Takes the means over so many nodes of what they packed. Returns <metric>_mean and <metric>_merged."""
+        """Returns <metric>_mean and <metric>_merged. means: an iterator over the means of what the nodes packed, from
+        which this split's values are taken. nodes: the number of contributing nodes."""
         merged = self._evaluated(means, nodes)
         if self._split.pooled:
             mean = self._evaluated(means, nodes)
@@ -234,15 +242,15 @@ class SplitFigures:
         return self._task.evaluated({name: nodes * next(means) for name in self._task.all_sums})
 
     def named(self, metrics: Mapping[str, float], ending: str = "") -> dict[str, float]:
-        """Returns metrics by the names that they have in records."""
+        """Returns the metrics under the names that they have in records."""
         return {f"{self._split.prefix}{name}{ending}": value for name, value in metrics.items()}
 
 
 def figures_of(
     told: Sequence[SplitFigures], local: Sequence[Evaluation], mean: Sequence[float], nodes: int, norm: float
 ) -> dict[str, float]:
-    """Returns the figures of an evaluation. mean: over so many nodes, the squared distance to the merged model, then
-    what each of `told` packed. norm: of the merged model, squared."""
+    """Returns the figures of an evaluation. mean: the means over `nodes` nodes of the squared distance to the merged
+    model and then of what each of `told` packed. norm: the squared norm of the merged model."""
     rms = math.sqrt(mean[0])
     figures: dict[str, float] = {}
     means = iter(mean[1:])
@@ -254,7 +262,7 @@ def figures_of(
 
 def steps_until_ready(pending: Pending, phases: int) -> Steps[None]:
     """Yields until `pending` is ready, but at most 1 + `phases` times: after a stop, other nodes of the same process
-    may be all phases of a round behind."""
+    may be behind by all phases of a round."""
     yield None
     for _ in range(phases):
         if not pending.ready:
@@ -262,7 +270,7 @@ def steps_until_ready(pending: Pending, phases: int) -> Steps[None]:
 
 
 class RecordedMean(Pending):
-    """A mean over all nodes whose end is recorded."""
+    """A mean over all nodes whose completion is noted in the node's history."""
 
     def __init__(self, of: Pending, history: History, key: str) -> None:
         self._of, self._history, self._key = of, history, key
@@ -287,8 +295,8 @@ class RecordedMean(Pending):
 
 
 def begin_mean(communication: Communication, key: str, tensor: Tensor, closing: bool = False) -> Pending:
-    """As `Communication.mean`, for a mean on which models or the course of the run depend: it is recorded where the
-    node's record is kept."""
+    """Like `Communication.mean`, for a mean on which models or the course of the run depend: it is also noted in the
+    node's history, if one is kept."""
     history = communication.history
     if history is None:
         return communication.mean(key, tensor, closing)
@@ -297,8 +305,8 @@ def begin_mean(communication: Communication, key: str, tensor: Tensor, closing: 
 
 
 def mean_of(pending: Pending, phases: int, timeout_seconds: float) -> Steps[tuple[Tensor, int]]:
-    """Returns a mean over all nodes, and how many contributed, as steps: those of `steps_until_ready`, then the wait
-    for `timeout_seconds` at most. Raises as `Pending.wait`."""
+    """Returns a mean over all nodes and the number of contributors, as steps: first those of `steps_until_ready`, then
+    a wait of at most `timeout_seconds`. Raises what `Pending.wait` raises."""
     yield from steps_until_ready(pending, phases)
     return (yield from pending.steps(timeout_seconds))
 
@@ -306,7 +314,7 @@ def mean_of(pending: Pending, phases: int, timeout_seconds: float) -> Steps[tupl
 def squared_distance(x: Tensor, mean: Tensor) -> tuple[float, float]:
     """Returns (||x - mean||^2, ||mean||^2) in double precision. x, mean: [P].
 
-    Computed block by block: double copies of whole models would take more memory than the run.
+    Computed block by block: float64 copies of whole models would take more memory than the run itself.
     """
     total = torch.zeros(2, dtype=torch.float64, device=x.device)
     for start, stop in blocks(0, x.numel(), x.device):

@@ -1,4 +1,5 @@
-"""What a node adds up over its rounds, and what a round's record says of its edges."""
+"""Sums up the seconds and losses of a node's rounds, and computes what changed on its edges since the previous
+record."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from decentnode.node.schedules.fragment_exchange import RoundTimes
 
 
 class RoundTotals:
-    """Seconds, overlap and losses of one node's rounds so far, and the counters of its edges at the last record."""
+    """The totals (seconds, overlap, missing neighbors) of one node's rounds so far, and its edges' counters at the last
+    record."""
 
     def __init__(self, counters: Counters) -> None:
         self._counters = counters
@@ -24,13 +26,13 @@ class RoundTotals:
         self._overlaps = 0.0
         self._rounds_without = 0
         self._without: Counter[int] = Counter()
-        """uid -> rounds that went on without it."""
+        """uid -> the number of rounds that continued without it."""
         self._edges: dict[int, tuple[int, int, int, int, float]] = {}
         self._waits: dict[int, float] = {}
         self._late: dict[int, int] = {}
 
     def add(self, seconds: float, times: RoundTimes, lost: Collection[int]) -> None:
-        """Count a round. seconds: of the whole round; lost: the neighbors that it went on without."""
+        """Count a round. seconds: the duration of the whole round. lost: the neighbors without which it continued."""
         self._seconds.append(seconds)
         self._train_seconds += times.train
         self._wait_seconds += times.wait
@@ -52,7 +54,8 @@ class RoundTotals:
         return found
 
     def late(self) -> dict[str, dict[str, int]]:
-        """Returns how many payloads of whom came too late since the last call; empty without any."""
+        """Returns {"late": {uid: number of payloads that arrived too late since the last call}}; empty if there were
+        none."""
         found = {uid: edge.late_payloads - self._late.get(uid, 0) for uid, edge in self._counters.known()
                  if edge.late_payloads != self._late.get(uid, 0)}  # fmt: skip
         for uid, count in found.items():
@@ -60,8 +63,8 @@ class RoundTotals:
         return {"late": {str(uid): count for uid, count in found.items()}} if found else {}
 
     def slowest(self) -> dict[str, float]:
-        """Returns the neighbor that was waited for longest since the last call, and for how many seconds; empty without
-        a wait."""
+        """Returns the neighbor that this node waited longest for since the last call, and for how many seconds; empty
+        if it did not wait."""
         longest, whom = 0.0, -1
         for uid, edge in self._counters.known():
             waited = edge.wait_seconds - self._waits.get(uid, 0.0)
@@ -71,8 +74,9 @@ class RoundTotals:
         return {"waited_for": whom, "waited_seconds": longest} if whom >= 0 else {}
 
     def figures(self) -> dict[str, float | int | str]:
-        """Returns the closing figures of rounds, by the names of summary.json."""
-        known = [item for item in self._counters.known() if item[1].wait_seconds > 0]  # not of sums
+        """Returns the closing figures about rounds, with the names of summary.json."""
+        # leaves out sums over groups, for which no single node was waited for
+        known = [item for item in self._counters.known() if item[1].wait_seconds > 0]
         waited = max(known, key=lambda item: item[1].wait_seconds, default=None)
         ordered = sorted(self._seconds)
         return {
@@ -85,7 +89,7 @@ class RoundTotals:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns a copy of what a resumed run goes on from."""
+        """Returns a copy of the state from which a resumed run continues."""
         return {
             "round_seconds": torch.tensor(self._seconds, dtype=torch.float64),
             "train_seconds": self._train_seconds, "wait_seconds": self._wait_seconds, "overlaps": self._overlaps,

@@ -1,4 +1,4 @@
-"""When a node trained, sent, waited, mixed and evaluated, as spans in trace.jsonl, and torch's profile of one round."""
+"""Writes when a node trained, sent, waited, mixed and evaluated to trace.jsonl, and a torch profile of one round."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from decentnode.node.schedules.fragment_exchange import RoundTimes
 logger = logging.getLogger(__name__)
 
 TRACED = ("train", "send", "wait", "mix")
-"""Times of a round that have spans; of waiting and mixing slice after slice there is one for each slice."""
+"""The fields of `RoundTimes` that are traced as spans; waiting and mixing slice by slice give one span per slice."""
 
 
 class NodeTrace:
-    """One node's. Used by its training thread.
+    """The trace of one node. Used by its training thread.
 
     A line per traced round: {"kind": "trace", "round", "spans": [[name, seconds since 1970, seconds], ...]};
     evaluations have lines of their own.
     """
 
     def __init__(self, folder: Path, every: int, profiled: int | None = None) -> None:
-        """every: rounds from one that is traced to the next; 0: none. profiled: the round whose torch profile goes to
-        profile_round_<round>.json in the folder. Raises OSError when trace.jsonl cannot be opened."""
+        """every: one of this many rounds is traced; 0: none. profiled: the round whose torch profile is written to
+        profile_round_<round>.json in the folder. Raises OSError if trace.jsonl cannot be opened."""
         self._folder, self._every, self._profiled = folder, every, profiled
         self._writer = MetricsWriter(folder / "trace.jsonl") if every else None
         self._spans: list[tuple[str, float, float]] = []
         self._profiler: Any = None
 
     def begin(self, round: int) -> Callable[[], RoundTimes]:
-        """A round begins. Returns what makes its times."""
+        """Begin a round. Returns the factory of the round's `RoundTimes`."""
         self._spans = []
         if round == self._profiled:
             self._begin_profile()
@@ -43,28 +43,29 @@ class NodeTrace:
         return lambda: TracedTimes(self._add)
 
     def end(self, round: int) -> None:
-        """The round is over and recorded."""
+        """Write the spans and the profile of a finished round."""
         if self._profiler is not None:
             self._end_profile(round)
         if self._spans:
             self._write(round)
 
     def evaluated(self, round: int, started: float) -> None:
-        """An evaluation after so many rounds is over that began at `started` (clock.now())."""
+        """Write the span of an evaluation that ends now. round: the number of finished rounds. started: `clock.now()`
+        at its beginning."""
         if self._writer is not None:
             self._spans = []
             self._add("evaluate", clock.now() - started)
             self._write(round)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the files. Idempotent."""
         if self._profiler is not None:
             self._end_profile(None)
         if self._writer is not None:
             self._writer.close()
 
     def _add(self, name: str, seconds: float) -> None:
-        """A span ends now."""
+        """Add a span of `seconds` that ends now."""
         self._spans.append((name, clock.wall() - seconds, seconds))
 
     def _write(self, round: int) -> None:
@@ -80,7 +81,7 @@ class NodeTrace:
         self._profiler.start()
 
     def _end_profile(self, round: int | None) -> None:
-        """round: None where the node ended within the round, whose profile is then no whole one and is left out."""
+        """round: None if the node ended during the round; its incomplete profile is then not written."""
         profiler, self._profiler = self._profiler, None
         profiler.stop()
         if round is not None:
@@ -91,7 +92,8 @@ class NodeTrace:
 
 
 class TracedTimes(RoundTimes):
-    """Tells of every time that is added, when it is added: at the end of what took it."""
+    """Times of a traced round: calls `tell(name, seconds)` whenever seconds are added to a traced field, at the end of
+    the activity that took them."""
 
     def __init__(self, tell: Callable[[str, float], None]) -> None:
         object.__setattr__(self, "_tell", tell)

@@ -1,1 +1,1 @@
-"""The order of local steps, exchanges and mixing in a round."""
+"""The schedules: in which order a round makes its local steps, exchanges payloads and mixes."""

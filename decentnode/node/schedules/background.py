@@ -1,4 +1,4 @@
-"""Mixing in the background: a thread of its own mixes what arrives, while the training thread makes the local steps."""
+"""Mixes arriving payloads in a background thread while the training thread makes the local steps."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from decentnode.communication.base import Communication
 from decentnode.tensors import BLOCK_ELEMENTS
 
 LEAST_ELEMENTS = BLOCK_ELEMENTS
-"""Smaller models are mixed in less time than a thread takes to start."""
+"""The smallest model, in parameters, for which a background thread is used; smaller ones are mixed in less time than it
+takes to start a thread."""
 
 
 def worthwhile(communication: Communication, model: Tensor) -> bool:
-    """Returns whether to mix in the background where the config does not say. It is worthwhile where the node has a
-    second core, or where a payload is larger than neighbors send before the receiver takes chunks from its inbox: the
-    rest of it would arrive only after the local steps."""
+    """Returns whether to mix in the background if the config does not specify it. It is worthwhile if the node has a
+    second core, or if a payload is larger than what neighbors send before the receiver takes chunks from its inbox: the
+    rest of such a payload would only arrive after the local steps."""
     return torch.get_num_threads() > 1 or model.nbytes > communication.ahead_bytes
 
 
@@ -30,10 +31,10 @@ def supported(communication: Communication, model: Tensor) -> bool:
 
 
 class BackgroundMixer:
-    """Runs a piece of work in a thread of its own, on one core, so that the others are left to the local steps."""
+    """Runs a piece of work in a thread of its own on one core, which leaves the other cores to the local steps."""
 
     def __init__(self, work: Callable[[], None]) -> None:
-        """work: has deadlines of its own."""
+        """work: called once in the new thread; it must end by itself within its own deadlines."""
         self._work = work
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="mixing", daemon=True)
@@ -43,11 +44,11 @@ class BackgroundMixer:
         try:
             with native.alone():
                 self._work()
-        except BaseException as error:  # whatever it is, the training thread has to hear of it
+        except BaseException as error:  # `join` raises it in the training thread
             self._error = error
 
     def join(self) -> None:
-        """Wait for the end of the work. Raises what it raised. Blocking."""
+        """Wait until the work has ended, and raise what it raised. Blocking."""
         self._thread.join()
         if self._error is not None:
             raise self._error

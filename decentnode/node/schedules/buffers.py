@@ -1,4 +1,4 @@
-"""Exchange of float buffers (statistics of BatchNorm), beside that of the parameters: full precision, never
+"""Exchanges float buffers (such as BatchNorm statistics) beside the parameters, in full precision and never
 compressed."""
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ from decentnode.payload import Payload
 
 
 class BufferExchange:
-    """Averages the float buffers of a model with those of the neighbors once per round, by the weights of the view."""
+    """Averages a model's float buffers with those of the neighbors once per round, with the mixing weights of the
+    view."""
 
     def __init__(self, *, averaged: bool) -> None:
-        """averaged: `node.buffers: average`; otherwise nothing is sent."""
+        """averaged: whether buffers are averaged (`node.buffers: average`); otherwise nothing is sent."""
         self._averaged = averaged
         self._exchange: Exchange | None = None
         self._record: ExchangeRecord | None = None
 
     def send(self, view: RoundView, schedule: Schedule) -> Steps[None]:
-        """Begin the exchange of the model's buffers, in a phase after those of the rule, as steps."""
+        """Begin the exchange of the model's buffers, as steps, in a channel after those of the rule's phases."""
         self._exchange = None
         if not self._averaged or not schedule.model.buffers.numel():
             return
@@ -41,7 +42,7 @@ class BufferExchange:
         )
 
     def mix(self, view: RoundView, schedule: Schedule) -> Steps[None]:
-        """Mix what arrived into the model's buffers, as steps, until all sources have sent or are given up."""
+        """Mix arriving buffers into the model's own, as steps, until all sources have sent or are missing."""
         if self._exchange is None:
             return
         flat, exchange = schedule.model.buffers, self._exchange
@@ -57,7 +58,8 @@ class BufferExchange:
                 continue
             received, missing = dict(arrival.received), arrival.missing
             mixed = _mixed(part, received, view.without(missing))
-            # Payloads in a neighbor's shared memory may have changed while they were read: mix again without those.
+            # Payloads in a neighbor's shared memory may have been overwritten while they were read: mix again without
+            # them.
             while spoiled := exchange.spoiled() & received.keys():
                 received, missing = {u: p for u, p in received.items() if u not in spoiled}, missing | spoiled
                 mixed = _mixed(part, received, view.without(missing))
@@ -71,15 +73,16 @@ class BufferExchange:
             self._record = None
 
     def abandon(self) -> None:
-        """The generation is over: what was under way will not be mixed any further."""
+        """Abandon the exchange in flight, as the generation is over: nothing more of it is mixed."""
         record, self._record = self._record, None
         if record is not None:
             record.broken_off()
 
 
 def _mixed_sum(part: Tensor, total: Tensor, view: RoundView) -> Tensor:
-    """Returns the same from the sum of a whole averaging group, whose other members all have one weight. Not by the
-    sharing rule's `mix_sum`, as a rule may keep to a part of the parameters, or to a state of its own."""
+    """Returns what `_mixed` returns, computed from the sum over a whole averaging group, in which all other members
+    have the same weight. It does not use the sharing rule's `mix_sum`, as a rule may mix only a part of the parameters
+    or update its own state there."""
     other = next(weight for uid, weight in view.weights.items() if uid != view.uid)
     return (part * (view.weights[view.uid] - other)).add_(total, alpha=other)
 

@@ -1,4 +1,5 @@
-"""Writes what a rule chose to send, round by round: nodes/<uid>/dumps/ of a run, never more than was allowed.
+"""Writes which coefficients a rule chose to send in each round to nodes/<uid>/dumps/ of the run, up to a limit in
+bytes.
 
     00000012-0.safetensors    of round 12 and fragment 0: sent [K] int64; change [C] and value [C] with `scores`
     counts.safetensors        by fragment: in how many rounds each coefficient was sent, [C] int32
@@ -25,11 +26,11 @@ PARAMETERS = "parameters.json"
 
 
 class Dumps:
-    """The dumps of one node. All methods belong to the training thread, and wait for the disk; what it refuses is
-    logged and left out."""
+    """Writes the dumps of one node. All methods belong to the training thread and block for disk writes; a dump that
+    cannot be written is logged and left out."""
 
     def __init__(self, folder: Path, config: DumpConfig, parameters: Sequence[tuple[str, tuple[int, ...]]]) -> None:
-        """parameters: names and shapes, in their order in the model."""
+        """parameters: the names and shapes of the parameters, in their order in the model."""
         self._folder, self._config = folder, config
         self._names = [{"name": name, "shape": list(shape)} for name, shape in parameters]
         self._left = config.most_megabytes * 1e6
@@ -37,8 +38,9 @@ class Dumps:
         self._full = False
 
     def take(self, round: int, fragment: int, chosen: Mapping[str, Tensor], coefficients: int) -> None:
-        """Take what a rule chose in a round (`Sharing.chosen_entries`), of so many coefficients. Rounds in which all
-        are sent have no "sent", and count for none."""
+        """Write and count what a rule chose in a round. chosen: what `Sharing.chosen_entries` returned; in rounds in
+        which all coefficients are sent it has no "sent", and they are not counted. coefficients: the number of
+        coefficients C to choose from."""
         if "sent" in chosen and self._config.shared:
             counts = self._counts.setdefault(fragment, torch.zeros(coefficients, dtype=torch.int32))
             counts[chosen["sent"].cpu()] += 1
@@ -77,6 +79,6 @@ class Dumps:
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """On the CPU, contiguous, complex numbers as two columns."""
+    """Returns a contiguous copy on the CPU, with complex numbers as two columns."""
     found = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     return found.detach().to("cpu").contiguous()

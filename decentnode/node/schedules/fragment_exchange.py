@@ -1,4 +1,5 @@
-"""One fragment's exchange: its rule, what is sent and what arrives of it, and its part of the model."""
+"""Exchanges one fragment of the model: what its rule sends, what arrives, and how that is mixed into its part of the
+model."""
 
 from __future__ import annotations
 
@@ -29,36 +30,37 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class RoundTimes:
-    """Seconds of one round on the training thread."""
+    """How the training thread spent one round, in seconds."""
 
     train: float = 0.0
     send: float = 0.0
     """Making the payload, handing it to the transport, and keeping a copy of the sent model where it is needed."""
     wait: float = 0.0
-    """Waiting for payloads, and for a slot that neighbors still read: the exposed communication time."""
+    """Waiting for payloads, and for a slot that neighbors are still reading: the exposed communication time."""
     mix: float = 0.0
     flight: float = 0.0
-    """From handing over the payload until the last one of the neighbors had arrived."""
+    """From handing the payload to the transport until the last neighbor's payload had arrived."""
 
     @property
     def overlap(self) -> float:
-        """The share of `flight` in which the training thread did other work, in [0, 1]; 1 without an exchange."""
+        """The fraction of `flight` in which the training thread did other work, in [0, 1]; 1 without an exchange."""
         return 1.0 - min(1.0, self.wait / self.flight) if self.flight > 0 else 1.0
 
 
 @dataclass
 class Mixed:
-    """The outcome of one exchange, as uids."""
+    """The outcome of one exchange: which sources are missing, as uids."""
 
     missing: frozenset[int]
-    """Sources of which nothing came, or nothing that could be read."""
+    """The sources from which nothing arrived, or nothing that could be decoded."""
     departed: frozenset[int]
-    """Those among them that had said that they send no more, or whose payload was refused."""
+    """The missing sources that had announced to send nothing more, or whose payload was refused."""
 
 
 @dataclass(frozen=True)
 class Slice:
-    """The payloads that arrived for the part [start, stop) of a fragment, and the view that has their weights."""
+    """The payloads that arrived for the elements [start, stop) of a fragment, and the view with their mixing
+    weights."""
 
     start: int
     stop: int
@@ -68,8 +70,8 @@ class Slice:
     total: Tensor | None = None
 
     def mix(self, sharing: Sharing, model: Tensor, place: Tensor | None = None) -> RoundView:
-        """Mix the payloads with `model` [P], in place or into `place` [P]. Returns the view that was used: it has fewer
-        sources where payloads changed while they were read."""
+        """Mix the payloads with `model` [P], in place or into `place` [P]. Returns the view that was used, which lacks
+        sources whose payloads were overwritten while they were read."""
         part = slice(self.start, self.stop)
         x = model[part]
         out = x if place is None else place[part]
@@ -84,8 +86,8 @@ class Slice:
         return self.view
 
     def _mix_apart(self, sharing: Sharing, x: Tensor, out: Tensor) -> RoundView:
-        """Mix into other memory than the model's: the payloads lie in the neighbors' shared memory and may change, and
-        then the mixing is repeated without those that did."""
+        """Mix into memory other than the model's: the payloads are in the neighbors' shared memory and may be
+        overwritten while they are read, in which case the slice is mixed again without those that were."""
         received, view = self.received, self.view
         apart = torch.empty_like(x) if out is x else out
         sharing.mix_into(apart, x, received, view)
@@ -98,54 +100,55 @@ class Slice:
 
 
 class FragmentExchange:
-    """A fragment's rule, and its exchange of the phase under way. Used from one thread at a time."""
+    """A fragment's sharing rule and its exchange in the current phase. Used from one thread at a time."""
 
     view: RoundView
-    """Of the phase under way; `enter` sets it."""
+    """The view of the current phase; first set by `enter`."""
     is_due: bool
-    """Whether the fragment is exchanged in this round."""
+    """Whether the fragment is exchanged in the current round."""
 
     def __init__(
         self, fragment: Fragment, rule: Sharing, communication: Communication, *, num_fragments: int = 1,
         averaging_groups: bool = False,
     ) -> None:
-        """num_fragments: of the run. averaging_groups: as in `Schedule`."""
+        """num_fragments: the number of fragments of the model. averaging_groups: as for `Schedule`."""
         self.fragment, self.rule = fragment, rule
         self._communication, self._num_fragments = communication, num_fragments
         self._averaging_groups = averaging_groups
         self._round = -1
         self._views: Sequence[RoundView] = ()
         self._device = torch.device("cpu")
-        """Of the model; known once something is sent."""
+        """The model's device; set when something is sent."""
         self._covers: bool | None = None
-        """Whether the fragment is the whole flat model; found out with the first tensor."""
+        """Whether the fragment is the whole flat model; set with the first tensor."""
         self._in_turn = False
-        """Whether the rule has seen the model at the beginning of the turn."""
+        """Whether the rule's `begin` was called for the current turn."""
         self._losses: list[float] = []
-        """Of the turn's rounds."""
+        """The losses of the turn's rounds so far."""
         self._outgoing: dict[int, Payload] = {}
         self._refused: frozenset[int] = frozenset()
         self._exchange: Exchange | None = None
         self._record: ExchangeRecord | None = None
-        """Of the exchange under way, where it is kept."""
+        """The record of the exchange in flight, if the node keeps a history."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns copies of what is kept between rounds, of which a turn may have several; no exchange is under way."""
+        """Returns copies of the state that is kept between rounds; a turn may have several rounds. No exchange may be
+        in flight."""
         return {"rule": self.rule.state_dict(), "in_turn": self._in_turn, "losses": list(self._losses)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores what `state_dict` returned. Raises ValueError for the state of another rule."""
+        """Restores what `state_dict` returned. Raises ValueError if the state belongs to another rule."""
         self.rule.load_state_dict(state["rule"])
         self._in_turn, self._losses = bool(state["in_turn"]), [float(loss) for loss in state["losses"]]
 
     def enter(self, round: int, views: Sequence[RoundView]) -> None:
-        """A round begins. views: of the phases of the turn that the round belongs to."""
+        """Begin a round. views: the views of the phases of the turn that the round belongs to."""
         self._round, self._views, self.view = round, views, views[0]
         self.is_due = self.fragment.is_due(round)
 
     @property
     def exchange(self) -> Exchange:
-        """In flight."""
+        """The exchange in flight."""
         assert self._exchange is not None, "nothing was sent yet"
         return self._exchange
 
@@ -158,14 +161,14 @@ class FragmentExchange:
     # -- local steps
 
     def begin_turn(self, model: Tensor) -> None:
-        """Before the local steps of a round: the rule sees the model [P] as the last exchange left it."""
+        """Before a turn's first local steps, give the rule the model [P] as the previous exchange left it."""
         if not self._in_turn:
             self.rule.begin(self.part(model), self.view)
             self._in_turn = True
 
     def adjust(self, model: Tensor, loss: float) -> None:
-        """After the local steps of a round: the last of a turn lets the rule correct what all of them did to the model
-        [P], in place."""
+        """After the local steps of a round, record their loss. In the last round of a turn, let the rule correct what
+        all local steps of the turn did to the model [P], in place."""
         self._losses.append(loss)
         if self.is_due:
             self.rule.adjust(self.part(model), self.view, math.fsum(self._losses) / len(self._losses))
@@ -179,18 +182,19 @@ class FragmentExchange:
             own.copy_(direction)
 
     def finish_turn(self, model: Tensor) -> None:
-        """After the last phase was mixed: the rule may change its part of the model [P] in place."""
+        """After the last phase was mixed, let the rule change its part of the model [P] in place."""
         self.rule.finish(self.part(model), self.view)
         self._in_turn = False
 
     # -- exchanges
 
     def send(self, model: Tensor, phase: int) -> Steps[None]:
-        """Begin the exchange of a phase with what the rule makes of `model` [P], as steps."""
+        """Begin the exchange of a phase with the payloads that the rule makes from `model` [P], as steps."""
         view, own = self._views[phase], self.part(model)
         self.view, self._device = view, own.device
         self._outgoing = self.rule.outgoing(own, view)
-        if self._outgoing.keys() != {*view.neighbors}:  # what was left out would be waited for until the time-out
+        # the neighbor would wait until the time-out for a payload that was left out
+        if self._outgoing.keys() != {*view.neighbors}:
             raise UsageError(f"{type(self.rule).__name__}.outgoing must return a payload for each of the neighbors "
                              f"{[*view.neighbors]}, got those for {sorted(self._outgoing)} "
                              f"(round {view.round})")  # fmt: skip
@@ -206,19 +210,19 @@ class FragmentExchange:
         )
 
     def dump(self, round: int, dumps: Dumps) -> None:
-        """After the round: write what the rule chose to send in it."""
+        """After the round, write which coefficients the rule chose to send."""
         coefficients = self.rule.coefficients(self.fragment.elements)
         dumps.take(round, self.fragment.index, self.rule.chosen_entries(), coefficients)
 
     def sends_from(self, model: Tensor) -> bool:
-        """Whether the payload is the model [P] where it lies."""
+        """Returns whether a payload is the memory of `model` [P] itself, not a copy."""
         lies_at = model.data_ptr()
         return any(payload.tensors["x"].data_ptr() == lies_at for payload in self._outgoing.values())
 
     def slices(self, timeout_seconds: float, times: RoundTimes) -> Iterator[Slice | Wait | None]:
         """Yields slices of the fragment as their payloads arrive, in blocks (`tensors.blocks`), with a view in which
-        the weights of missing sources are returned. Blocking between them, or yielding waits as `Exchange.steps` does;
-        the time goes to `times.wait`."""
+        the weights of missing sources are given to the node itself. Between slices it blocks, or yields waits as
+        `Exchange.steps` does; the time is added to `times.wait`."""
         exchange, view, record = self.exchange, self.view, self._record
         now, missing = view, frozenset[int]()
         waiting, wait = clock.now(), 0.0
@@ -242,12 +246,13 @@ class FragmentExchange:
                     part = slice(a - arrival.start, b - arrival.start)
                     received = {uid: Payload({"x": flat[part]}) for uid, flat in flats.items()}
                     yield Slice(a, b, received or arrival.received, now, exchange)
-                    if record is not None and in_place:  # mixed by now, without those that changed meanwhile
+                    # the slice is mixed by now, without the payloads that were overwritten meanwhile
+                    if record is not None and in_place:
                         record.spoiled(exchange.missing - known, a)
                         known = exchange.missing
             else:
                 if arrival.missing and self.rule.requirements.star:
-                    # a server takes no step by the answers that a round had when it was broken off
+                    # a server must not take a step with the partial answers of a round that was interrupted
                     self._communication.raise_if_over()
                 received = self._unpacked(arrival.received)
                 yield Slice(arrival.start, arrival.stop, received, now.without(self._refused), exchange)
@@ -255,9 +260,10 @@ class FragmentExchange:
         times.wait += wait + clock.now() - waiting
 
     def _unpacked(self, received: Mapping[int, Payload]) -> dict[int, Payload]:
-        """Returns the payloads as the rule decoded them. Sources whose bytes it could not read go to `_refused`.
+        """Returns the payloads as the rule decoded them. Sources whose payloads cannot be decoded are added to
+        `_refused`.
 
-        Raises PeerLost for such a source where the rule cannot go on without a payload.
+        Raises PeerLost for such a source if the rule cannot continue without a payload.
         """
         found, round = {}, self._round
         for uid, payload in received.items():
@@ -274,18 +280,19 @@ class FragmentExchange:
         return found
 
     def applied(self, stop: int) -> None:
-        """The exchange under way is mixed into the model itself, up to element `stop`."""
+        """Note that the exchange in flight has been mixed into the model itself up to element `stop`."""
         if self._record is not None:
             self._record.stop = stop
 
     def abandon(self) -> None:
-        """The generation is over: the exchange under way will not be mixed any further."""
+        """Abandon the exchange in flight, as the generation is over: nothing more of it is mixed."""
         record, self._record = self._record, None
         if record is not None:
             record.broken_off()
 
     def settle(self, times: RoundTimes) -> Mixed:
-        """After the phase was mixed: the rule hears what was not delivered."""
+        """End the exchange after its phase was mixed, and tell the rule which payloads were not delivered. Returns
+        which sources are missing."""
         exchange = self.exchange
         times.flight += exchange.seconds
         for uid in exchange.undelivered:
@@ -299,6 +306,6 @@ class FragmentExchange:
 
 
 def channel_of(phase: int, fragment: int, num_fragments: int) -> int:
-    """Returns the number by which the transport tells the exchanges of one round apart; they are begun in ascending
-    order. Those of all fragments in one phase come before those of the next phase, float buffers come last."""
+    """Returns the channel number by which the transport distinguishes the exchanges of one round. Exchanges begin in
+    ascending order: all fragments of one phase, then those of the next phase, and float buffers last."""
     return phase * num_fragments + fragment

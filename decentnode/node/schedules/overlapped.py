@@ -1,4 +1,4 @@
-"""Schedule overlapped: the exchange of a round flies during its local steps."""
+"""Schedule overlapped: the exchange of a round is in flight during its local steps."""
 
 from __future__ import annotations
 
@@ -23,19 +23,21 @@ class Overlapped(Schedule):
     """The exchange of x(r) flies during the local steps from x(r); then x <- W x + delta
     (docs/explanation/round.rst, "Overlapped").
 
-    Of several phases the first flies during the local steps, the others follow it. W x is computed in the background of
-    the local steps where that is worthwhile (background.py), for rules that do not change the update; only delta is
-    added afterwards then. Parameters that are not exchanged in the round get their update alone.
+    If there are several phases, the first is in flight during the local steps, and the others follow after them. W x is
+    computed by a background thread during the local steps if that is worthwhile (background.py) and the rule does not
+    change the update; afterwards only delta is added. Parameters that are not exchanged in the round only get their
+    update.
     """
 
     _delta: Tensor | None = None
-    """[P] the local update, kept while phases are mixed one after the other."""
+    """[P] the local update, kept while the phases of a round are mixed one after the other."""
     _mixing: BackgroundMixer | None = None
-    """Mixes the round under way in the background."""
+    """The background thread that mixes the current round."""
     _mixed: Tensor | None = None
-    """[P] W x, where it is computed in the background."""
+    """[P] W x, if it is computed in the background."""
     _spans: list[tuple[FragmentExchange, int, int, RoundView]]
-    """(fragment, start, stop, view) of each part of `_mixed`, from the fragment's first entry on."""
+    """(fragment, start, stop, view) of each mixed part of `_mixed`; start and stop count from the fragment's first
+    element."""
 
     def _begin(self, round: int, check: Callable[[], None]) -> Steps[None]:
         self._before = self.model.parameters
@@ -46,7 +48,7 @@ class Overlapped(Schedule):
 
     def _begin_exchange(self) -> Steps[None]:
         elementwise = self.sharing.requirements.elementwise
-        if not elementwise:  # such a rule may keep views of what it sends until it mixes
+        if not elementwise:  # such a rule may keep views of the sent model until it mixes
             self._before = self._before.clone()
         yield from self._send(self._before, 0)
         place = yield from self._place(self._before)
@@ -61,15 +63,16 @@ class Overlapped(Schedule):
 
     @functools.cached_property
     def _mixes_in_background(self) -> bool:
-        """Decided in the first round: nothing that it depends on changes within a generation."""
+        """Whether this schedule mixes in the background. Decided in the first round, as nothing that it depends on
+        changes within a generation."""
         needs, model = self.sharing.requirements, self.model.parameters
         if needs.phases > 1 or needs.gradient or not supported(self.communication, model):
             return False
         return worthwhile(self.communication, model) if self.in_background is None else self.in_background
 
     def _begin_mixing(self) -> None:
-        """Begin to mix in the background. Until `join`, only the other thread uses the exchanges, the rules and
-        `_mixed`."""
+        """Begin to mix in the background. Until `BackgroundMixer.join`, only the other thread uses the exchanges, the
+        rules and `_mixed`."""
         if self._mixed is None:
             self._mixed = torch.empty_like(self._before)
         self._spans = []
@@ -97,8 +100,8 @@ class Overlapped(Schedule):
         return self._settle()
 
     def abandon(self) -> None:
-        """As `Schedule.abandon`. Blocking until mixing in the background has ended; by then the communication has ended
-        the waits of its thread."""
+        """Abandon the current round, as `Schedule.abandon` does. Blocks until the background thread has ended, which is
+        soon, as the communication has ended its waits."""
         mixing, self._mixing = self._mixing, None
         if mixing is not None:
             self.communication.exposed_since = clock.now()
@@ -108,7 +111,7 @@ class Overlapped(Schedule):
         delta, self._delta = self._delta, None
         if delta is None:
             return
-        with torch.no_grad():  # between two phases the model is without the update
+        with torch.no_grad():  # between two phases the model does not contain the update
             for fragment in self._due:
                 fragment.rule.advance(fragment.part(self.model.parameters), fragment.part(delta), fragment.view)
 
@@ -129,7 +132,7 @@ class Overlapped(Schedule):
         return mixed
 
     def _advance_mixed(self, mixing: BackgroundMixer) -> None:
-        """Wait until all that arrived is mixed, then make the model W x + delta. Blocking."""
+        """Wait until the background thread has mixed all arrivals, then set the model to W x + delta. Blocking."""
         started = clock.now()
         self.communication.exposed_since = clock.now()
         mixing.join()
@@ -147,8 +150,8 @@ class Overlapped(Schedule):
         self.times.mix += clock.now() - joined
 
     def _mix_and_advance(self) -> Steps[None]:
-        """Mix and add the update slice by slice, so that neither the mixed model nor the update needs memory for all
-        parameters."""
+        """Mix and add the update slice by slice, as steps, so that neither the mixed model nor the update needs memory
+        for all parameters."""
         started, waited = clock.now(), self.times.wait
         for fragment in self._due:
             model, before = fragment.part(self.model.parameters), fragment.part(self._before)

@@ -1,4 +1,5 @@
-"""What a rule sees of each of its turns: the graph's edges of the exchange, as the rule plans them."""
+"""Makes the views that a sharing rule gets of each of its turns: the graph's edges of the exchange, as the rule plans
+them."""
 
 from __future__ import annotations
 
@@ -13,14 +14,14 @@ from decentnode.sharing.rounds import exchange_rounds, rule_view
 from decentnode.wire.generation import Generation
 
 LOOKED_AHEAD = 16
-"""Exchanges whose neighbors are told of a departure."""
+"""The number of upcoming exchanges whose neighbors are told of this node's departure."""
 
 
 class Planner:
     """Makes the views of one fragment's turns, for one node and one rule."""
 
     def __init__(self, uid: int, seed: int, fragment: Fragment, rule: Sharing, *, averaging_groups: bool) -> None:
-        """averaging_groups: whether views name the group of nodes that average as a whole."""
+        """averaging_groups: whether views contain the group of nodes that average as a whole."""
         self.fragment, self.rule = fragment, rule
         self._uid, self._seed = uid, seed
         self._graph = fragment.graph
@@ -30,10 +31,11 @@ class Planner:
         self._last_group: tuple[tuple[int, tuple[int, ...]], tuple[int, ...]] | None = None
 
     def views(self, round: int, generation: Generation, lr: float) -> list[RoundView]:
-        """Returns a view per phase of the turn that `round` belongs to, then that of the float buffers: with one phase
-        the rule's, else the graph's own.
+        """Returns a view for each phase of the turn that `round` belongs to, followed by the view of the float buffers,
+        which is the rule's view if it has one phase, else that of `Sharing.plan_buffers`.
 
-        All are known before the first phase sends (H2 in communication/path.py). lr: of the round's local steps.
+        All views are known before the first phase sends (H2 in communication/path.py). lr: the learning rate of the
+        round's local steps.
         """
         rule, alive = self.rule, self._alive(generation.members)
         seen = self._seen(self.fragment.turn(round), generation, lr)
@@ -42,15 +44,16 @@ class Planner:
         return views if alive is None else [view.among(alive) for view in views]
 
     def _alive(self, members: tuple[int, ...]) -> frozenset[int] | None:
-        """Returns the members of a generation as a set, made once: whether one node is in a tuple of thousands takes as
-        long as all else that a view costs. None where all nodes are members."""
+        """Returns the members of a generation as a set, or None if all nodes are members. The set is made once: a
+        lookup in a tuple of thousands takes as long as everything else that a view costs."""
         if self._members[0] is not members:
-            everybody = members == tuple(range(self._graph.num_nodes))  # there may be as many with newcomers among them
+            # with newcomers, there may be as many members as nodes though not all nodes are members
+            everybody = members == tuple(range(self._graph.num_nodes))
             self._members = members, None if everybody else frozenset(members)
         return self._members[1]
 
     def _seen(self, turn: int, generation: Generation, lr: float) -> RoundView:
-        """Returns the graph's view of a turn. For a graph that never changes it is computed once per generation."""
+        """Returns the graph's view of a turn. For a static graph it is computed once per generation."""
         members = generation.members
         alive = self._alive(members)
         number = self.rule.exchange_number(turn)
@@ -68,8 +71,9 @@ class Planner:
     def _averaging_group(
         self, number: int, members: tuple[int, ...], alive: frozenset[int] | None
     ) -> tuple[int, ...]:
-        """Returns the group of nodes that average as a whole in this exchange, computed once per exchange of the
-        graph's period and generation; empty where the schedule has none. number: of the exchange."""
+        """Returns the group of nodes that average as a whole in this exchange; empty if averaging groups are disabled.
+        Cached for consecutive exchanges with the same position in the graph's period and the same members. number: the
+        number of the exchange."""
         period = self._graph.period
         key = (number if period is None else number % period, members)
         if not self._averaging_groups:
@@ -79,7 +83,7 @@ class Planner:
         return self._last_group[1]
 
     def neighbors_from(self, round: int, generation: Generation, lr: float) -> Collection[int]:
-        """Returns those whom the node would send to in the next exchanges, from `round` on."""
+        """Returns the nodes to which this node would send in the next exchanges, from `round` on."""
         turns = exchange_rounds(self.rule, self.fragment.turn(round))
         ahead = itertools.islice(turns, min(self._graph.period or LOOKED_AHEAD, LOOKED_AHEAD))
         return {uid for turn in ahead for view in self.views(self.fragment.round_of(turn), generation, lr)
@@ -87,14 +91,14 @@ class Planner:
 
 
 class Planners:
-    """The planners of all fragments of one node, and that of its float buffers."""
+    """The planners of all fragments of one node and of its float buffers."""
 
     def __init__(
         self, uid: int, seed: int, fragments: Sequence[tuple[Fragment, Sharing]], *, buffers: Fragment | None,
         averaging_groups: bool,
     ) -> None:
-        """fragments: each with its rule. buffers: over whose graph float buffers are averaged, in every round; None:
-        with the first fragment. averaging_groups: as for `Planner`."""
+        """fragments: the fragments, each with its rule. buffers: the fragment over whose graph float buffers are
+        averaged in every round; None: that of the first fragment. averaging_groups: as for `Planner`."""
         self.of_fragments = [Planner(uid, seed, *each, averaging_groups=averaging_groups) for each in fragments]
         self._of_buffers = (
             self.of_fragments[0] if buffers is None
@@ -102,13 +106,15 @@ class Planners:
         )
 
     def views(self, round: int, generation: Generation, lr: float) -> tuple[list[list[RoundView]], RoundView]:
-        """Returns by fragment a view per phase of its turn, and the view of the float buffers; as `Planner.views`."""
+        """Returns the views of the phases of each fragment's turn, and the view of the float buffers; as
+        `Planner.views`."""
         views = [planner.views(round, generation, lr) for planner in self.of_fragments]
         with_first = self._of_buffers is self.of_fragments[0]
         buffers = views[0] if with_first else self._of_buffers.views(round, generation, lr)
         return [each[:-1] for each in views], buffers[-1]
 
     def neighbors_from(self, round: int, generation: Generation, lr: float) -> set[int]:
-        """As `Planner.neighbors_from`, of all exchanges."""
+        """Returns what `Planner.neighbors_from` returns, for the exchanges of all fragments and of the float
+        buffers."""
         return {uid for planner in {*self.of_fragments, self._of_buffers}
                 for uid in planner.neighbors_from(round, generation, lr)}  # fmt: skip

@@ -1,12 +1,13 @@
-"""The order of local steps, exchanges and mixing in a round: what every schedule has. Nothing else in the project
-decides it; the schedules themselves are sequential.py, overlapped.py and asynchronous/.
+"""The base class of schedules, which decide in which order a round makes its local steps, exchanges and mixes. The
+schedules themselves are in sequential.py, overlapped.py and asynchronous/.
 
-What may have to wait is written as steps (`run_state.Steps`).
+Methods that may have to wait are generators of steps (`run_state.Steps`).
 
-A round of a rule with several phases is one exchange after the other: `begin` sends the first, `mix` and `send` go from
-each to the next, `finish` mixes the last. For a rule with one phase only `begin` and `finish` are called. In each phase
-all fragments that are due in the round are sent before any of them is mixed; both happen in the order of the fragments.
-Local steps come before the first phase, or where the rule says so (`Requirements.steps_before`) before a later one.
+For a rule with several phases, a round is a sequence of exchanges: `begin` sends the first, `mix` and `send` go from
+each one to the next, `finish` mixes the last. For a rule with one phase only `begin` and `finish` are called. In each
+phase, all fragments that are due in the round are sent before any of them is mixed; both happen in the order of the
+fragments. Local steps come before the first phase, or before a later one if the rule says so
+(`Requirements.steps_before`).
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ from decentnode.training.base import Training, Update
 from decentnode.wire.generation import Generation
 
 NO_STEPS = Update(0, 0, math.nan)
-"""Of a round in which the node makes no local steps."""
+"""The update of a round in which the node makes no local steps."""
 
 
 class Schedule(abc.ABC):
-    """One round, divided where the neighbors must act before it can go on."""
+    """Makes one round at a time, divided where the neighbors have to act before it can continue."""
 
     def __init__(
         self, training: Training, fragments: Sequence[FragmentExchange], communication: Communication, *,
@@ -46,10 +47,10 @@ class Schedule(abc.ABC):
         asynchronous: AsynchronousConfig | None = None,
     ) -> None:
         """fragments: in the order of their parts of the model. averaging_groups: whether the transport may average a
-        whole group of nodes at once. A member that is missing then makes all others of its group missing, too.
+        whole group of nodes at once. If a member of such a group is missing, all others count as missing as well.
 
-        in_background: `mix_in_background` of the config; None: where it is worthwhile. averages_buffers: whether float
-        buffers are averaged, too. asynchronous: section of the config.
+        in_background: `node.mix_in_background` of the config; None: if it is worthwhile. averages_buffers: whether
+        float buffers are averaged as well. asynchronous: the config section `node.asynchronous`.
         """
         self.averages_buffers, self.asynchronous_config = averages_buffers, asynchronous
         self.averaging_groups = averaging_groups
@@ -58,21 +59,21 @@ class Schedule(abc.ABC):
         self.fragments = tuple(fragments)
         self.communication = communication
         self.make_times: Callable[[], RoundTimes] = RoundTimes
-        """Set by the node for rounds that are traced."""
+        """Creates the `RoundTimes` of a round; the node replaces it for rounds that are traced."""
         self.times = RoundTimes()
         self.update = NO_STEPS
-        """What the local steps of the round under way came to, once they are made."""
+        """The result of the current round's local steps, once they are made."""
         self.trained = -1
-        """The last round whose local steps are made; -1 before the first."""
+        """The last round whose local steps have been made; -1 before the first."""
         self._due: tuple[FragmentExchange, ...] = ()
-        """Fragments that are exchanged in the round under way."""
+        """The fragments that are exchanged in the current round."""
         self.weights_in: Callable[[int], Mapping[int, float]] = lambda _round: {}
-        """Returns the node's row of W in another round, among the members of now. Set by the node in each round."""
+        """Returns the node's row of W in another round, among the current members. The node sets it in each round."""
         self.cuts = Cuts()
-        """Where nodes are in different rounds: which checkpoints belong together. It outlives generations."""
+        """Under an asynchronous schedule: which checkpoints form a consistent cut. Outlives generations."""
 
     asynchronous: ClassVar[bool] = False
-    """Whether nodes are in different rounds at one time. Such a schedule exchanges float buffers itself."""
+    """Whether nodes can be in different rounds at the same time. Such a schedule exchanges float buffers itself."""
 
     @property
     def model(self) -> FlatModel:
@@ -80,22 +81,23 @@ class Schedule(abc.ABC):
 
     @property
     def sharing(self) -> Sharing:
-        """The rule, of the first fragment; those of the others have the same requirements."""
+        """The sharing rule of the first fragment; the rules of the other fragments have the same requirements."""
         return self.fragments[0].rule
 
     @property
     def due(self) -> list[int]:
-        """The fragments that are exchanged in the round under way."""
+        """The indices of the fragments that are exchanged in the current round."""
         return [each.fragment.index for each in self._due]
 
     @property
     def buffer_channel(self) -> int:
-        """The number of the float buffers' exchange, after those of all fragments and phases."""
+        """The channel of the float buffers' exchange, which follows those of all fragments and phases."""
         return len(self.fragments) * self.sharing.requirements.phases
 
     @functools.cached_property
     def _whole(self) -> bool:
-        """Whether the model is exchanged as one: then it may live where the transport sends from."""
+        """Whether the whole model is exchanged as one fragment: then its parameters may be placed in the transport's
+        publish buffer."""
         elements = self.model.parameters.numel()
         return len(self.fragments) == 1 and self.fragments[0].fragment.elements == elements
 
@@ -104,28 +106,30 @@ class Schedule(abc.ABC):
         return {}
 
     def succeed(self, former: Schedule, generation: Generation, lost: Collection[int]) -> None:  # noqa: B027
-        """In a new generation of members: take from the schedule before what outlives a generation; here nothing. lost:
-        nodes that were members in the time of the schedule before, and are gone with what they had."""
+        """In a new membership generation, take over the state of the previous schedule that outlives a generation; here
+        nothing. lost: nodes that were members during the previous schedule and lost their state."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what the schedule itself keeps between rounds; nothing changes its tensors."""
+        """Returns the state that the schedule itself keeps between rounds; nothing changes the tensors in it in
+        place."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027
         """Restores what `state_dict` returned."""
 
     def drain(self, view: RoundView) -> Steps[None]:  # noqa: ARG002
-        """After the last round: bring what is under way to its end, as steps. view: of the round that would be next."""
+        """After the last round, complete the exchanges in flight, as steps. view: the view of the round that would be
+        next."""
         yield from ()
 
     def dump(self, round: int, dumps: Dumps) -> None:
-        """After the round: write what the rules of the fragments that were exchanged chose to send."""
+        """After the round, write what the rules of the exchanged fragments chose to send."""
         for fragment in self._due:
             fragment.dump(round, dumps)
 
     def begin(self, round: int, views: Sequence[Sequence[RoundView]], check: Callable[[], None]) -> Steps[None]:
-        """Make the local steps, unless they come later, and begin the first phase's exchanges. `check` is called after
-        the local steps, before their result is sent. views: by fragment and phase."""
+        """Make the local steps, unless they come in a later phase, and begin the first phase's exchanges, as steps.
+        views: by fragment and phase. check: called after the local steps, before their result is sent."""
         self.times, self.update = self.make_times(), NO_STEPS
         for fragment, each in zip(self.fragments, views, strict=True):
             fragment.enter(round, each)
@@ -134,27 +138,27 @@ class Schedule(abc.ABC):
 
     @abc.abstractmethod
     def _begin(self, round: int, check: Callable[[], None]) -> Steps[None]:
-        """What `begin` does, once the fragments have their views."""
+        """Do the work of `begin` once the fragments have their views."""
 
     @abc.abstractmethod
     def mix(self) -> Steps[list[Mixed]]:
-        """Wait for the exchanges of a phase that is not the last, and mix them into the model."""
+        """Wait for the exchanges of a phase other than the last, and mix their payloads into the model, as steps."""
 
     def send(self, phase: int) -> Steps[None]:
-        """Begin the exchanges of a later phase, with the model as `mix` left it."""
+        """Begin the exchanges of a later phase with the model that `mix` produced, as steps."""
         return self._send(self.model.parameters, phase)
 
     @abc.abstractmethod
     def finish(self) -> Steps[list[Mixed]]:
-        """Wait for the last phase's exchanges, mix them into the model, and end the round."""
+        """Wait for the last phase's exchanges, mix their payloads into the model, and end the round, as steps."""
 
     def abandon(self) -> None:
-        """Give up the round under way, after the communication said that the generation or the run is over."""
+        """Abandon the current round, after the communication reported that the generation or the run is over."""
         for fragment in self._due:
             fragment.abandon()
 
     def timeout_seconds(self, phase: int) -> float:
-        """Returns the longest wait for a neighbor in a phase, as the rule says."""
+        """Returns the longest wait for a neighbor in a phase, as the rule defines it."""
         return self.sharing.wait_seconds(phase, self.communication.config.timeout_seconds)
 
     def _timeout_of(self, fragment: FragmentExchange) -> float:
@@ -167,7 +171,7 @@ class Schedule(abc.ABC):
         self.times.send += clock.now() - started
 
     def _train(self, round: int) -> Steps[None]:
-        """Make the local steps, where all rules have the node train in this round."""
+        """Make the local steps if all rules let the node train in this round, as steps."""
         trains = self.training.num_samples > 0 and all(each.rule.trains(each.view) for each in self.fragments)
         leaves_out = trains and self._too_late(round)
         if leaves_out:
@@ -194,8 +198,9 @@ class Schedule(abc.ABC):
         self.times.train += seconds
 
     def _too_late(self, round: int) -> bool:
-        """Whether the one node that takes what the local steps come to has gone on without this one: a node that still
-        made the steps of all rounds that it missed would be ever farther behind, and hold up the next evaluation."""
+        """Returns whether the only node that would use the result of the local steps has already continued without this
+        one. If a node still made the steps of all rounds that it missed, it would fall behind further and further, and
+        delay the next evaluation."""
         if not self.communication.goes_on:
             return False
         takes = [each.rule.steps_are_for(each.view) for each in self.fragments]
@@ -207,8 +212,9 @@ class Schedule(abc.ABC):
         return gradient
 
     def _place(self, model: Tensor) -> Steps[Tensor | None]:
-        """Returns a slot of the publish buffer that the mixed model may be written to, so that the transport need not
-        copy it next time; None where the payload is not the model itself. Waits until neighbors have read the slot."""
+        """Returns a slot of the publish buffer to which the mixed model may be written, as steps, so that the transport
+        need not copy it next time; None if the payload is not the model itself. Waits until the neighbors have read the
+        slot."""
         if not self._whole or not self._due or not self.sharing.requirements.elementwise or model.device.type != "cpu":
             return None
         if not self._due[0].sends_from(model):
@@ -220,7 +226,7 @@ class Schedule(abc.ABC):
         return place
 
     def _mix_in_place(self) -> Steps[None]:
-        """Mix the arrivals of the exchanges in flight into the model, which may move to another slot."""
+        """Mix the arrivals of the exchanges in flight into the model, as steps; the model may move to another slot."""
         started, waited = clock.now(), self.times.wait
         model, place, chosen = self.model.parameters, None, False
         for fragment in self._due:
@@ -229,7 +235,9 @@ class Schedule(abc.ABC):
                 if not isinstance(each, Slice):
                     yield each
                     continue
-                if not chosen:  # a neighbor that sent its model has usually read this node's last: its slot is free
+                # neighbors that have sent their models have usually read this node's previous one, so that its slot is
+                # free
+                if not chosen:
                     chosen = True
                     place = yield from self._place(model)
                 with torch.no_grad():

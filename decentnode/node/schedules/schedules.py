@@ -1,4 +1,4 @@
-"""The values of `node.schedule`, and what each does to the payloads of a run."""
+"""The table of schedules (the values of `node.schedule`), and the payloads' schemas under each of them."""
 
 from __future__ import annotations
 
@@ -23,23 +23,24 @@ SCHEDULES: dict[str, type[Schedule]] = {
 
 
 def schedule_of(name: str, rule: Sharing) -> type[Schedule]:
-    """The class of a schedule for a rule."""
+    """Returns the class of the schedule `name` for a rule."""
     shares = name == "gossip_async" and rule.requirements.column_stochastic
     return AsynchronousPushSum if shares else SCHEDULES[name]
 
 
 def sent_dtype(name: str, rule: Sharing, model: torch.dtype) -> torch.dtype:
-    """The dtype in which a rule sends what is of the model's dtype, in a schedule."""
+    """Returns the dtype in which a rule sends tensors of the model's dtype, under a schedule."""
     return SUMS if schedule_of(name, rule) is AsynchronousPushSum else model
 
 
 def payload_schema(name: str, rule: Sharing, elements: int, model: torch.dtype) -> dict[str, TensorSpec]:
-    """What `Sharing.payload_schema` says of a part of the model, in a schedule. model: the dtype of the model."""
+    """Returns `Sharing.payload_schema` for a part of the model of `elements` parameters, under a schedule. model: the
+    model's dtype."""
     return rule.payload_schema(elements, sent_dtype(name, rule, model))
 
 
 def schemas_in(name: str, schemas: tuple[Schema, ...]) -> tuple[Schema, ...]:
-    """What the exchanges of a round look like in a schedule. schemas: in a synchronous one."""
+    """Returns the schemas of a round's exchanges under a schedule. schemas: those under a synchronous schedule."""
     if name == "ad_psgd":
         return pair_schemas(schemas)
     return mailboxes(schemas, 1) if SCHEDULES[name].asynchronous else schemas

@@ -1,1 +1,2 @@
-"""Schedules in which no node waits for another one's round: nodes meet in mailboxes (docs/explanation/round.rst)."""
+"""The asynchronous schedules, in which no node waits for another one's round: payloads are exchanged through mailboxes
+(docs/explanation/round.rst)."""

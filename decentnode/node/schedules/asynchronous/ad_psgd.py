@@ -1,4 +1,4 @@
-"""Pairwise averaging without rounds in common, on any connected graph."""
+"""Schedule ad_psgd: asynchronous pairwise averaging on any connected graph."""
 
 from __future__ import annotations
 
@@ -20,41 +20,42 @@ from decentnode.payload import Payload, TensorSpec
 from decentnode.wire.generation import Generation
 
 KEPT = 8
-"""Messages of one neighbor that may wait here. Of a pair at most an offer and its withdrawal, an answer and a word that
-one was applied are under way in a direction; what is lost beyond is asked for again."""
+"""The capacity of the mailbox per neighbor. At most an offer, its withdrawal, an answer and a confirmation are in
+flight from one node of a pair to the other; a message that is lost beyond that is requested again."""
 OFFER, WITHDRAW, ANSWER, DECLINE, APPLIED, CLOSED = "offer", "withdraw", "answer", "decline", "applied", "closed"
 KINDS = (OFFER, WITHDRAW, ANSWER, DECLINE, APPLIED, CLOSED)
-"""What a message says, each with the number of an offer: of the sender (offer, withdraw, applied), of the receiver
-(answer, decline), or one more than the sender's last (closed: it makes no others)."""
+"""The kinds of messages. Each carries the number of an offer: one of the sender's (offer, withdraw, applied), one of
+the receiver's (answer, decline), or the sender's last plus one (closed: it makes no further offers)."""
 LOOK_SECONDS = 0.5
-"""At the end: how long to wait for a neighbor's word before it is asked again."""
+"""At the end of the run: how long to wait for a neighbor's message before it is requested again."""
 
 
 @dataclass
 class _Pair:
-    """What a node knows of the offers between it and one neighbor."""
+    """The state of the offers between this node and one neighbor."""
 
     offered: int = 0
-    """The number of the last offer to the neighbor."""
+    """The number of this node's last offer to the neighbor."""
     open: bool = False
-    """Whether that one is neither answered nor declined."""
+    """Whether that offer is neither answered nor declined yet."""
     withdrawn: bool = False
     due: int = 0
-    """The round in which it is to be withdrawn, or its withdrawal to be said again."""
+    """The round in which that offer is to be withdrawn, or its withdrawal to be sent again."""
     confirm: int = 0
-    """The offer of which is still to be said that its answer was applied; 0: none."""
+    """The offer whose answer was applied here, which is still to be confirmed to the neighbor; 0: none."""
     settled: int = 0
-    """The last offer of the neighbor that was answered or declined here."""
+    """The number of the neighbor's last offer that was answered or declined here."""
     change: Tensor | None = None
-    """[P + B] what the answer to it added here, until the neighbor has said that it took as much away."""
+    """[P + B] what this node added to its model when it answered that offer; kept until the neighbor has confirmed that
+    it subtracted the same."""
     unsaid: bool = False
-    """Whether the answer or the decline is still to be said."""
+    """Whether the answer or the decline is still to be sent."""
     closed: bool = False
-    """Whether the neighbor makes no further offers."""
+    """Whether the neighbor has announced that it makes no further offers."""
 
     @property
     def owes(self) -> bool:
-        """Whether something is under way between the two."""
+        """Whether an offer, an answer or a confirmation between the two nodes is not completed."""
         return self.open or self.unsaid or self.change is not None or bool(self.confirm)
 
 
@@ -62,17 +63,18 @@ class ADPSGD(Asynchronous):
     """Asynchronous decentralized parallel SGD (Lian et al. 2018, arXiv 1710.06952, algorithm 1): after its local steps
     a node averages with one random neighbor, x_i, x_j <- (x_i + x_j) / 2, and nobody waits for anybody.
 
-    Node i offers its model x. Node j, when it comes to it, adds d = (x - x_j) / 2 to its own and answers d, and i takes
-    d away from what its model has become meanwhile. So the sum of the two is kept, to rounding, once both have acted:
+    Node i offers its model x. When node j processes the offer, it adds d = (x - x_j) / 2 to its own model and answers
+    d, and i subtracts d from what its model has become meanwhile. So the sum of the two models is preserved, up to
+    rounding, once both have acted:
 
-    - An offer is settled once: answered or declined, under its number. j keeps d until i has said that it applied it,
-      and says it again to whoever asks again, also in another generation of members; i applies no number twice.
-    - i has one offer under way at a time. It withdraws one that is not answered within `patience` of its rounds and
-      tries another neighbor; what was withdrawn is not over before j has declined it or has answered it.
-    - While i waits for an answer it answers one other offer itself and declines further ones: its next model is then a
-      convex combination of others.
+    - An offer is settled once, under its number: it is answered or declined. j keeps d until i has confirmed that it
+    applied it, and sends it again on request, also in a later membership generation; i applies no number twice.
+    - i has one active offer at a time. It withdraws an offer that is not answered within `patience` of its rounds and
+    tries another neighbor; a withdrawn offer remains open until j has declined or answered it.
+    - While i waits for an answer, it answers one offer of another node and declines further ones: so its next model is
+    a convex combination of models.
 
-    Nobody waits while it acts, so that there is no deadlock on any graph; no two sides are needed.
+    No node blocks while it averages, so that there is no deadlock on any graph, and the graph need not be bipartite.
     """
 
     def __init__(self, *parts: Any, **options: Any) -> None:
@@ -80,21 +82,21 @@ class ADPSGD(Asynchronous):
         self._pairs: dict[int, _Pair] = {}
         self._messages = 0
         self._answered_meanwhile = False
-        """Whether an offer was answered since the own one was made."""
+        """Whether this node has answered an offer since it made its own last one."""
         self._refused: int | None = None
-        """The neighbor that declined last."""
+        """The neighbor that declined this node's last offer."""
         self.given: Counter[int] = Counter()
-        """By neighbor: its offers that were answered here."""
+        """neighbor -> the number of its offers that were answered here."""
         self.taken: Counter[int] = Counter()
-        """By neighbor: own offers whose answers were applied here."""
+        """neighbor -> the number of this node's offers whose answers were applied here."""
         self._former = frozenset[int]()
-        """Members that may have been neighbors before this generation: something may be under way between them and this
-        node, though the graph is another now."""
+        """The members that may have been neighbors before this generation: offers between them and this node may be
+        unsettled, although the graph has changed."""
 
     # -- the model as one vector
 
     def _vector(self) -> Tensor:
-        """[P + B] a copy: parameters, then float buffers where they are averaged."""
+        """Returns a copy [P + B] of the model: parameters, then float buffers if they are averaged."""
         model = self.model
         if not self.averages_buffers or not model.buffers.numel():
             return model.parameters.clone()
@@ -121,14 +123,15 @@ class ADPSGD(Asynchronous):
         return self._pairs.setdefault(uid, _Pair())
 
     def _say(self, uid: int, kind: str, number: int, model: Tensor | None = None) -> bool:
-        """Returns whether it was sent."""
+        """Send a message to a neighbor. Returns whether it was sent."""
         self._messages += 1
         tensor = torch.empty(0, dtype=self.model.dtype, device=self.model.device) if model is None else model
         payload = Payload({"x": tensor}, {kind: number})
         return not self.publish(self._messages, {uid: payload})
 
     def _hear(self, found: list[Collected]) -> None:
-        """Take in what neighbors said: first what settles own offers, then answer theirs."""
+        """Process messages from neighbors: first those that settle this node's own offers, then answer the neighbors'
+        offers."""
         offers: dict[int, Collected] = {}
         for each in found:
             said = _said(each.payload, self._elements)
@@ -150,7 +153,7 @@ class ADPSGD(Asynchronous):
                 del offers[each.source]
             elif number == pair.settled and kind == APPLIED:
                 pair.change, pair.unsaid = None, False
-            elif number == pair.settled and kind in (OFFER, WITHDRAW):  # asked again, as what was said is lost
+            elif number == pair.settled and kind in (OFFER, WITHDRAW):  # requested again, as the reply is lost
                 pair.unsaid = True
         for uid, offered in offers.items():
             self._answer(offered, self._pairs[uid])
@@ -165,7 +168,7 @@ class ADPSGD(Asynchronous):
                 pair.unsaid = not self._say(uid, kind, pair.settled, pair.change)
 
     def _close(self, said: Collected, pair: _Pair, kind: str, number: int) -> None:
-        """A neighbor answers or declines an own offer."""
+        """Process a neighbor's answer to one of this node's offers, or its decline."""
         uid = said.source
         if number == pair.offered and pair.open:
             pair.open = False
@@ -179,7 +182,8 @@ class ADPSGD(Asynchronous):
             pair.confirm = number
 
     def _answer(self, offered: Collected, pair: _Pair) -> None:
-        """Average with what a neighbor offers, unless too much is promised already; then the answer is a decline."""
+        """Average with the model that a neighbor offers; decline if this node waits for an answer itself and has
+        answered another offer meanwhile."""
         waits = any(each.open and not each.withdrawn for each in self._pairs.values())
         if waits and self._answered_meanwhile:
             return
@@ -190,14 +194,15 @@ class ADPSGD(Asynchronous):
         self.given[offered.source] += 1
 
     def _withdraw(self, round: int) -> None:
-        """Withdraw what was not answered for too long, and ask again, ever less often, what became of it."""
+        """Withdraw offers that have not been answered for too long, and repeat the withdrawal at growing intervals
+        until the neighbor replies."""
         for uid, pair in self._pairs.items():
             if pair.open and round >= pair.due:
                 pair.withdrawn, pair.due = True, round + 2 * max(self.config.patience, round - pair.due)
                 self._say(uid, WITHDRAW, pair.offered)
 
     def _offer(self, round: int) -> None:
-        """Offer the model to a random neighbor, if no other offer is under way."""
+        """Offer the model to a random neighbor, unless an offer is active."""
         if self.communication.stopping or any(pair.open and not pair.withdrawn for pair in self._pairs.values()):
             return
         free = [uid for uid in self.view.neighbors if not self._pair(uid).open]
@@ -214,18 +219,18 @@ class ADPSGD(Asynchronous):
 
     @property
     def _elements(self) -> int:
-        """P + B."""
+        """The length P + B of the vector that is averaged."""
         buffers = self.model.buffers.numel() if self.averages_buffers else 0
         return self.model.num_parameters + buffers
 
     # -- ends
 
     def drain(self, view: RoundView) -> Steps[None]:
-        """Until no neighbor makes another offer, and nothing is under way between it and this node; for the time-out of
-        the communication at most. Former neighbors count, too.
+        """Settle all offers, as steps: return once no neighbor or former neighbor makes further offers and nothing
+        between it and this node is unsettled, at the latest after the time-out of the communication.
 
-        What is asked again of a neighbor that is still in a long round fills its mailbox, which keeps the newest
-        messages alone: the word that no offers follow is said again behind it."""
+        Repeated requests can fill the mailbox of a neighbor that is still in a long round. As the mailbox only keeps
+        the newest messages, `closed` is sent again after each repetition."""
         config, due, closed = self.communication.config, clock.now(), set[int]()
         others = self._former.union(view.neighbors)
         deadline = clock.now() + config.timeout_seconds
@@ -261,7 +266,7 @@ class ADPSGD(Asynchronous):
         self._say_again()
 
     def _say_again(self) -> None:
-        """What was under way is lost."""
+        """Mark all unconfirmed messages to be sent again, as messages in flight are lost."""
         for pair in self._pairs.values():
             pair.unsaid, pair.due, pair.closed = pair.unsaid or pair.change is not None, 0, False
 
@@ -283,7 +288,7 @@ class ADPSGD(Asynchronous):
 
 
 def _said(payload: Payload, elements: int) -> tuple[str, int] | None:
-    """Returns what a message says: kind and number; None where it is none."""
+    """Returns the kind and the number of a message; None if it is not a valid one."""
     scalars: Mapping[str, int | float] = payload.scalars
     if len(scalars) != 1:
         return None
@@ -295,8 +300,8 @@ def _said(payload: Payload, elements: int) -> tuple[str, int] | None:
 
 
 def pair_schemas(schemas: tuple[Schema, ...]) -> tuple[Schema, ...]:
-    """The one channel of the messages between pairs: of a model with its float buffers, or of nothing. schemas: of the
-    model, then of its buffers where there are any."""
+    """Returns the schema of the single channel for messages between pairs, which carry a model with its float buffers
+    or nothing. schemas: that of the model, then that of its buffers if it has any."""
     elements = sum(schema.elements for schema in schemas)
     (spec,) = schemas[0].tensors.values()
     return (Schema(elements, {"x": TensorSpec(spec.dtype, elements, exact=False)}, False, mailbox=KEPT),)

@@ -1,4 +1,4 @@
-"""What the schedules have in common in which no node waits for the round of another one."""
+"""The base class of asynchronous schedules, in which no node waits for another one's round."""
 
 from __future__ import annotations
 
@@ -22,20 +22,22 @@ from decentnode.sharing.decoding import MALFORMED
 
 
 class Asynchronous(Schedule):
-    """Local steps, then mix what has come, and go on. The model is one fragment, and the rule has one phase."""
+    """Makes local steps, mixes the payloads that have arrived, and continues without waiting. The model is one
+    fragment, and the rule has one phase."""
 
     asynchronous = True
 
     def __init__(self, *parts: Any, **options: Any) -> None:
         super().__init__(*parts, **options)
         self._buffers = Copies(age_weights=self.config.age_weights)
-        """The neighbors' float buffers."""
+        """The newest float buffers of each neighbor."""
         self._round = -1
-        """The one under way, or the last; -1 before the first."""
+        """The current round, or between rounds the last one; -1 before the first."""
         self._held: dict[int, list[Collected]] = {}
-        """By channel: what came of nodes that have made a checkpoint before this one has; until the next round."""
+        """channel -> payloads of nodes that have made a checkpoint that this node has not made yet; held until the next
+        round."""
         self._heard: dict[int, float] = {}
-        """By source, when something came of it last; in this generation of members."""
+        """source -> `clock.now()` when its last payload arrived, in this membership generation."""
 
     @property
     def config(self) -> AsynchronousConfig:
@@ -47,7 +49,7 @@ class Asynchronous(Schedule):
 
     @property
     def view(self) -> RoundView:
-        """Of the round under way."""
+        """The view of the current round."""
         return self.fragment.view
 
     def _begin(self, round: int, check: Callable[[], None]) -> Steps[None]:
@@ -62,11 +64,11 @@ class Asynchronous(Schedule):
         self._publish_round(round)
 
     def _take_in(self) -> Steps[None]:
-        """After the local steps, before the neighbors are told of them: take what has come meanwhile."""
+        """Process payloads that arrived during the local steps, before this node publishes, as steps. Here nothing."""
         return at_once(None)
 
     def _publish_round(self, round: int) -> None:
-        """After the local steps: tell the neighbors. Not blocking."""
+        """Publish to the neighbors after the local steps. Not blocking. Here nothing."""
 
     def mix(self) -> Steps[list[Mixed]]:
         raise NotImplementedError("an asynchronous schedule has one phase")
@@ -83,14 +85,16 @@ class Asynchronous(Schedule):
 
     @abc.abstractmethod
     def _mix_round(self, round: int) -> Steps[None]:
-        """Mix what has come; count seconds in `times`."""
+        """Mix the payloads that have arrived, as steps, and add the seconds to `times`."""
 
     def publish(self, round: int, outgoing: Mapping[int, Payload], channel: int = 0) -> frozenset[int]:
-        """As `Communication.publish`, with its seconds in `times`."""
+        """Publish payloads as `Communication.publish` does, marked with the number of this node's last checkpoint, and
+        add the seconds to `times`. Returns the neighbors to which nothing was sent."""
         if self.communication.history is not None:
             self.communication.history.published(round, channel, outgoing)
         if self.cuts.number:
-            marked = {id(each): self.cuts.marked(each) for each in outgoing.values()}  # one object stays one
+            # a payload shared by several neighbors stays one object
+            marked = {id(each): self.cuts.marked(each) for each in outgoing.values()}
             outgoing = {uid: marked[id(each)] for uid, each in outgoing.items()}
         started = clock.now()
         refused = self.communication.publish(round, outgoing, channel)
@@ -100,8 +104,8 @@ class Asynchronous(Schedule):
     def collect(
         self, channel: int = 0, sources: Collection[int] = (), seconds: float = 0.0, count: int = 0
     ) -> Steps[list[Collected]]:
-        """As `Communication.collect_steps`, with its seconds in `times`. What was published after a checkpoint that
-        this node has not made yet is held back until then."""
+        """Take payloads out of the mailbox as `Communication.collect_steps` does, and add the seconds to `times`.
+        Payloads that were published after a checkpoint that this node has not made yet are held back until it has."""
         started, held = clock.now(), self._held.pop(channel, [])
         found = yield from self.communication.collect_steps(
             channel, count=max(0, count - len(held)), sources=sources, seconds=seconds
@@ -112,7 +116,7 @@ class Asynchronous(Schedule):
         return [plain for each in [*held, *found] for plain in self._admitted(each, channel)]
 
     def _admitted(self, each: Collected, channel: int) -> Iterable[Collected]:
-        """Yields a payload without the number of its source's checkpoint, unless it is held back."""
+        """Yields the payload without the checkpoint number that marks it, unless it is held back or malformed."""
         cuts = self.cuts
         try:
             plain, number = cuts.read(each)
@@ -127,24 +131,25 @@ class Asynchronous(Schedule):
         yield plain
 
     def record(self, copies: Iterable[Copy], channel: int = 0) -> None:
-        """These copies are about to be mixed: keep which they are, where the node keeps a record."""
+        """Note in the node's history, if it keeps one, that these copies are about to be mixed."""
         history, round = self.communication.history, self._round
         if history is not None:
             told = ((each.source, each.round, round - each.came, each.as_it_came) for each in copies)
             history.mixed_copies(round, channel, told)
 
     def record_new(self, found: Iterable[Collected], channel: int = 0) -> None:
-        """As `record`, of payloads that are mixed in the round in which they were taken out of the mailbox."""
+        """Like `record`, for payloads that are mixed in the round in which they were taken out of the mailbox."""
         self.record((Copy.of(each, self._round) for each in found), channel)
 
     def publish_buffers(self, round: int) -> None:
-        """Send the float buffers to the neighbors, where they are averaged."""
+        """Publish the float buffers to the neighbors if they are averaged."""
         if self.averages_buffers and self.model.buffers.numel():
             payload = Payload({"x": self.model.buffers})
             self.publish(round, dict.fromkeys(self.view.neighbors, payload), self.buffer_channel)
 
     def mix_buffers(self, among: Collection[int] | None = None) -> Steps[None]:
-        """Mix the newest float buffers that came, by their weights (`Copies.weighed`). among: of these nodes alone."""
+        """Mix the newest float buffers that arrived, with the weights of `Copies.weighed`, as steps. among: use only
+        those of these nodes; None: of all."""
         if not self.averages_buffers or not self.model.buffers.numel():
             return
         copies = self._buffers
@@ -160,5 +165,5 @@ class Asynchronous(Schedule):
 
 
 def mailboxes(schemas: tuple[Schema, ...], kept: int) -> tuple[Schema, ...]:
-    """The same payloads in mailboxes that keep so many of each source."""
+    """Returns the schemas of the same payloads in mailboxes that keep the newest `kept` payloads of each source."""
     return tuple(replace(schema, elementwise=False, mailbox=kept) for schema in schemas)

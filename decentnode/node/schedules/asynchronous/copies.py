@@ -1,4 +1,4 @@
-"""The newest payload that came of each neighbor, and how old it is."""
+"""Keeps the newest payload of each neighbor, and computes the mixing weights by age."""
 
 from __future__ import annotations
 
@@ -10,43 +10,47 @@ from decentnode.graph.base import EQUAL, RoundView
 from decentnode.payload import Payload
 
 LEAST_OWN = 0.5
-"""What a node keeps at least of its own model, or its own weight of the round where that is less: copies that came at
-once may be of different rounds, whose weights may come to more than one together."""
+"""The least mixing weight of a node's own model, or the node's own weight of the round if that is less. A bound is
+needed as copies that are mixed together may be of different rounds, whose weights can sum to more than one."""
 
 
 @dataclass(frozen=True)
 class Copy:
-    """One payload that is kept."""
+    """The newest payload of one source."""
 
     source: int
     round: int
-    """Of the source when it published."""
+    """The source's round when it published the payload."""
     came: int
-    """The round of this node in which it was taken out of the mailbox."""
+    """This node's round in which it took the payload out of the mailbox."""
     payload: Payload
-    """Decoded."""
+    """The decoded payload."""
     as_it_came: Payload
-    """As the source published it; the same one where there is nothing to decode."""
+    """The payload as the source published it; the same object if there was nothing to decode."""
     lag: float = 0.0
-    """How many rounds of this node before the end of its local steps the source published it, about."""
+    """An estimate of how long before the end of this node's local steps the source published the payload, in rounds of
+    this node."""
 
     @classmethod
     def of(cls, found: Collected, came: int, decoded: Payload | None = None) -> Copy:
-        """What was taken out of a mailbox in round `came`. decoded: None where there was nothing to decode."""
+        """Creates a copy from what was taken out of a mailbox in round `came`. decoded: the decoded payload; None if
+        there was nothing to decode."""
         return cls(found.source, found.round, came, found.payload if decoded is None else decoded, found.payload)
 
 
 class Copies:
-    """Of one channel, by source. The age of a copy counts the rounds that this node has finished since it came."""
+    """The newest copies of one channel by source. The age of a copy is the number of rounds that this node has finished
+    since the copy arrived."""
 
     def __init__(self, *, age_weights: bool) -> None:
-        """age_weights: whether a copy of age a gets the weight w / (1 + a) in place of w."""
+        """age_weights: whether a copy of age a gets the weight w / (1 + a) instead of w."""
         self._age_weights = age_weights
         self.by_source: dict[int, Copy] = {}
 
     def take(self, found: Iterable[Copy], lag: float = 0.0) -> None:
-        """Payloads came; those that are newer than what is kept of their sources take its place. lag: `Copy.lag` of a
-        source as fast as this node; a faster one has published its newest as much later."""
+        """Store payloads that arrived, if they are newer than what is kept of their sources. lag: the `Copy.lag` of a
+        source that is as fast as this node; that of a faster source, which published its newest payload later, is
+        reduced in proportion."""
         for each in found:
             known = self.by_source.get(each.source)
             if known is None or each.round > known.round:
@@ -54,33 +58,34 @@ class Copies:
                 self.by_source[each.source] = replace(each, lag=lag * pace)
 
     def lags(self, round: int) -> list[float]:
-        """Returns those of the copies that came in this round."""
+        """Returns the lags of the copies that arrived in this round."""
         return [each.lag for each in self.by_source.values() if each.came == round]
 
     def mean_lag(self, view: RoundView) -> float:
-        """Returns the weighted mean of the lags, by the weights of the view; of what came in earlier rounds, and of the
-        node itself, it is 0."""
+        """Returns the mean of the lags with the weights of the view; the lag of copies from earlier rounds and of the
+        node itself counts as 0."""
         return sum(view.weights[each.source] * each.lag for each in self.of(view) if each.came == view.round)
 
     def ages(self, view: RoundView) -> dict[int, int]:
-        """Returns the ages of the copies of a round's sources."""
+        """Returns the ages of the copies of the view's sources by uid."""
         return {uid: view.round - self.by_source[uid].came for uid in view.sources if uid in self.by_source}
 
     def drop_older(self, round: int, max_age: int) -> None:
-        """Keep none that would be older than that in this round, whether its source is one of the round's or not."""
+        """Remove copies older than `max_age` in this round, whether or not their source is one of the round's."""
         self.by_source = {uid: each for uid, each in self.by_source.items() if round - each.came <= max_age}
 
     def weighed(
         self, view: RoundView, weights_in: Callable[[int], Mapping[int, float]], among: Collection[int] | None = None
     ) -> RoundView:
-        """Returns the view with the copies to be mixed for sources; what their weights leave of one goes to the node
-        itself.
+        """Returns the view with the sources of the copies to be mixed and their weights; the rest of the weight up to
+        one goes to the node itself.
 
-        A copy that came in this round has the weight of the round in which its source published it, when this node was
-        one of the source's neighbors: on a graph that changes, the source need be none in this round. A copy of an
-        earlier round has the weight of this round by its age, where its source is one of the round's.
+        A copy that arrived in this round has the weight of the round in which its source published it, when this node
+        was one of the source's neighbors: on a time-varying graph, the source need not be a neighbor in this round. A
+        copy that arrived in an earlier round has the weight of this round, reduced by its age, if its source is one of
+        the round's.
 
-        weights_in(round): the node's row of W then. among: these sources alone.
+        weights_in(round): the node's row of W in that round. among: use only these sources; None: all.
         """
         weights: dict[int, float] = {}
         for uid, each in sorted(self.by_source.items()):

@@ -1,9 +1,10 @@
-"""Which checkpoints belong together where nodes are in different rounds.
+"""Numbers checkpoints under an asynchronous schedule, so that those with the same number form a consistent cut.
 
-A node puts the number of its last checkpoint on all that it publishes, and makes the one of a greater number that it
-hears of before it mixes what carries it. So of the checkpoints with one number none has received what another one has
-not sent yet (a consistent cut; Lai and Yang 1987, On distributed snapshots). What was under way is in none of them, as
-if a crash had lost it: running sums and pairs make up for it.
+A node marks everything that it publishes with the number of its last checkpoint. If it receives a greater number, it
+makes the checkpoint with that number before it mixes the payload that carries it. So none of the checkpoints with the
+same number contains a payload that was sent after another one of them was made (a consistent cut; Lai and Yang 1987, On
+distributed snapshots). Payloads in flight are in none of them, as if a crash had lost them; the running sums of
+push_sum and the pairs of ad_psgd make up for lost payloads.
 """
 
 from __future__ import annotations
@@ -14,42 +15,43 @@ from decentnode.communication.parts import Collected
 from decentnode.payload import Payload, ScalarSpec
 
 NUMBER = "checkpoint"
-"""The name of the scalar."""
+"""The name of the payload's scalar that carries the number."""
 MOST = 1 << 48
-"""The greatest; a run has as many only where somebody made one up, and begins no further checkpoint then."""
+"""The greatest number. A run only reaches it if a node invented one; the run then makes no further checkpoints."""
 MOST_AHEAD = 1024
-"""A number that is further beyond a node's own, or beyond the rounds of the run, somebody made up: it counts for
-nothing, as it would leave no numbers for further checkpoints."""
+"""A number that exceeds both the node's own number and the rounds of the run by more than this was invented by a node.
+It is ignored, as it would leave no numbers for further checkpoints."""
 _SPEC = ScalarSpec(int, 1, MOST)
 
 
 @dataclass
 class Cuts:
-    """The numbers of one node's checkpoints, which only grow."""
+    """The checkpoint numbers that one node knows; they only grow."""
 
     holds: bool = False
-    """Whether payloads are held back: the run makes checkpoints, and is not ending."""
+    """Whether payloads may be held back: the run makes checkpoints, and is not ending."""
     number: int = 0
-    """Of its last one; 0 before the first."""
+    """The number of this node's last checkpoint; 0 before the first."""
     heard: int = 0
-    """The greatest that it knows of."""
+    """The greatest number that this node has received or used."""
     rounds: int = 0
-    """Of the run: numbers are rounds of its lowest node, or the next ones that are free."""
+    """The number of rounds of the run, as checkpoint numbers are rounds of the lowest member, or the next free number
+    if that is greater."""
     believes: bool = True
-    """Whether what is ahead of this node's checkpoint is held back until it has made that one. Not where others have
-    begun more checkpoints than the run can have: their numbers mean nothing then."""
+    """Whether payloads with a greater number are held back until this node has made that checkpoint. False once others
+    have initiated more checkpoints than the run can have, as their numbers are then meaningless."""
 
     def meet(self, number: int) -> None:
-        """Take up the number that others are at, without a checkpoint."""
+        """Adopt the number that other nodes have reached, without making a checkpoint."""
         self.number = self.heard = min(number, MOST)
 
     def marked(self, payload: Payload) -> Payload:
-        """Returns a payload with this node's number."""
+        """Returns the payload marked with the number of this node's last checkpoint."""
         return replace(payload, scalars={**payload.scalars, NUMBER: self.number})
 
     def read(self, found: Collected) -> tuple[Collected, int]:
-        """Returns a payload without the number of its source, and the number; 0 without a possible one. Raises
-        ValueError for what is no such number."""
+        """Returns a payload without its mark, and the number that it was marked with; 0 if it has no mark or an
+        impossible number. Raises ValueError if the mark is malformed."""
         if NUMBER not in found.payload.scalars:
             return found, 0
         scalars = dict(found.payload.scalars)
@@ -60,5 +62,5 @@ class Cuts:
         return plain, int(number) if self.is_possible(int(number)) else 0
 
     def is_possible(self, number: int) -> bool:
-        """Whether a node that keeps to the rules can be at this number."""
+        """Returns whether a node that follows the protocol can have reached this number."""
         return number <= max(self.rounds, self.number) + MOST_AHEAD

@@ -1,4 +1,4 @@
-"""Epidemic learning with a time-out: mix what has come by then, whoever sent it."""
+"""Schedule epidemic: epidemic learning with a deadline, which mixes the models that have arrived from any nodes."""
 
 from __future__ import annotations
 
@@ -15,20 +15,22 @@ from decentnode.payload import Payload
 from decentnode.sharing.decoding import decode
 
 LEAST_SECONDS = 1.0
-"""Of the longest wait. A process that has to share its core waits for tens of milliseconds to be given it again."""
+"""The least value of the default deadline. A process that shares its core with others can wait tens of milliseconds to
+be scheduled again."""
 
 
 class Epidemic(Asynchronous):
-    """EL-Local (de Vos et al. 2023, arXiv 2310.01972, algorithm 1) for nodes that expect nobody.
+    """EL-Local (de Vos et al. 2023, arXiv 2310.01972, algorithm 1) for nodes that do not expect a model from any
+    particular node.
 
-    After its local steps a node sends its model to the neighbors of its view, and waits until enough models came or the
-    time is over. It takes the mean of its own and the k that came, each with weight 1 / (k + 1): one of each source,
-    whatever round it is of. What comes later is mixed in the next round. The mean of all models is kept in expectation
-    alone.
+    After its local steps, a node sends its model to the neighbors of its view, and waits until enough models have
+    arrived or the deadline has passed. It averages its own model and the k that arrived, the newest one of each source
+    and of whatever round, with weight 1 / (k + 1) each. Models that arrive later are mixed in the next round. The mean
+    of all models is only preserved in expectation.
     """
 
     _sources: tuple[int, ...] = ()
-    """Of the models mixed last."""
+    """The sources of the models that were mixed last."""
 
     def _publish_round(self, round: int) -> None:
         self.publish(round, self.sharing.outgoing(self.model.parameters, self.view))
@@ -47,24 +49,24 @@ class Epidemic(Asynchronous):
         yield from self._mix_buffers()
 
     def _enough(self) -> int:
-        """Returns how many models end the wait. A node is sent as many as it sends on average; half of that leaves room
-        for chance, and what comes after it counts for the next round."""
+        """Returns the number of models that ends the wait. On average, a node receives as many models as it sends; half
+        of that number leaves room for chance, and later models are mixed in the next round."""
         enough = self.config.arrivals
         return max(1, len(self.view.neighbors) // 2) if enough is None else enough
 
     def _longest_wait(self) -> float:
-        """Returns the seconds that a round waits at most: as long as its local steps took, and at least LEAST_SECONDS,
-        unless the config says so. It is hardly ever reached as long as the others live: those of them that are ahead
-        send, too. So no node gets more than about twice as far as the mean one, and whatever is lost, and whoever is
-        gone, none is stopped."""
+        """Returns the longest wait of a round in seconds: the configured deadline, or by default as long as the local
+        steps took, but at least LEAST_SECONDS and at most the time-out. The wait is rarely exhausted while the other
+        nodes live, as nodes that are ahead send as well. So no node makes more than about twice as many rounds as the
+        average node, and no loss of messages or nodes stops it."""
         seconds = self.config.deadline_seconds
         if seconds is not None:
             return seconds
         return min(max(LEAST_SECONDS, self.times.train), self.communication.config.timeout_seconds)
 
     def _newest(self, found: Collection[Collected]) -> tuple[list[Collected], dict[int, Payload]]:
-        """Returns the newest payload of each source, as it came and decoded; those that cannot be read are counted as
-        faults."""
+        """Returns the newest payload of each source, as it arrived and decoded; payloads that cannot be decoded are
+        counted as faults."""
         newest = {each.source: each for each in sorted(found, key=lambda each: (each.source, each.round))}
         read: dict[int, Payload] = {}
         for source, each in newest.items():
@@ -75,7 +77,7 @@ class Epidemic(Asynchronous):
         return [newest[source] for source in read], read
 
     def _mix_buffers(self) -> Steps[None]:
-        """Mix float buffers of those whose models were mixed, and of nobody else."""
+        """Mix the float buffers of exactly those nodes whose models were mixed, as steps."""
         if not self.averages_buffers or not self.model.buffers.numel():
             return
         found = yield from self.collect(self.buffer_channel)

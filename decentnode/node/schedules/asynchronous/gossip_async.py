@@ -1,4 +1,4 @@
-"""Mix the newest copy of each neighbor's model, whatever round it is of."""
+"""Schedule gossip_async: mixes the newest model of each neighbor, of whatever round."""
 
 from __future__ import annotations
 
@@ -18,28 +18,31 @@ from decentnode.node.schedules.asynchronous.motion import Motion
 from decentnode.sharing.decoding import decode
 
 LAG = 0.5
-"""So many rounds before the end of a node's local steps a model was published, on average, that came during them: what
-is the first part of one's round is the last part of the other's."""
+"""The average lag, in rounds, of a model that arrives during a node's local steps: it was published half a round before
+their end, as the start of one node's round falls anywhere within that of another one."""
 
 
 class GossipAsync(Asynchronous):
-    """x_i <- sum_j W_ij(age_j) (x_j + lag_ij m_i), x_j the newest model that came of neighbor j.
+    """x_i <- sum_j W_ij(age_j) (x_j + lag_ij m_i), where x_j is the newest model received from neighbor j.
 
-    W_ij(a) = W_ij / (1 + a), or W_ij without `age_weights`, where a <= max_age, else 0; what is missing to one goes to
-    the node itself, so that every row of W sums to one. The mean of all models is not kept. On a graph that changes, W
-    is that of i's round, but for x_j that came in this one that of j's round (`Copies.weighed`): mixed in rounds alone
-    in which j is a neighbor, models came too late for the one that they were for.
+    W_ij(a) = W_ij / (1 + a), or W_ij without `age_weights`, if a <= max_age, else 0; the rest of the weight goes to the
+    node itself, so that every row of W sums to one. The mean of all models is not preserved. On a time-varying graph, W
+    is that of i's round, except for an x_j that arrived in this round, for which it is that of j's round
+    (`Copies.weighed`): if models were only mixed in rounds in which j is a neighbor, they would arrive too late for the
+    round that they were meant for.
 
-    m_i is how far i's model, after its local steps, moves in a round (`Motion`), and lag_ij how many rounds ago j
-    published a model that came in this one: averages with models of earlier moments take back a part of every step.
-    When j published is not measured. What came during i's local steps is taken to be LAG of a round old, or less by as
-    much as j is faster than i; what came after them, and what is mixed again, is taken as it is, as is everything
-    without `advance_copies`. With four neighbors of equal speed models then make .9 of the progress of a synchronous
-    round, and .7 without. The time that a model is under way counts for nothing.
+    m_i is the average movement of i's model per round, measured after its local steps (`Motion`), and lag_ij the number
+    of rounds ago that j published a model that arrived in this round. This correction is needed because averages with
+    older models take back a part of every step. The lag is not measured: a model that arrived during i's local steps is
+    assumed to be LAG rounds old, or less in proportion as j is faster than i. A model that arrived after the local
+    steps, or that is mixed again, is not corrected, and neither is any without `advance_copies`. With four neighbors of
+    equal speed, models make .9 of the progress of a synchronous round with the correction, and .7 without it. The
+    transmission time of a model is not taken into account.
 
-    A node whose neighbors made two rounds or more in its last one publishes what its mixing and its local steps come to
-    together, x_i <- sum_j W_ij x_j + u_i with the model before the steps as x_i, rather than its steps from a model
-    that was mixed a whole round of its own ago (Bornstein et al. 2023, SWIFT, algorithm 1, with mixing in every round).
+    A node whose neighbors made at least two rounds during its last one publishes after mixing: x_i <- sum_j W_ij x_j +
+    u_i, where x_i in the sum is the model before the local steps and u_i their update. Otherwise it would publish steps
+    from a model that was mixed a whole round of its own ago (Bornstein et al. 2023, SWIFT, algorithm 1, with mixing in
+    every round).
     """
 
     def __init__(self, *parts: Any, **options: Any) -> None:
@@ -47,7 +50,8 @@ class GossipAsync(Asynchronous):
         self._copies = Copies(age_weights=self.config.age_weights)
         self._motion = Motion() if self.config.advance_copies else None
         self._before: Tensor | None = None
-        """[P]: the model before the local steps of the round, where the neighbors made two rounds in the last one."""
+        """[P] the model before the round's local steps, if the neighbors made at least two rounds during the last one;
+        else None."""
         self._ages: dict[int, int] = {}
 
     def _begin(self, round: int, check: Callable[[], None]) -> Steps[None]:
@@ -94,11 +98,11 @@ class GossipAsync(Asynchronous):
             self._publish_model(round)
 
     def _late(self) -> list[int]:
-        """Neighbors of whom a model came, and none for longer than `max_age` rounds."""
+        """Returns the neighbors whose newest model is older than `max_age` rounds."""
         return [uid for uid, age in self._copies.ages(self.view).items() if age > self.config.max_age]
 
     def _decoded(self, found: Collection[Collected]) -> Iterable[Copy]:
-        """Without those that cannot be read, which are counted as faults."""
+        """Yields the decoded payloads as copies; those that cannot be decoded are counted as faults and left out."""
         for each in found:
             try:
                 decoded = decode(self.sharing, each.payload, each.source, self.view)

@@ -1,4 +1,4 @@
-"""How a node's model moves from round to round."""
+"""Tracks how a node's model moves from round to round."""
 
 from __future__ import annotations
 
@@ -6,20 +6,21 @@ import torch
 from torch import Tensor
 
 NEWEST = 0.2
-"""The weight of the newest round in the average. With 1, models that swing around each other would be moved on as they
-swing: on a ring whose links take a whole round they never came together."""
+"""The weight of the newest round in the moving average. With 1, the correction amplifies models that oscillate around
+each other: on a ring whose links take a whole round they never reached consensus."""
 
 
 class Motion:
-    """What changes from the end of one round's local steps to that of the next one's, by steps and by mixing: an
-    exponential moving average over rounds. Two tensors as large as the model, made in the first round."""
+    """An exponential moving average of the model's change per round, from the end of one round's local steps to the end
+    of the next one's, by local steps and mixing together. Keeps two tensors as large as the model, allocated in the
+    first round."""
 
     def __init__(self) -> None:
         self.mean = self._model = torch.empty(0)
-        """[P]; zeros in the first round."""
+        """[P] the moving average of the change per round; zeros in the first round."""
 
     def follow(self, model: Tensor) -> None:
-        """model: [P], after the local steps of a round."""
+        """Update the average. model: [P] the model after the local steps of a round."""
         if self._model.shape != model.shape:
             self._model, self.mean = model.clone(), torch.zeros_like(model)
         else:

@@ -1,4 +1,4 @@
-"""Push-sum without rounds in common: shares travel as running sums."""
+"""Asynchronous push-sum (schedule gossip_async with sharing push_sum): shares are sent as running sums."""
 
 from __future__ import annotations
 
@@ -22,28 +22,29 @@ from decentnode.tensors import blocks
 from decentnode.wire.generation import Generation
 
 SUMS = torch.float64
-"""Their dtype, whatever that of the model is."""
+"""The dtype of the running sums, whatever the model's dtype is."""
 LEAST_WEIGHT = 0.1
-"""A node gives so much less than its shares that this is left to it of w, until something comes: a node much faster
-than its sources would otherwise have next to nothing to give, and its model be theirs as soon as one came."""
+"""The least w that a node keeps when it gives shares. Otherwise a node that is much faster than its sources would have
+almost no weight left, and its model would be replaced by theirs as soon as a payload arrives."""
 LEAST_PART = 0.01
-"""It gives nothing where that would be less than this part of its shares."""
+"""A node gives nothing if it could only give less than this fraction of its shares."""
 
 MOST_AHEAD = 2
-"""A node gives nothing to a neighbor of which less has come than it was given, by more than so many shares of a weight
-of one. Nodes of equal speed differ by less; with 1, those of a ring did not always, and models stayed farther apart.
-With 4, seven nodes of a complete graph hold .40 of w in the mean, not .51, beside one that is ten times slower."""
+"""A node gives nothing to a neighbor that it has given more w than it has received from it, if the difference exceeds
+this many shares of a weight of one. Nodes of equal speed differ by less; with a limit of 1, those of a ring sometimes
+differed by more, and models stayed farther apart. With 4, seven nodes of a complete graph with an eighth one that is
+ten times slower hold .40 of w on average instead of .51."""
 
 LEAST_DIVISOR = 0.5
-"""Local steps are divided by w, but by no less than this."""
+"""The least value by which local steps are divided, instead of w."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Sum:
-    """All shares of one directed edge so far."""
+    """The sum of all shares of one directed edge so far."""
 
     x: Tensor
-    """[P] float64; nothing changes it: it may be on its way to neighbors."""
+    """[P] float64; never changed in place, as it may be in flight to neighbors."""
     w: float = 0.0
 
 
@@ -51,26 +52,28 @@ class AsynchronousPushSum(Asynchronous):
     """Stochastic gradient push (Assran et al. 2019, arXiv 1811.10792) over running sums (Hadjicostis, Vaidya and
     Dominguez-Garcia 2016, robust distributed average consensus via exchange of running sums).
 
-    A node sends to neighbor j not the share, but the sum of all shares for j so far, and j adds what the newest sum has
-    more than the last one that it saw. So a payload that is lost, comes twice, late or never is made up for by the
-    next: the sums over all nodes and edges of x and of w stay what they were. What a node takes from itself is exactly
-    what the sum grew by after rounding.
+    A node does not send neighbor j its share, but the sum of all shares for j so far, and j adds the difference between
+    the newest sum and the last one that it received. So the next payload makes up for one that is lost, late or
+    duplicated: the sums of x and of w over all nodes and edges are preserved. A node subtracts from itself exactly what
+    the sum grew by after rounding.
 
-    A sum grows with the rounds, and what is rounded off it with the sum. In float64, whatever the model's dtype, that
-    is below a float32 model's own rounding for the first 2**29 rounds. Neighbors that always got equal parts have one
-    sum together, so that a node whose neighbors do not change, and are not slow, keeps one of its own and one of each
-    source.
+    A sum grows with the rounds, and so does its rounding error. In float64, which is used whatever the model's dtype
+    is, the error is below a float32 model's own rounding for the first 2**29 rounds. Neighbors that have always been
+    given equal parts share one sum, so that a node whose neighbors do not change, and are not slow, keeps one sum of
+    its own and one of each source.
 
-    Deviation from algorithm 1: a node does not always give the shares of the graph. To a slow neighbor all would go:
-    eight nodes on a complete graph give one of them an eighth of what they have in each round, and after ten rounds of
-    theirs they have a quarter left. So where neighbors and sources of a round are the same nodes, one that was given
-    MOST_AHEAD shares more than came of it gets nothing, and every node keeps LEAST_WEIGHT. What is given is the same
-    part of x and of w, and nothing is lost, so that models still come to the mean of all.
+    Deviation from algorithm 1: a node does not always give the shares of the graph. Otherwise a slow neighbor would
+    accumulate all the weight: eight nodes on a complete graph give one of them an eighth of what they have in each
+    round, and after ten of their rounds they have a quarter left. So if the neighbors and sources of a round are the
+    same nodes, a neighbor that was given MOST_AHEAD shares more than was received from it gets nothing, and every node
+    keeps LEAST_WEIGHT. A node always gives the same part of x and of w, and nothing is lost, so that models still
+    converge to the mean of all.
 
-    Deviation from algorithm 1: local steps, which change x by the update and so z by the update over w, are at most
-    twice as large for a node that holds little. Most of w can be on its way between nodes: four processes on a busy
-    machine held a quarter in the median, took steps four to ten times the learning rate, and configs/quickstart.yaml
-    diverged. Without any division by w the models learn more slowly, by the part of w that is on its way.
+    Deviation from algorithm 1: local steps change x by the update and so z by the update over w; here they are at most
+    twice as large for a node with a small w (LEAST_DIVISOR). Most of w can be in flight between nodes: four processes
+    on a busy machine held a quarter in the median, took steps four to ten times the learning rate, and
+    configs/quickstart.yaml diverged. Without any division by w, the models learn more slowly by the part of w that is
+    in flight.
     """
 
     def __init__(self, *parts: Any, **options: Any) -> None:
@@ -78,20 +81,20 @@ class AsynchronousPushSum(Asynchronous):
         self._sent: dict[int, _Sum] = {}
         self._seen: dict[int, _Sum] = {}
         self._came: dict[int, int] = {}
-        """By source: the round of this node in which its newest sum came."""
+        """source -> this node's round in which its newest sum arrived."""
         self._kept = 0
-        """Rounds in a row in which the node has kept all that it has."""
+        """The number of consecutive rounds in which the node has given nothing."""
         self.rule.least_divisor = LEAST_DIVISOR
         self._mixed = 0
-        """Sources of which there was something new in the last round."""
+        """The number of sources with a new sum in the last round."""
         self._former: set[int] = set()
-        """Members that were neighbors before this generation, and have not been in it: the graph may be another."""
+        """Members that were neighbors before this generation and have not been in it, as the graph may have changed."""
         self._begun = 0
-        """Rounds begun in this generation."""
+        """The number of rounds begun in this generation."""
 
     @property
     def rule(self) -> PushSum:
-        """Keeps the node's weight w."""
+        """The sharing rule, which keeps the node's weight w."""
         return cast("PushSum", self.sharing)
 
     def _publish_round(self, round: int) -> None:
@@ -104,7 +107,8 @@ class AsynchronousPushSum(Asynchronous):
             self.publish_buffers(round)
 
     def _neighbors_told(self) -> tuple[int, ...]:
-        """Returns the neighbors that are sent their sums, with their parts of this round where the node gives any."""
+        """Adds this round's parts to the neighbors' sums if the node gives any. Returns the neighbors to which the sums
+        are to be sent."""
         view = self.view
         if not view.neighbors:
             return ()
@@ -114,17 +118,19 @@ class AsynchronousPushSum(Asynchronous):
             self._share(parts)
             return view.neighbors
         self._kept += 1
-        # sums are said again ever less often: the last ones may be lost, and others wait for them
+        # unchanged sums are repeated at growing intervals: the last ones may be lost, and others need them
         return () if self._kept & (self._kept - 1) else view.neighbors
 
     def _former_told(self) -> tuple[int, ...]:
-        """Returns former neighbors, whose last sums are said again, ever less often: these may not have come yet."""
+        """Returns the former neighbors to which the last sums are to be repeated, at growing intervals, as those may
+        not have arrived."""
         self._former.difference_update(self.view.neighbors)
         self._begun += 1
         return () if self._begun & (self._begun - 1) else tuple(sorted(self._former))
 
     def _parts(self) -> dict[int, float]:
-        """Returns by neighbor which part of x and w it is given in this round, without those that get nothing."""
+        """Returns neighbor -> the part of x and w that it is given in this round, without neighbors that get
+        nothing."""
         view, weight = self.view, self.rule.weight
         shares = {uid: view.out_weights[uid] for uid in view.neighbors}
         if view.neighbors == view.sources:
@@ -134,14 +140,14 @@ class AsynchronousPushSum(Asynchronous):
         return {uid: scale * share for uid, share in shares.items()} if scale >= LEAST_PART else {}
 
     def _ahead(self, uid: int) -> float:
-        """Returns how much more of w this node has given to a neighbor than has come of it."""
+        """Returns how much more w this node has given to a neighbor than it has received from it."""
         sent, seen = self._sent.get(uid), self._seen.get(uid)
         return (0.0 if sent is None else sent.w) - (0.0 if seen is None else seen.w)
 
     def _share(self, parts: Mapping[int, float]) -> None:
-        """Take these parts of the model from it, and add them to the neighbors' sums."""
+        """Subtract these parts from the model and its weight, and add them to the neighbors' sums."""
         rule, model = self.rule, self.model.parameters
-        together: dict[tuple[_Sum, float], list[int]] = {}  # neighbors by their sum so far, and their part
+        together: dict[tuple[_Sum, float], list[int]] = {}  # neighbors, grouped by their sum so far and their part
         nothing = _Sum(torch.zeros(1, dtype=SUMS, device=model.device).expand(model.numel()))
         for uid, part in parts.items():
             together.setdefault((self._sent.get(uid, nothing), part), []).append(uid)
@@ -171,7 +177,7 @@ class AsynchronousPushSum(Asynchronous):
                 self.communication.counters.fault(fault.reason, each.source, str(fault))
                 continue
             seen, newest = self._seen.get(each.source), _Sum(payload.tensors["x"], float(payload.scalars["w"]))
-            if newest.w <= (0.0 if seen is None else seen.w):  # an older sum: shares are never negative
+            if newest.w <= (0.0 if seen is None else seen.w):  # an older sum, as shares are never negative
                 continue
             rule.weight += newest.w - (0.0 if seen is None else seen.w)
             news.append((newest.x, None if seen is None else seen.x))
@@ -190,9 +196,10 @@ class AsynchronousPushSum(Asynchronous):
         yield from self.mix_buffers()
 
     def succeed(self, former: Schedule, generation: Generation, lost: Collection[int]) -> None:
-        """Weights and sums outlive an admission. Where a node is lost, all members begin anew, with their models and a
-        weight of one each: what it took is gone, and as nobody waits for it, it takes shares until it is missed. Four
-        nodes were left with a quarter of their weights then, and none ever had enough to share."""
+        """Keep weights and sums if nodes were only admitted. If a node is lost, all members start anew with their
+        current models and a weight of one each: the weight that the node held is gone, and as no node waits for it, it
+        receives shares until it is missed. Four nodes were left with a quarter of their weights in that case, and none
+        ever had enough to give."""
         if not isinstance(former, AsynchronousPushSum) or self.communication.uid in generation.fresh or lost:
             return
         self.rule.weight, self._sent, self._seen = former.rule.weight, former._sent, former._seen
