@@ -1,4 +1,4 @@
-"""What is learned: the loss of a kind of learning, and what is measured of a model."""
+"""Tasks: what a model learns, the default loss, and the metrics that are measured."""
 
 from __future__ import annotations
 

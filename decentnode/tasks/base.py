@@ -1,4 +1,4 @@
-"""The contract of a task: what a batch is, what is minimized and what is measured."""
+"""The contract of a task: what batches contain, which loss is minimized and which metrics are measured."""
 
 from __future__ import annotations
 
@@ -19,88 +19,90 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Variant:
-    """Metrics that are measured beside those of a node's model on the test samples."""
+    """A variant of the task's metrics that is measured in addition: on other samples, or of another model."""
 
     prefix: str
-    """Before their names."""
+    """The prefix of the metrics' names."""
     word: str
-    """Before what people read."""
+    """The word put in front of a metric's displayed name."""
     meaning: str
-    """Behind what a metric means."""
+    """The text appended to a metric's explanation."""
     samples: str = "test"
-    """What they are measured on, as plots say it."""
+    """The kind of samples that are measured, as plots name it."""
     of_test: bool = False
-    """Whether they are measured on the same samples, of another model."""
+    """Whether another model is measured on the same test samples."""
 
 
 OWN = Variant("own_", "own", ", of those that are distributed as the node's training samples")
-"""Of a node's own test samples, where there are global ones, too."""
+"""Metrics on a node's own test samples, if there are global test samples as well."""
 TRAIN = Variant("train_", "training", ", of the node's training samples in place of test samples", samples="")
 EMA = Variant("ema_", "EMA", ", of the exponential moving average of the node's models", of_test=True)
 LOSS_SUMS = ("loss", "count")
-"""What is summed for the loss: the losses of all units, and how many units there are."""
+"""The names of the sums for the loss: the sum of the losses of all units, and the number of units."""
 
 
 class Task(Component, abc.ABC):
-    """Says what is learned from batches of inputs and targets.
+    """Defines what is learned from batches of inputs and targets.
 
-    Everything that is measured of a model is a function of sums over its test samples. Sums of several batches, of
-    several nodes' shares and of the merged model add up, so that a metric of the whole is exact, whatever it is (a
-    root of a mean, a perplexity): it is computed once, from the whole's sums.
+    Every metric is a function of sums over test samples. Sums over several batches, or over several nodes' parts of the
+    test set, are added, and the metric is computed once from the total sums. So the metric over all samples is exact,
+    also if it is not linear (a root of a mean, a perplexity).
     """
 
     loss: str = "cross_entropy"
-    """The loss where `training.loss` names none."""
+    """The loss that is used if `training.loss` is not set."""
     metrics: tuple[Metric, ...] = (LOSS,)
-    """What is measured. The first is the main metric."""
+    """The metrics that are measured. The first is the main metric."""
     sums: tuple[str, ...] = ()
-    """Names of the sums that `measure` gives."""
+    """The names of the sums that `measure` returns."""
     generated_sums: tuple[str, ...] = ()
-    """Names of the sums that `measure_generated` gives."""
+    """The names of the sums that `measure_generated` returns."""
 
     def __init__(self, config: Config, data: DataSpec) -> None:
-        """Raises UsageError where the data is not for this task."""
+        """Raises UsageError if the data does not suit this task."""
         self.config = config
         self.data = data
 
     def align(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns outputs and targets of a batch as the loss and `measure` take them, without copying values."""
+        """Returns the outputs and targets of a batch in the shapes that the loss and `measure` expect, without copying
+        values."""
         return outputs, targets
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
-        """Raises UsageError where a batch, as `align` returns it, has shapes that this task cannot take. Of tensors on
-        the meta device, too: values are not looked at."""
+        """Raises UsageError if a batch, as `align` returns it, has shapes or dtypes that this task does not accept.
+        Does not read values, so that tensors may be on the meta device."""
 
     def units(self, targets: Tensor) -> int | Tensor:
-        """Returns how many parts the mean loss of a batch is over: samples, or tokens. targets: of the batch as they
-        come; nothing waits for their device."""
+        """Returns the number of units over which the mean loss of a batch is taken: samples, or tokens. targets: the
+        batch's targets before `align`. Does not wait for their device."""
         return len(targets)
 
     def parts(self, targets: Tensor) -> Tensor | None:  # noqa: ARG002
-        """Returns how many of `units` each sample has, [B]; None where each sample is one. Simulations that compute all
-        nodes at once need it where `units` gives a tensor. Nothing waits for the targets' device."""
+        """Returns the number of `units` of each sample, [B]; None if each sample is one unit. Simulations that compute
+        all nodes at once need it if `units` returns a tensor. Does not wait for the targets' device."""
         return None
 
     @abc.abstractmethod
     def measure(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        """Returns by name the sums of one batch, as `align` returns it: scalars on its device. Not differentiated."""
+        """Returns name -> sum over one batch, which is passed as `align` returns it; sums are scalars on its device.
+        Called without autograd."""
 
     def measure_generated(self, module: nn.Module, inputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        """Returns by name the sums of what the module makes of one batch by more than one forward pass; called where
-        `generated_sums` has names. inputs, targets: as they come."""
+        """Returns name -> sum over one batch, for figures that need more than one forward pass of the module, such as
+        generated texts. Called if `generated_sums` has names. inputs, targets: the batch before `align`."""
         raise NotImplementedError(f"task {self.config.name} cannot generate texts")
 
     @abc.abstractmethod
     def values(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """Returns the metrics by name. sums: those of `sums`, "loss" and "count", over all that is to be judged; count
-        is positive."""
+        """Returns the metrics by name. sums: the total sums over all evaluated samples, with the names of `all_sums`;
+        `count` is positive."""
 
     @property
     def all_sums(self) -> tuple[str, ...]:
         return (*LOSS_SUMS, *self.sums, *self.generated_sums)
 
     def evaluated(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """Returns all metrics, the loss among them; empty where nothing was counted."""
+        """Returns all metrics including the loss; empty if `count` is not positive."""
         if sums["count"] <= 0:
             return {}
         return {**self.values(sums), "loss": sums["loss"] / sums["count"]}
@@ -111,9 +113,10 @@ class Task(Component, abc.ABC):
         return self.metrics if any(each.name == "loss" for each in self.metrics) else (*self.metrics, LOSS)
 
     def measured(self, pooled: bool = False, variants: Sequence[Variant] = ()) -> TaskMetrics:
-        """Returns what runs of this task tell of themselves.
+        """Returns the descriptions of all metrics that runs of this task report.
 
-        pooled: whether every node has a part of the test set alone. variants: what is measured beside.
+        pooled: whether every node only has its own part of the test set. variants: the variants that are measured in
+        addition.
         """
         found = [replace(each, pooled=pooled) for each in self.all_metrics]
         for also in variants:
@@ -124,12 +127,12 @@ class Task(Component, abc.ABC):
 
 
 def needs(task: str, what: str, outputs: Tensor, targets: Tensor) -> UsageError:
-    """Returns the error of a batch that a task cannot take."""
+    """Returns the error for a batch that a task does not accept."""
     return UsageError(
         f"task {task} needs {what}; the model gives {shape_of(outputs)} for targets {shape_of(targets)}"
     )
 
 
 def shape_of(tensor: Tensor) -> str:
-    """Returns the shape and dtype of a tensor for people: "[2, 10] float32"."""
+    """Returns the shape and dtype of a tensor as text: "[2, 10] float32"."""
     return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"

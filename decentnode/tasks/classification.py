@@ -1,4 +1,4 @@
-"""One of several classes for every sample."""
+"""Task classification: one of several classes for each sample."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ class Classification(Task):
 
     def measure(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
         found = {"correct": (outputs.argmax(1) == targets).sum()}
-        if self._has_top:  # NaN counts as the largest value, so that a model of NaN gets next to nothing right
+        # topk treats NaN as the largest value, so that a model with NaN outputs gets almost nothing right
+        if self._has_top:
             likeliest = outputs.topk(self._k, dim=1).indices
             found["among_top"] = (likeliest == targets[:, None]).sum()
         return found

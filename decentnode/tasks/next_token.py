@@ -1,4 +1,4 @@
-"""The next token: characters, words or word pieces of a text."""
+"""Task next_token: predicts the next token (character, word or word piece) of a text."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ACCURACY = Metric(
     short="acc", suffix="%", scale=100, digits=2,
 )  # fmt: skip
 LARGEST_EXPONENT = 700.0
-"""Beyond it a perplexity is infinite: e^709 is the largest double."""
+"""The perplexity is infinite if its logarithm exceeds this, as the largest double is about e^709."""
 
 
 class NextTokenConfig(Config):
@@ -87,7 +87,7 @@ class NextToken(Task):
         return {**self.of_next(sums), "bits_per_character": bits / characters}
 
     def of_next(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """Returns what holds of tokens of any kind."""
+        """Returns the metrics that are defined for tokens of any kind."""
         surprise = sums["surprise"] / sums["count"]
         return {
             "perplexity": math.exp(surprise) if surprise < LARGEST_EXPONENT else math.inf,

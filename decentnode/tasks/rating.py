@@ -1,4 +1,4 @@
-"""How much a user likes an item."""
+"""Task rating: how much a user likes an item."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One or several numbers for every sample."""
+"""Task regression: one or several numbers for each sample."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Texts in another language, token by token."""
+"""Task translation: the translation of a text, token by token."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 NOTHING = -1
-"""What no translation has."""
+"""A token that never occurs in a translation, so that it matches nothing."""
 ORDERS = (1, 2, 3, 4)
-"""Of the runs of words that BLEU compares."""
+"""The lengths n of the n-grams that BLEU compares."""
 BLEU = Metric(
     "bleu", "points", "BLEU-4, 0 to 100, of the test texts' likeliest translations, all together, without smoothing",
     "higher", word="BLEU", digits=2,
@@ -60,8 +60,8 @@ class Translation(NextToken):
                                    "bleu_wanted")  # fmt: skip
 
     def measure_generated(self, module: nn.Module, inputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        """A module that has `translate(source [B, S], most)` is asked for the tokens [B, at most `most`]; another is
-        called once for each place of the target."""
+        """If the module has `translate(source [B, S], most)`, calls it for the tokens [B, at most `most`]; otherwise
+        calls the module once for each position of the target."""
         most = self.config.longest or self.data.target_shape[0]
         translate = getattr(module, "translate", None)
         found = translate(inputs[..., 0], most) if translate is not None else _likeliest(module, inputs, most)
@@ -71,7 +71,7 @@ class Translation(NextToken):
         return {name: targets.new_full((), value) for name, value in zip(self.generated_sums, sums, strict=True)}
 
     def compare(self, given: Sequence[int], wanted: Sequence[int]) -> list[int]:
-        """Returns what one translation adds to `generated_sums`."""
+        """Returns what one translation adds to the sums, in the order of `generated_sums`."""
         words = self.words(given)
         reference = [(NOTHING,) if UNKNOWN in word else word for word in self.words(wanted)]
         matches, runs = [], []
@@ -82,7 +82,7 @@ class Translation(NextToken):
         return [*matches, *runs, len(words), len(reference)]
 
     def words(self, tokens: Sequence[int]) -> list[tuple[int, ...]]:
-        """The words up to END, each the tokens of its pieces."""
+        """Returns the words up to END, each as the tokens of its pieces."""
         found, pieces, last = list[tuple[int, ...]](), list[int](), FIRST_WORD + self.data.pieces
         for token in itertools.takewhile(lambda token: token not in (END, PADDING), tokens):
             pieces.append(token)
@@ -97,8 +97,8 @@ class Translation(NextToken):
 
 
 def bleu_of(sums: Mapping[str, float]) -> float:
-    """Returns points of 100: the geometric mean of the parts of runs that match, less what too short translations gain
-    by it."""
+    """Returns BLEU in points of 100: the geometric mean of the n-gram precisions, times the brevity penalty for
+    translations that are too short."""
     parts = [(sums[f"bleu_matches_{n}"], sums[f"bleu_runs_{n}"]) for n in ORDERS]
     if not all(matches for matches, _ in parts):
         return 0.0
@@ -107,12 +107,12 @@ def bleu_of(sums: Mapping[str, float]) -> float:
 
 
 def _runs(words: Sequence[tuple[int, ...]], order: int) -> Counter[tuple[tuple[int, ...], ...]]:
-    """How often each run of so many words occurs."""
+    """Returns the number of occurrences of each n-gram of `order` words."""
     return Counter(zip(*(words[start:] for start in range(order)), strict=False))
 
 
 def _likeliest(module: nn.Module, inputs: Tensor, most: int) -> Tensor:
-    """The likeliest tokens [B, `most`], by a forward pass for each."""
+    """Returns the likeliest tokens [B, `most`], one forward pass per position (greedy decoding)."""
     pairs = inputs.new_zeros(len(inputs), max(most + 1, inputs.shape[1]), 2)
     pairs[:, : inputs.shape[1], 0] = inputs[..., 0]
     pairs[:, 0, 1] = BEGIN

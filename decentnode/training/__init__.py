@@ -1,4 +1,4 @@
-"""Local work: what a node does with its own data between two exchanges."""
+"""Training: the local work of a node on its own data between two exchanges."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Sections whose keys are the arguments of a torch class: names and arguments are checked against its signature."""
+"""Config sections whose keys are the arguments of a torch class, with checks of the names and arguments against the
+class's signature."""
 
 from __future__ import annotations
 
@@ -16,17 +17,17 @@ from decentnode.likeness import did_you_mean, nearest
 
 
 class ArgumentsConfig(Config):
-    """Base of a Config that passes unknown keys on to a torch class."""
+    """The base class of a Config that passes unknown keys to a torch class as arguments."""
 
     model_config = pydantic.ConfigDict(extra="allow")
 
     def arguments(self) -> dict[str, Any]:
-        """The keys that are not fields of this Config: arguments of the torch class."""
+        """Returns the keys that are not fields of this Config, which are the arguments of the torch class."""
         return dict(self.model_extra or {})
 
 
 def problem_at(key: str, text: str, value: Any) -> pydantic.ValidationError:
-    """Returns an error at one key of a section. text: begins with "must" or "needs"."""
+    """Returns an error located at one key of a section. text: begins with "must" or "needs"."""
     error = PydanticCustomError("component", "{text}", {"text": text})
     return pydantic.ValidationError.from_exception_data(
         "arguments", [InitErrorDetails(type=error, loc=(key,), input=value)]
@@ -34,8 +35,8 @@ def problem_at(key: str, text: str, value: Any) -> pydantic.ValidationError:
 
 
 def chosen(name: str, table: Mapping[str, type[Any]], kind: str, base: type[Any] = object) -> type[Any]:
-    """Returns the class of that name, or "package.module:Class" derived from `base`. Raises ValidationError that
-    suggests the nearest name."""
+    """Returns the class with that name in `table`, or the class "package.module:Class", which must be derived from
+    `base`. Raises ValidationError that suggests the nearest name."""
     if ":" in name:
         return _own(name, kind, base)
     if name not in table:
@@ -57,18 +58,18 @@ def _own(name: str, kind: str, base: type[Any]) -> type[Any]:
 
 
 SWITCHES = frozenset({"true", "false", "yes", "no", "on", "off", "y", "n", "0", "1", ""})
-"""Texts that mean true or false. Where torch looks whether an argument holds, any but the empty one does: quoted, "no"
-would switch it on."""
+"""Texts that mean true or false. Torch would test such an argument for truth, and every non-empty text is true: a
+quoted "no" would switch the option on."""
 
 
 def check_arguments(
     name: str, of: type[Any], given: Mapping[str, Any], reserved: tuple[str, ...],
     make: Callable[[dict[str, Any]], Any],
 ) -> None:
-    """Raises ValidationError at an argument that `of` does not take or needs, or whose value torch refuses.
+    """Raises ValidationError for an argument that `of` does not take, that is missing, or whose value torch refuses.
 
-    reserved: arguments that the caller fills or refuses. make: tries arguments on a parameter of one element, because
-    torch's constructors hold the rules of the values.
+    reserved: arguments that the caller sets itself or does not allow. make: constructs an object with the arguments on
+    a parameter with one element, because the rules for values are only in torch's constructors.
     """
     try:
         parameters = {key: each for key, each in parameters_of(of).items() if key not in reserved}
@@ -100,7 +101,7 @@ def check_arguments(
 
 
 def numbers_in(value: Any) -> Iterator[int | float]:
-    """Yields the numbers that an argument is, or is made of."""
+    """Yields the number or, recursively, the numbers that an argument consists of."""
     if isinstance(value, list | tuple):
         for each in value:
             yield from numbers_in(each)

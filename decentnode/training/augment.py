@@ -1,7 +1,7 @@
-"""Augmentation of training images: shifted, mirrored and with a square left out, on their device and batch by batch.
+"""Augments training images batch by batch on their device: crops, shifts and mirrors them, and blanks a square.
 
-What happens to a sample depends on (seed, uid, epoch, sample) alone, not on the batch that it is in, nor on what was
-drawn before: a run repeats bit for bit on every transport, device and after a resume.
+The augmentation of a sample depends only on (seed, uid, epoch, sample), not on its batch or on earlier draws, so that a
+run repeats bit for bit on every transport and device, and after a resume.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 """The step of SplitMix64 (Steele et al. 2014, doi 10.1145/2660193.2660195), as a signed number."""
 FACTORS = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
 DRAWS = 8
-"""Numbers that a sample has in an epoch."""
+"""The number of random numbers that each sample gets per epoch."""
 
 
 TRIES = 10
-"""Boxes that are drawn for a random resized crop, as torchvision's, until one lies in the image."""
+"""The number of boxes that are drawn at most for a random resized crop until one fits into the image, as in
+torchvision."""
 
 
 class ResizedCropConfig(Settings):
@@ -74,12 +75,12 @@ class AugmentConfig(Settings):
 
     @property
     def resized_crop(self) -> ResizedCropConfig | None:
-        """What `random_resized_crop` says; None where nothing is cut out."""
+        """The settings of `random_resized_crop`; None if it is off."""
         chosen = self.random_resized_crop
         return chosen if isinstance(chosen, ResizedCropConfig) else ResizedCropConfig() if chosen else None
 
     def problem_of(self, input_shape: tuple[int, ...], inputs: str) -> str:
-        """Why samples of such a shape cannot be augmented; empty where they can."""
+        """Returns the reason why samples of this shape cannot be augmented; "" if they can."""
         if inputs != "values" or len(input_shape) != 3:
             return f"needs images [channels, height, width], got samples of shape {list(input_shape)}"
         height, width = input_shape[1:]
@@ -89,7 +90,7 @@ class AugmentConfig(Settings):
 
     @property
     def text(self) -> str:
-        """In a line for people."""
+        """A description of the augmentation in one line."""
         found = ["cut out of their files at random" if self.random_resized_crop else "",
                  f"shifted by up to {self.random_crop} pixels" if self.random_crop else "",
                  "mirrored" if self.flip else "",
@@ -105,9 +106,9 @@ class Augmentation:
         self._seed, self._uid = seed, uid
 
     def crop(self, samples: np.ndarray, epoch: int) -> Crop | None:
-        """Returns which part of each image in a batch is to be read from its file; None for the middle.
+        """Returns a function that gives the box to read from each image file of a batch; None: read the center.
 
-        samples: [B] int64, their numbers in the node's share.
+        samples: [B] int64, the samples' numbers in the node's share.
         """
         chosen = self.config.resized_crop
         if chosen is None:
@@ -119,8 +120,8 @@ class Augmentation:
     def __call__(self, inputs: Tensor, samples: Tensor, epoch: int, zero: float | Tensor) -> Tensor:
         """Returns augmented images [B, C, H, W]; `inputs` may be overwritten.
 
-        samples: [B] int64, their numbers in the node's share. zero: a pixel of 0 after normalization, [C, 1, 1] where
-        channels have different ones.
+        samples: [B] int64, the samples' numbers in the node's share. zero: the normalized value of a pixel of 0, as [C,
+        1, 1] if channels differ.
         """
         key = rng.torch_seed(self._seed, self._uid, "augmentation", epoch)
         numbers = _hash(key, samples)
@@ -137,10 +138,11 @@ class Augmentation:
 
 
 def drawn_box(numbers: Sequence[int], width: int, height: int, config: ResizedCropConfig) -> Box:
-    """A part of an image of that size: of an area uniform in `scale` and a ratio whose logarithm is uniform in `ratio`,
-    at a place that is uniform too. Where TRIES have found none in the image, as much of its middle as `ratio` allows.
+    """Returns a random box in an image of the given size: its area is uniform in `scale`, the logarithm of its ratio
+    uniform in `ratio`, and its position uniform. If none of TRIES boxes fits into the image, returns the largest center
+    box that `ratio` allows.
 
-    numbers: 2 TRIES + 2 of 31 random bits.
+    numbers: 2 TRIES + 2 integers of 31 random bits.
     """
     (least, most), (narrow, wide) = config.scale, config.ratio
     for first in range(0, 2 * TRIES, 2):
@@ -157,8 +159,9 @@ def drawn_box(numbers: Sequence[int], width: int, height: int, config: ResizedCr
 
 
 def shifted(images: Tensor, down: Tensor, right: Tensor, zero: float | Tensor | None) -> Tensor:
-    """Images [B, C, H, W] of which pixel (y, x) is that of (y + down, x + right). down, right: [B] int64. zero: beyond
-    the border, [C, 1, 1] where channels differ, None for the border's own."""
+    """Returns images [B, C, H, W] whose pixel (y, x) is the input's pixel (y + down, x + right). down, right: [B]
+    int64. zero: the value beyond the border, as [C, 1, 1] if channels differ; None: that of the nearest border
+    pixel."""
     _, _, height, width = images.shape
     rows = torch.arange(height, device=images.device) + down[:, None]
     columns = torch.arange(width, device=images.device) + right[:, None]
@@ -173,12 +176,13 @@ def shifted(images: Tensor, down: Tensor, right: Tensor, zero: float | Tensor | 
 
 
 def flipped(images: Tensor, which: Tensor) -> Tensor:
-    """Images [B, C, H, W], those of `which` [B] bool mirrored left to right."""
+    """Returns the images [B, C, H, W], with those selected by `which` [B] bool mirrored left to right."""
     return torch.where(which[:, None, None, None], images.flip(3), images)
 
 
 def cut_out(images: Tensor, row: Tensor, column: Tensor, side: int) -> Tensor:
-    """Images [B, C, H, W], in place, with 0 in the square of `side` around (row, column): [B] int64."""
+    """Sets the square of `side` around (row, column), [B] int64 each, to 0 in images [B, C, H, W], in place. Returns
+    the images."""
     rows = torch.arange(images.shape[2], device=images.device) - row[:, None] + side // 2
     columns = torch.arange(images.shape[3], device=images.device) - column[:, None] + side // 2
     inside = ((rows >= 0) & (rows < side))[:, :, None] & ((columns >= 0) & (columns < side))[:, None, :]
@@ -186,15 +190,15 @@ def cut_out(images: Tensor, row: Tensor, column: Tensor, side: int) -> Tensor:
 
 
 def _along(images: Tensor, dimension: int, places: Tensor) -> Tensor:
-    """Rows (dimension 2) or columns (3) of every image at its `places` [B, size]."""
+    """Returns the rows (dimension 2) or columns (dimension 3) at `places` [B, size] of each image."""
     shape = [len(images), 1, 1, 1]
     shape[dimension] = places.shape[1]
     return images.gather(dimension, places.view(shape).expand(images.shape))
 
 
 def _hash(key: int, samples: Tensor, draws: int = DRAWS) -> Tensor:
-    """[B, draws] int64 with 31 random bits each: SplitMix64 of a counter. Whole numbers, so that every device finds the
-    same."""
+    """Returns [B, draws] int64 with 31 random bits each: SplitMix64 of a counter. Integer arithmetic gives the same
+    result on every device."""
     counter = samples[:, None] * draws + torch.arange(1, draws + 1, device=samples.device)
     x = counter * GOLDEN + key
     for shift, factor in zip((30, 27), FACTORS, strict=True):
@@ -203,10 +207,11 @@ def _hash(key: int, samples: Tensor, draws: int = DRAWS) -> Tensor:
 
 
 def _right(x: Tensor, shift: int) -> Tensor:
-    """The bits of signed numbers shifted as if there were no sign."""
+    """Returns the logical (unsigned) right shift of signed numbers."""
     return (x >> shift) & ((1 << (64 - shift)) - 1)
 
 
 def _below(numbers: Tensor, bound: int) -> Tensor:
-    """Whole numbers from 0 to bound - 1, of 31 random bits; uneven by less than bound / 2^31."""
+    """Maps integers of 31 random bits to integers from 0 to bound - 1; the distribution deviates from uniform by less
+    than bound / 2^31."""
     return (numbers * bound) >> 31

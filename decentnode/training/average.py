@@ -1,4 +1,4 @@
-"""The exponential moving average of a node's model, kept beside the model that is trained and exchanged."""
+"""Keeps the exponential moving average of a node's models, beside the model that is trained and exchanged."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ModelAverage:
         self._buffers = model.buffers.clone()
 
     def take(self) -> None:
-        """Add the present model."""
+        """Add the current model to the average."""
         self._count += 1
         weight = (1.0 - self._decay) / (1.0 - self._decay**self._count)
         with torch.no_grad():
@@ -45,7 +45,8 @@ class ModelAverage:
             self._buffers.lerp_(self._model.buffers, weight)
 
     def value(self) -> Tensor:
-        """Returns a copy [P + B], parameters, then float buffers; the present model's before the first was added."""
+        """Returns a copy [P + B] of the average, parameters, then float buffers; the current model's values if no model
+        has been added."""
         model = self._model
         pair = (self._parameters, self._buffers) if self._count else (model.parameters, model.buffers)
         return torch.cat([pair[0].detach(), pair[1].to(model.dtype)])
@@ -55,7 +56,7 @@ class ModelAverage:
         return {"count": self._count, "parameters": self._parameters, "buffers": self._buffers}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores what `state_dict` returned. Raises CheckpointError for the average of another model."""
+        """Restores what `state_dict` returned. Raises CheckpointError if it is the average of another model."""
         for own, kept in ((self._parameters, state["parameters"]), (self._buffers, state["buffers"])):
             if own.shape != kept.shape:
                 raise CheckpointError(f"the average of a model with {kept.numel()} values does not fit {own.numel()}")

@@ -16,12 +16,12 @@ from decentnode.tasks.base import EMA, Task, Variant
 from decentnode.tensors import FlatModel
 
 Direction = Callable[[Tensor], Tensor]
-"""A rule's hook: flat gradient [P] -> flat direction [P] that the optimizer uses instead of it."""
+"""A sharing rule's hook: maps the flat gradient [P] to the flat direction [P] that the optimizer uses instead."""
 
 
 @dataclass(frozen=True)
 class Update:
-    """The report of one round of local work. The model itself has been changed in place."""
+    """The result of one round of local steps, beside the model, which is changed in place."""
 
     steps: int
     samples: int
@@ -30,12 +30,11 @@ class Update:
     report: dict[str, float] = field(default_factory=dict)
     """Further figures for metrics.jsonl, such as the gradient norm and the learning rate."""
     last_gradient: Tensor | None = None
-    """[P] gradient of the last step, only when `keep_gradient` was asked for."""
+    """[P] gradient of the last step, only if `keep_gradient` is set."""
     units: int | None = None
-    """Parts that the mean loss is over: tokens, where the task has such. None: as many as samples."""
+    """The number of units over which the loss is averaged, such as tokens. None: the number of samples."""
     parameters_sum: float | None = None
-    """The sum of the parameters after all that changes them in the round, where `keep_sum` asks for it and it is
-    known."""
+    """The sum of all parameters after the local steps, if `keep_sum` is set and the training computed it."""
 
 
 @dataclass(frozen=True)
@@ -44,23 +43,24 @@ class Evaluation:
 
     samples: int
     sums: Mapping[str, float]
-    """By the names of `task.all_sums`; those of several shares of samples add up."""
+    """name -> sum, for the names of `task.all_sums`; sums over several parts of the samples can be added."""
     metrics: Mapping[str, float]
-    """By the names of the task's metrics; empty without samples."""
+    """name -> value of the task's metrics; empty if there were no samples."""
 
 
 @dataclass(frozen=True)
 class EvaluatedSplit:
-    """Test samples whose figures a run tells."""
+    """A set of samples on which a run evaluates models and reports the figures."""
 
     name: str = "test"
-    """As `Training.evaluate` takes it."""
+    """The split's name, as passed to `Training.evaluate`."""
     prefix: str = ""
-    """Before the names of its metrics."""
+    """The prefix of the metrics' names."""
     shared: bool = True
     """Whether all nodes have the same samples."""
     pooled: bool = False
-    """Whether figures over the nodes are those of all their samples together."""
+    """Whether figures over all nodes are computed from all their samples together, instead of averaging the nodes'
+    figures."""
 
 
 class Training(Component, abc.ABC):
@@ -70,72 +70,75 @@ class Training(Component, abc.ABC):
     task: Task
     num_samples: int
     evaluated: tuple[EvaluatedSplit, ...] = (EvaluatedSplit(),)
-    """The first are the test samples."""
+    """The splits that evaluations measure, the test samples first."""
     keep_gradient: bool = False
     keep_sum: bool = False
-    """Whether the sum of the parameters is wanted, which a GPU gives together with the loss."""
+    """Whether `local_update` is to return the sum of the parameters, which can be copied from a GPU together with the
+    loss."""
     members: tuple[int, ...] | None = None
-    """The nodes among which all samples are dealt now; None: those of the run, as they were at its beginning."""
+    """The nodes among which all samples are dealt now; None: all nodes of the run, as at its beginning."""
     dealt: Sequence[Dealt] = ()
-    """What the node trained on in each generation for which samples were dealt, the present one last."""
+    """What the node trained on in each generation for which samples were dealt, the current generation last."""
     draws: bool = True
-    """Whether steps may draw from torch's generator, which is then seeded in every round."""
+    """Whether local steps may draw from torch's generator, which is then seeded in every round."""
 
     @classmethod
     def variants(cls, config: Any) -> tuple[Variant, ...]:  # noqa: ARG003
-        """Returns what a training with this config measures beside its task's metrics."""
+        """Returns the variants of the task's metrics that a training with this config measures in addition."""
         return ()
 
     @abc.abstractmethod
     def local_update(self, round: int, direction: Direction | None = None) -> Update:
-        """Run the local steps of `round` in place on `model`.
+        """Run the local steps of `round`, which change `model` in place.
 
-        All randomness (order of samples, dropout) comes from (seed, uid, round), so that a round can be
-        repeated. Raises Diverged when the loss is not finite.
+        All randomness (order of samples, dropout) is derived from (seed, uid, round), so that a round can be repeated.
+        Raises Diverged if the loss is not finite.
         """
 
     def rest(self, round: int) -> None:
-        """Called instead of `local_update` in a round without local steps. The order of samples stays where it is; a
-        learning-rate schedule that follows the rounds goes on."""
+        """Called instead of `local_update` in a round without local steps. The position in the order of samples stays
+        unchanged; a learning-rate schedule that counts rounds advances."""
 
     def took(self, seconds: float) -> None:
-        """Called after `local_update` with how long it took. Training asks no clock itself."""
+        """Called after `local_update` with the seconds that it took. Training itself does not read a clock."""
 
     def better(self, metric: str) -> Literal["higher", "lower"]:
-        """Returns which values of a metric are better, also of one with a prefix; lower ones of what is none."""
+        """Returns which values of a metric (with or without a prefix) are better; "lower" if there is no such
+        metric."""
         prefixes = ("", EMA.prefix, *(split.prefix for split in self.evaluated))
         return next((each.better for each in self.task.all_metrics
                      if any(metric == f"{prefix}{each.name}" for prefix in prefixes)), "lower")  # fmt: skip
 
     def finish_round(self) -> None:
-        """Called when a round is over, with the mixed model in place."""
+        """Called at the end of a round, when the model has been mixed."""
 
     def average(self) -> Tensor | None:
-        """Returns a copy [P + B] (parameters, then float buffers) of the moving average of the models that is kept
-        beside the model; None where none is."""
+        """Returns a copy [P + B] (parameters, then float buffers) of the moving average of this node's models; None if
+        none is kept."""
         return None
 
     @property
     def learning_rate(self) -> float:
-        """The learning rate of the next local step, which sharing rules get as `RoundView.lr`; 1 for a training without
-        one."""
+        """The learning rate of the next local step, which sharing rules get as `RoundView.lr`; 1 for a training that
+        has no learning rate."""
         return 1.0
 
     @abc.abstractmethod
     def evaluate(self, split: str = "test", part: tuple[int, int] = (0, 1)) -> Evaluation:
-        """Returns what the task measures of the present model on a split of `evaluated` or "validation". The model is
-        unchanged.
+        """Returns what the task measures of the current model on a split of `evaluated` or on "validation". The model
+        is not changed.
 
-        part: (index, count) evaluates every count-th sample from index on; no samples give sums of zero.
+        part: (index, count) evaluates every count-th sample from index on. Without samples, all sums are zero.
         """
 
     def measure_statistics(self) -> Tensor:
-        """Float64 moments of what batch normalization sees when this node's training samples go through the model as it
-        is now; the model is unchanged. They add up over nodes. Empty where there is nothing to measure."""
+        """Returns the float64 moments of the inputs of all batch normalization layers when the current model processes
+        this node's training samples. The moments of several nodes can be added; they are empty if there is nothing to
+        measure. The model is not changed."""
         return torch.zeros(0, dtype=torch.float64)
 
     def load_statistics(self, moments: Tensor) -> None:
-        """Let the model's statistics be those of `moments`, in place; never called with empty ones."""
+        """Set the model's statistics from `moments`, in place; never called with empty moments."""
         raise NotImplementedError(f"{type(self).__name__} measures statistics but cannot load them")
 
     @property
@@ -145,22 +148,23 @@ class Training(Component, abc.ABC):
 
     @classmethod
     def deals(cls) -> bool:
-        """Whether `deal_among` is there: whether nodes can take over the samples of others."""
+        """Returns whether the class implements `deal_among`, so that nodes can take over the samples of others."""
         return cls.deal_among is not Training.deal_among
 
     def deal_among(self, members: tuple[int, ...], generation: int, first_round: int) -> None:
-        """Let this node's samples be its own and its part of those of all nodes that are not `members`, from the
-        beginning of an epoch that was never begun before: generation and first_round name it. The same on every node,
-        whatever happened before."""
+        """Set this node's samples to its own ones and its part of the samples of all nodes that are not `members`, and
+        begin a new epoch, whose order of samples depends on `generation` and `first_round`. The result depends only on
+        the arguments, not on earlier calls, so that it is consistent on all nodes."""
         raise NotImplementedError(f"{type(self).__name__} cannot take over samples of other nodes")
 
     def skip_to(self, round: int) -> None:
-        """Let the learning-rate schedule and the order of samples be those before `round`, without training: for a node
-        that comes to a run in that round. Does nothing for a training that has neither."""
+        """Set the learning-rate schedule and the position in the order of samples to those before `round` without
+        training, for a node that joins a run in that round. Does nothing for a training that has neither."""
 
     @abc.abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """Optimizer, schedule and data position: what a resumed run needs besides the model."""
+        """Returns what a resumed run needs besides the model: the state of the optimizer, the learning-rate schedule
+        and the position in the data."""
 
     @abc.abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None: ...

@@ -1,4 +1,4 @@
-"""Forward and backward passes through torch.compile, of a module whose parameters stay where they are."""
+"""Runs forward and backward passes through torch.compile without changing the module or its parameters' memory."""
 
 from __future__ import annotations
 
@@ -36,23 +36,25 @@ class CompileConfig(Settings):
 
 
 def compiled(module: nn.Module, config: CompileConfig, device: torch.device) -> Forward:
-    """Returns the forward pass of `module`, compiled when a shape is first seen, in seconds to minutes.
+    """Returns the forward pass of `module`, which is compiled when it is first called with a shape, in seconds to
+    minutes.
 
-    config: its `dynamic` is true or false. The module itself stays as it is: its parameters may move to other storage,
-    and whatever calls it directly runs without the compiler. Raises EnvironmentFault where this machine has no
-    compiler, or torch not this backend; calls raise what `failure_of` translates.
+    config: its `dynamic` must be true or false. The module itself is not changed: its parameters may move to other
+    storage, and direct calls of it run without the compiler. Raises EnvironmentFault if this machine has no compiler,
+    or torch does not have this backend; calls raise errors that `failure_of` translates.
     """
-    import torch._dynamo  # 72 MB in a second: only where it is wanted
+    import torch._dynamo  # takes 72 MB and a second: only imported if needed
     import torch._inductor.config as inductor
 
     if config.backend == "inductor":
         _needs_compiler(device)
-        inductor.compile_threads = 1  # no pool of processes beside each node
+        inductor.compile_threads = 1  # no pool of compiler processes for each node
         inductor.fx_graph_cache = True  # nodes of a machine, and runs, share what one of them compiled
     elif config.backend not in (known := torch._dynamo.list_backends(exclude_tags=())):
         raise EnvironmentFault(f"training.compile.backend must be one of {', '.join(known)}, got {config.backend!r}")
-    # Code that is replaced by the plain module once there are too many shapes would give other bits after a resume.
-    # torch 2.6 has this name alone; later ones have it beside a new one, as they have the next.
+    # By default, torch falls back to the plain module once there are too many shapes, which would give different bits
+    # after a resume. torch 2.6 only has this name; later versions have it beside a new one, as they do for
+    # `cache_size_limit`.
     torch._dynamo.config.fail_on_cache_limit_hit = True
     mode = None if config.mode == "default" else config.mode
     made: Forward = torch.compile(
@@ -62,14 +64,14 @@ def compiled(module: nn.Module, config: CompileConfig, device: torch.device) -> 
 
 
 def reuses_memory(config: CompileConfig, device: torch.device) -> bool:
-    """Whether steps run as CUDA graphs: the next pass then overwrites gradients that autograd has taken over as they
-    are (pytorch #169545), with an error or without."""
+    """Returns whether steps run as CUDA graphs. Then the next pass overwrites gradients that autograd keeps without
+    copying (pytorch #169545), with or without an error."""
     modes = ("reduce-overhead", "max-autotune")
     return device.type == "cuda" and (config.mode in modes or config.backend == "cudagraphs")
 
 
 class _Code:
-    """A code object that is the compiler's key for all modules of one kind."""
+    """A code object that the compiler uses as its cache key for all modules of one kind."""
 
     def __init__(self) -> None:
         def forward(batch: Tensor) -> Any:
@@ -80,15 +82,17 @@ class _Code:
 
 
 _CODES: weakref.WeakValueDictionary[tuple[str, str], _Code] = weakref.WeakValueDictionary()
-"""By what a module is and how it is compiled: of modules that live."""
+"""(the module's text, the compile config's text) -> the code object shared by such modules, as long as one of them
+lives."""
 
 
 def _own_code(module: nn.Module, config: CompileConfig) -> Forward:
-    """Returns the module's forward pass as a function whose code object only modules like it share.
+    """Returns the module's forward pass as a function whose code object is only shared by equal modules.
 
-    The compiler keeps what it compiled at the code object of the outermost function, and counts shapes there. That of a
-    module's class would be one for all models and runs of a process: `nn.Sequential.forward` of every nn.Sequential.
-    Nodes of one process still share what one of them compiled, and with the last of them it goes.
+    The compiler stores compiled code at the code object of the outermost function, and counts shapes there. The code
+    object of a module's class would be shared by all models and runs of a process, such as `nn.Sequential.forward` by
+    every nn.Sequential. With a code object per kind of module, the nodes of one process still share what one of them
+    compiled, and it is released with the last of them.
     """
     key = str(module), repr(config)
     kept = _CODES.get(key)
@@ -117,7 +121,7 @@ def _needs_compiler(device: torch.device) -> None:
 
 
 def failure_of(error: Exception) -> EnvironmentFault | None:
-    """Returns what to tell the user of an error that the compiler raised; None for any other error."""
+    """Returns an error message for the user about an exception of the compiler; None for any other exception."""
     import torch._dynamo.exc as exceptions
 
     if isinstance(error, exceptions.FailOnRecompileLimitHit):

@@ -1,4 +1,4 @@
-"""Which kernels of cuDNN this process takes: settings of torch for the whole process."""
+"""Sets which cuDNN kernels this process uses, through torch's settings for the whole process."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from decentnode.config.component import Config
 
 
 def take_cudnn(training: Config) -> None:
-    """Has cuDNN keep to deterministic kernels from now on, if the section `training` asks for that."""
+    """Restricts cuDNN to deterministic kernels from now on, if the section `training` demands it."""
     if getattr(training, "cudnn_deterministic", False):
         torch.backends.cudnn.deterministic = True
-        torch.backends.cudnn.benchmark = False  # what is fastest at the moment, of kernels with other bits
+        # it selects the kernel that is fastest at the moment, and kernels differ in their bits
+        torch.backends.cudnn.benchmark = False
 
 
 @contextlib.contextmanager
 def cudnn_kept() -> Iterator[None]:
-    """A block behind which the settings are what they were before."""
+    """Restores the previous cuDNN settings at the end of a block."""
     before = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
     try:
         yield

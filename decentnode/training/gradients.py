@@ -1,4 +1,5 @@
-"""The gradient of one optimizer step: batch by batch, in the precision and by the compiler that the config names."""
+"""Computes the gradient of one optimizer step batch by batch, in the configured precision and with torch.compile if
+configured."""
 
 from __future__ import annotations
 
@@ -16,8 +17,9 @@ from decentnode.training.supervised_config import SupervisedConfig
 
 
 def all_outputs(module: nn.Module, given: Any) -> list[Any]:
-    """What a module has given for a batch: its outputs, and behind them auxiliary ones, whose losses are added with the
-    module's `auxiliary_weight`; of a tuple, where it has one."""
+    """Returns the outputs of a module for a batch, followed by its auxiliary outputs, whose losses are added with the
+    factor `module.auxiliary_weight`. given: the module's return value; its auxiliary outputs are the further elements
+    of a tuple, if the module has an `auxiliary_weight`."""
     if isinstance(given, tuple) and hasattr(module, "auxiliary_weight"):
         return [each for each in given if each is not None]
     return [given]
@@ -29,8 +31,8 @@ class Gradients:
     def __init__(
         self, config: SupervisedConfig, model: FlatModel, task: Task, loss: Loss, uid: int, *, unequal: bool
     ) -> None:
-        """unequal: whether samples are rows of unequal length. Raises EnvironmentFault where the model is to be
-        compiled and cannot be."""
+        """unequal: whether samples are rows of unequal length. Raises EnvironmentFault if the model is to be compiled
+        and this machine cannot do so."""
         self._config, self._model, self._task, self._loss = config, model, task, loss
         self._parameters = [p for p in model.module.parameters() if p.requires_grad]
         self._forward: Forward = model.module
@@ -44,16 +46,16 @@ class Gradients:
             self._forward = compiled(model.module, chosen, model.device)
         self._scale = LossScale(uid) if config.amp == "fp16" else None
         self._repeated = 0
-        """Steps that were made again since the last report."""
+        """The number of steps repeated since the last report."""
         self._checked: set[str] = set()
 
     def compute(self, inputs: Tensor, targets: Tensor, total: Tensor) -> int | Tensor:
-        """Compute the gradient of the step's mean loss, and add the summed loss to `total`. Returns how many units of
-        the task the step has.
+        """Compute the gradient of the step's mean loss, and add the summed loss to `total`. Returns the number of the
+        task's units in the step.
 
-        In fp16 a step whose gradient overflows is made again from the same random draws with half the scale of the
-        loss, instead of being left out: so all nodes make the same number of steps, and a sharing rule that derives
-        gradients from the local steps never takes a step that was left out for a gradient of zero.
+        In fp16, a step whose gradient overflows is repeated with the same random numbers and half the loss scale
+        instead of being skipped. So all nodes make the same number of steps, and a sharing rule that derives gradients
+        from the local steps never mistakes a skipped step for a gradient of zero.
         """
         if self._scale is None:
             return self._compute(inputs, targets, total, 1.0)
@@ -83,7 +85,8 @@ class Gradients:
         return whole
 
     def _keep(self, own: set[Tensor]) -> None:
-        """Moves gradients to memory that the next pass does not overwrite; own: parameters whose are there already."""
+        """Move gradients to memory that the next pass does not overwrite. own: the parameters whose gradients have been
+        moved already."""
         for p in self._parameters:
             if p.grad is not None and p not in own:
                 p.grad = p.grad.clone()
@@ -92,7 +95,8 @@ class Gradients:
     def _add_gradient(
         self, inputs: Tensor, targets: Tensor, total: Tensor, whole: int | Tensor | None, scale: float
     ) -> int | Tensor:
-        """Add a batch's gradient, weighted by its part of the `whole` units of the step. Returns its units."""
+        """Add a batch's gradient, weighted by the batch's fraction of the step's `whole` units (None: unweighted).
+        Returns the batch's units."""
         try:
             loss, units = self._batch_loss(inputs, targets)
             weighted = loss if whole is None else loss * (units / whole)
@@ -116,14 +120,14 @@ class Gradients:
         return loss.float() if self._config.amp else loss, self._task.units(targets)
 
     def aligned(self, use: str, forward: Forward, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the model's outputs and the targets as the task takes them. The first batch of every use is checked.
-        """
+        """Returns the model's outputs and the targets as `Task.align` returns them. The first batch of every `use` is
+        checked."""
         return self._all_aligned(use, forward, inputs, targets)[0]
 
     def _all_aligned(
         self, use: str, forward: Forward, inputs: Tensor, targets: Tensor
     ) -> list[tuple[Tensor, Tensor]]:
-        """As `aligned`; auxiliary outputs, with the targets, stand behind."""
+        """Returns the pair that `aligned` returns, followed by such a pair for each auxiliary output."""
         if self._config.channels_last and inputs.ndim == 4:
             inputs = inputs.contiguous(memory_format=torch.channels_last)
         outputs = all_outputs(self._model.module, forward(inputs))
@@ -135,12 +139,12 @@ class Gradients:
         return found
 
     def drop(self) -> None:
-        for p in self._parameters:  # as Optimizer.zero_grad, without its 60 us
+        for p in self._parameters:  # like Optimizer.zero_grad, but without its overhead of 60 us
             p.grad = None
 
     def clip(self, most: float | None) -> Tensor:
-        """Scale the gradient to norm `most` when it is longer (exactly: torch's clip adds 1e-6); None: leave it.
-        Returns the norm before."""
+        """Scale the gradient down to norm `most` if its norm is larger (exactly, while torch's clipping adds 1e-6 to
+        the norm). most: None leaves the gradient unchanged. Returns the norm before clipping."""
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
         if most is not None:
@@ -148,24 +152,24 @@ class Gradients:
         return norm
 
     def report(self) -> dict[str, float]:
-        """Returns figures of the steps since the last call; none but in fp16."""
+        """Returns figures of the steps since the last call; empty except in fp16."""
         if self._scale is None:
             return {}
         repeated, self._repeated = self._repeated, 0
         return {"loss_scale": self._scale.scale, "repeated_steps": float(repeated)}
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what a resumed run goes on from; nothing but in fp16."""
+        """Returns the state from which a resumed run continues; empty except in fp16."""
         return {} if self._scale is None else {"loss_scale": self._scale.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what `state_dict` returned. Raises KeyError where it lacks what this precision needs."""
+        """Restores what `state_dict` returned. Raises KeyError if it lacks the state that this precision needs."""
         if self._scale is not None:
             self._scale.load_state_dict(state["loss_scale"])
 
 
 def _add(total: Tensor, mean: Tensor, units: int | Tensor) -> None:
-    """Add the sum over so many units whose mean is `mean`, in place and without waiting for the device."""
+    """Add `mean` times `units` to `total`, in place and without waiting for the device."""
     if isinstance(units, int):
         total.add_(mean.detach(), alpha=units)
     else:

@@ -1,4 +1,4 @@
-"""Losses of torch.nn by name, with their own arguments."""
+"""The table of losses, those of torch.nn by name and with their own arguments."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LOSSES: dict[str, type[Any]] = {
     "huber": nn.HuberLoss,
 }
 RESERVED = ("reduction", "size_average", "reduce", "weight")
-"""Arguments that the training chooses, and tensors, which YAML cannot write."""
+"""Arguments that the training sets itself, and `weight`, which is a tensor and cannot be written in YAML."""
 
 
 class LossConfig(ArgumentsConfig):
@@ -39,23 +39,23 @@ class LossConfig(ArgumentsConfig):
 
 
 class Loss:
-    """The mean loss of a batch to train with, and the summed one to evaluate with."""
+    """The loss function: the mean over a batch for training, and the sum over a batch for evaluation."""
 
     def __init__(self, config: LossConfig, label_smoothing: float = 0.0, device: torch.device = CPU) -> None:
-        """label_smoothing: of the cross entropy in training; evaluation has what the config itself says. device: of the
-        outputs and targets."""
+        """label_smoothing: label smoothing of the cross entropy in training; evaluation only has that of `config`.
+        device: the device of outputs and targets."""
         kind = chosen(config.name, LOSSES, "loss")
 
         def made(**more: Any) -> Any:
             found = kind(**{**config.arguments(), **more})
-            return found.to(device) if isinstance(found, nn.Module) else found  # it may have tensors of its own
+            return found.to(device) if isinstance(found, nn.Module) else found  # the loss may have tensors
 
         self.mean = made(**({"label_smoothing": label_smoothing} if label_smoothing else {}))
         self._plain = made()
         self._summed = made(reduction="sum") if _sums(kind) else None
 
     def summed(self, outputs: Tensor, targets: Tensor, units: int | Tensor) -> Tensor:
-        """Returns the loss of a batch of so many units, summed over them; a scalar."""
+        """Returns the loss of a batch summed over its `units`, a scalar."""
         if self._summed is not None:
             found: Tensor = self._summed(outputs, targets)
             return found
@@ -64,5 +64,5 @@ class Loss:
 
 
 def _sums(made: type[Any]) -> bool:
-    """Whether a loss can sum over a batch; one that cannot gives the mean."""
+    """Returns whether a loss class can sum over a batch (has `reduction`); other classes return the mean."""
     return "reduction" in inspect.signature(made).parameters

@@ -1,4 +1,5 @@
-"""Learning-rate schedules of torch.optim.lr_scheduler by name, with their own arguments, and a warm-up before any."""
+"""The table of learning-rate schedules, those of torch.optim.lr_scheduler by name and with their own arguments, each
+with an optional warm-up."""
 
 from __future__ import annotations
 
@@ -17,13 +18,13 @@ from decentnode.training.optimizers import trial
 
 
 class _Constant:
-    """No schedule: the learning rate of the optimizer's section."""
+    """The schedule that keeps the optimizer's learning rate constant."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        """The optimizer keeps the learning rate it has."""
+        """Does nothing, so that the optimizer keeps its learning rate."""
 
     def step(self) -> None:
-        """Always the same learning rate."""
+        """Does nothing, as the learning rate never changes."""
 
 
 LR_SCHEDULES: dict[str, type[Any]] = {
@@ -42,7 +43,7 @@ RESERVED = ("optimizer", "last_epoch", "verbose", "scale_fn")
 
 
 def _tried(of: type[Any], arguments: dict[str, Any]) -> None:
-    """Make the schedule and tick once: torch looks at some arguments in a tick alone."""
+    """Construct the schedule and tick once, as torch checks some arguments only in a tick."""
     schedule = of(trial(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}), **arguments)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -74,7 +75,7 @@ class ScheduleConfig(ArgumentsConfig):
         return self
 
     def most_ticks(self) -> int | None:
-        """Returns how many ticks torch allows (one_cycle's total_steps); None where a schedule has no end."""
+        """Returns how many ticks torch allows (one_cycle's total_steps); None if there is no limit."""
         schedule = LearningRateSchedule(self, trial(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}))
         most = getattr(schedule._torch, "total_steps", None)
         return None if most is None else self.warmup + int(most)
@@ -94,11 +95,11 @@ class LearningRateSchedule:
         groups = self._optimizer.param_groups
         for group, initial in zip(groups, self._initial, strict=True):
             group["lr"] = initial
-            group.pop("initial_lr", None)  # what an earlier schedule left: torch would start from it
+            group.pop("initial_lr", None)  # set by an earlier schedule; torch would start from it
         found, arguments = _class_of(self._config.name), self._config.arguments()
         with warnings.catch_warnings():
-            # torch warns when a schedule ticks before the first step, as a resumed one does, and of a step method
-            # that an earlier schedule has wrapped.
+            # torch warns if a schedule ticks before the first optimizer step, as it does after a resume, and about a
+            # step method that an earlier schedule has wrapped.
             warnings.simplefilter("ignore")
             self._torch = found(self._optimizer, **arguments)
         self._peaks = [group["lr"] for group in groups]
@@ -113,7 +114,7 @@ class LearningRateSchedule:
                 group["lr"] = peak * part if self.ticks < warmup else peak
 
     def tick(self) -> None:
-        """Set the next learning rate. Raises Diverged where it grows beyond what torch computes with."""
+        """Set the next learning rate. Raises Diverged if it exceeds the range of float32."""
         self.ticks += 1
         self._warm()
         if self.ticks > self._config.warmup:
@@ -132,8 +133,8 @@ class LearningRateSchedule:
                         f"training.lr_schedule {self._config.name}")  # fmt: skip
 
     def restore(self, ticks: int) -> None:
-        """Begin anew and tick so many times. The learning rates are bit for bit those of the schedule that was
-        interrupted."""
+        """Start again and tick `ticks` times, which gives bit for bit the learning rates of an uninterrupted
+        schedule."""
         self._start()
         for _ in range(ticks):
             self.tick()

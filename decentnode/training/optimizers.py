@@ -1,4 +1,5 @@
-"""Optimizers of torch.optim and of our own by lower-case name, with their own arguments."""
+"""The table of optimizers, those of torch.optim and the project's own, by lower-case name and with their own
+arguments."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ REFUSED = {
     "muon": "it takes matrices only, and models have vectors too",
 }
 LARGE = 1e9
-"""Arguments beyond it are tried in a step: their squares fit into float32, and into int64."""
+"""Arguments with larger values are tested in a step. The squares of smaller ones fit into float32 and int64."""
 RESERVED = ("params", "capturable", "differentiable")
 
 
@@ -57,41 +58,43 @@ def _as_tuples(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def trial(of: type[torch.optim.Optimizer], arguments: dict[str, Any]) -> torch.optim.Optimizer:
-    """Returns an optimizer of one number, for checks. Raises what the class raises."""
+    """Returns an optimizer of a single number, for checks. Raises what the class's constructor raises."""
     return _constructed(of, [nn.Parameter(torch.zeros(1))], _as_tuples(arguments))
 
 
 def _constructed(of: Any, parameters: Sequence[nn.Parameter], arguments: dict[str, Any]) -> torch.optim.Optimizer:
-    """Returns an optimizer of a class as `_without_compiler` has it. Raises what the class raises."""
+    """Returns an instance of the class that `_without_compiler` returns. Raises what the class's constructor raises."""
     optimizer: torch.optim.Optimizer = _without_compiler(of)(parameters, **arguments)
     return optimizer
 
 
 @functools.cache
 def _without_compiler(of: Any) -> Any:
-    """Returns the class without what torch has around its methods for its compiler, as no step is compiled here: the
-    first call of any imports torch._dynamo, 75 MB and a fifth of what a run computes before its first round."""
+    """Returns a subclass without the wrappers that torch puts around the methods for its compiler, as optimizer steps
+    are not compiled here: the first call of such a wrapper imports torch._dynamo, which takes 75 MB and a fifth of the
+    computation of a run before its first round."""
     methods: dict[str, Any] = {}
     for name in ("add_param_group", "state_dict", "load_state_dict"):
         method: Any = getattr(of, name)
         if getattr(method, "__globals__", {}).get("__name__") == "torch._compile":
             methods[name] = method.__wrapped__
-    if of.__module__.startswith("torch.optim."):  # their steps make no graph, as none is `differentiable`
+    # their steps need no autograd graph, as `differentiable` is not allowed
+    if of.__module__.startswith("torch.optim."):
         methods["step"] = torch.no_grad()(inspect.unwrap(of.step))
     try:
         return type(of)(of.__name__, (of,), {"__module__": of.__module__, "__qualname__": of.__qualname__, **methods})
-    except Exception:  # a class of one's own that nobody may derive from
+    except Exception:  # a user's class that cannot be subclassed
         return of
 
 
 def trial_of(config: OptimizerConfig) -> torch.optim.Optimizer:
-    """Returns the configured optimizer for one number."""
+    """Returns the configured optimizer for a single number."""
     return trial(_class_of(config.name), config.arguments())
 
 
 def default_lr(config: OptimizerConfig) -> float | None:
-    """Returns the learning rate that follows from the default of the optimizer's class; None where one was written, or
-    the class has none."""
+    """Returns the default learning rate of the optimizer's class; None if the config sets one, or if the class has no
+    default."""
     found = inspect.signature(_class_of(config.name)).parameters.get("lr")
     if "lr" in config.arguments() or found is None or not isinstance(found.default, int | float):
         return None
@@ -99,9 +102,10 @@ def default_lr(config: OptimizerConfig) -> float | None:
 
 
 def _tried(of: type[torch.optim.Optimizer], arguments: dict[str, Any]) -> None:
-    """As `trial`, and takes two steps: torch looks at some arguments in a step alone, and at some in the second. One's
-    own optimizer may be for other parameters than the trial's. With large arguments as a run steps, too: torch
-    multiplies them, and what comes of it must fit into float32."""
+    """Constructs the optimizer as `trial` does and takes two steps, as torch checks some arguments only in a step, and
+    some only in the second. A user's own optimizer takes no steps, as it may not suit the trial's parameter. With large
+    arguments, also takes a step with the implementation that a run uses (`make_optimizer`): torch multiplies arguments,
+    and the products must fit into float32."""
     optimizer = trial(of, arguments)
     if of in _optimizers().values():
         for group in optimizer.param_groups:
@@ -115,25 +119,28 @@ def _tried(of: type[torch.optim.Optimizer], arguments: dict[str, Any]) -> None:
 
 
 LOOKS_AT_THE_GPU = ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check")
-"""Methods of an optimizer, in one version of torch or another, that each step calls."""
+"""Methods of torch's optimizers, under the names of several torch versions, that each step calls and that use the
+GPU."""
 
 
 def _step_on_host(optimizer: torch.optim.Optimizer) -> None:
-    """Take a step without torch's look at whether the GPU records a graph: it uses the GPU, and then forks cannot."""
+    """Take a step without torch's check for a CUDA graph capture: the check initializes CUDA, which forked processes
+    then cannot use."""
     for name in LOOKS_AT_THE_GPU:
         setattr(optimizer, name, lambda: None)
     optimizer.step()
 
 
 def try_step(config: OptimizerConfig, parameters: Sequence[nn.Parameter]) -> None:
-    """Changes parameters that have gradients, on the CPU, as a step of a run would. Raises what the step raises."""
+    """Takes a step, as a run would, with parameters on the CPU that have gradients. Raises what the step raises."""
     _step_on_host(make_optimizer(config, parameters))
 
 
 def make_optimizer(config: OptimizerConfig, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-    """Returns the optimizer, fused where torch has a fused kernel for these parameters and the config does not choose.
+    """Returns the optimizer, with its fused implementation if torch has one for these parameters and the config does
+    not choose.
 
-    Fused: one pass over parameter, gradient and state instead of one per operation.
+    A fused step makes one pass over parameters, gradients and state instead of one per operation.
     """
     return _made(_class_of(config.name), parameters, config.arguments())
 
@@ -156,12 +163,12 @@ def _made(found: Any, parameters: Sequence[nn.Parameter], arguments: dict[str, A
 
 
 _fused: dict[tuple[Any, torch.device, torch.dtype], bool] = {}
-"""By class, device and dtype, what `_steps_fused` has found."""
+"""(class, device, dtype) -> the result of `_steps_fused`."""
 
 
 def _steps_fused(of: Any, like: Tensor, arguments: dict[str, Any]) -> bool:
-    """Whether optimizers of a class have a fused step for parameters of such a device and dtype. Some say so at the
-    first step alone, as Adagrad on a GPU in versions of torch that have its kernel for CPUs only."""
+    """Returns whether optimizers of a class have a fused step for parameters with the device and dtype of `like`. Some
+    only fail in the first step, such as Adagrad on a GPU in torch versions that have its fused kernel for CPUs only."""
     key = of, like.device, like.dtype
     if key not in _fused:
         number = nn.Parameter(torch.zeros(1, dtype=like.dtype, device=like.device))
@@ -175,15 +182,17 @@ def _steps_fused(of: Any, like: Tensor, arguments: dict[str, Any]) -> bool:
 
 
 OF_THE_DEVICE = ("fused", "foreach", "capturable")
-"""Options that say how a step is computed, not what: those of the optimizer at hand stay when a state is loaded."""
+"""Options that only affect how a step is computed; when a state is loaded, the optimizer keeps its own."""
 ON_HOST = ("mu_product",)
-"""Entries of a state that torch makes in the host's memory and reads in every step, but loads to the device."""
+"""State entries that torch creates on the CPU and reads in every step, but moves to the device when a state is
+loaded."""
 
 
 def load_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Load the state of an optimizer of such parameters on any device. Its tensors come to lie where the optimizer
-    would have made them: on its device, in memory in the order of the parameters (a file has rows, and fused steps take
-    parameter and state in the order in which they lie). Raises what torch raises for the state of another.
+    """Load the state of an optimizer that had the same parameters, on any device. State tensors get the device and the
+    strides that the optimizer would have given them: those of the parameters (tensors from a file are contiguous, and
+    fused steps process parameter and state in memory order). Raises what torch raises for the state of another
+    optimizer.
     """
     groups = [
         {key: own[key] if key in OF_THE_DEVICE and key in own else value for key, value in group.items()}

@@ -1,26 +1,27 @@
-"""How many local steps fit into the time of a round, by the speed that a node has measured of its own."""
+"""Computes how many local steps fit into the time of a round, from a node's own measured speed."""
 
 from __future__ import annotations
 
 
 class Pace:
-    """Counts steps and seconds, and says how many steps the next round has."""
+    """Measures the seconds per step, and chooses the number of steps of the next round."""
 
     def __init__(self, seconds: float) -> None:
-        """seconds: that the local steps of a round are to take."""
+        """seconds: the time that the local steps of a round are to take."""
         self._seconds = seconds
         self._per_step: float | None = None
         self._last = 0
 
     def steps(self) -> int:
-        """Returns the steps of the next round: 1 at first, then as many as fit, and at most twice as many as in the
-        last one, because first steps take long for other reasons."""
+        """Returns the number of steps of the next round: 1 at first, then as many as fit, but at most twice as many as
+        in the last round, because the measurement of the first steps includes start-up costs."""
         if self._per_step is None:
             return 1
         return max(1, min(int(self._seconds / max(self._per_step, 1e-9)), 2 * self._last))
 
     def took(self, steps: int, seconds: float) -> None:
-        """So many steps took so long: half of what is known follows from the last round."""
+        """Record that `steps` steps took `seconds`. The estimate is averaged with the previous one, except after a
+        round of one step, whose measurement is replaced."""
         each = seconds / steps
         self._per_step = each if self._per_step is None or self._last == 1 else (self._per_step + each) / 2
         self._last = steps

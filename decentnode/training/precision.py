@@ -1,4 +1,4 @@
-"""Mixed precision: forward passes in 16 bits, and the scale of the loss that keeps fp16 gradients in range."""
+"""Mixed precision: forward passes in 16 bits, and the loss scale that keeps fp16 gradients in range."""
 
 from __future__ import annotations
 
@@ -16,22 +16,23 @@ Precision = Literal["bf16", "fp16"]
 DTYPES: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 FIRST_SCALE = 2.0**16
-"""As torch.amp.GradScaler's: the largest power of two that fp16 nearly reaches."""
+"""The initial loss scale, as in torch.amp.GradScaler: the smallest power of two beyond fp16's range."""
 LARGEST_SCALE = 2.0**24
 GROWTH_STEPS = 2000
-"""Steps without an overflow after which the scale is doubled, as GradScaler's `growth_interval`."""
+"""The number of steps without an overflow after which the scale is doubled, as GradScaler's `growth_interval`."""
 
 
 def autocast(precision: Precision | None, device: torch.device) -> AbstractContextManager[Any]:
-    """Returns a context in which torch computes in 16 bits where that is safe; one that does nothing without."""
+    """Returns a context in which torch computes in 16 bits where that is safe. precision: None gives a context that
+    does nothing."""
     if precision is None:
         return contextlib.nullcontext()
     return torch.autocast(device.type, dtype=DTYPES[precision])
 
 
 def unsupported(error: Exception, precision: Precision | None, device: torch.device) -> EnvironmentFault | None:
-    """Returns what to tell the user of an error that torch raised as it has no 16-bit form of a layer (oneDNN's LSTM on
-    a CPU, say); None for any other error."""
+    """Returns an error message for the user if torch raised `error` because it has no 16-bit implementation of a layer
+    (such as oneDNN's LSTM on a CPU); None for any other error."""
     text = str(error)
     known = ("could not create a primitive", "not implemented for 'Half'", "not implemented for 'BFloat16'")
     if precision is None or not isinstance(error, RuntimeError) or not any(each in text for each in known):
@@ -42,22 +43,23 @@ def unsupported(error: Exception, precision: Precision | None, device: torch.dev
 
 
 class LossScale:
-    """The factor of the loss in fp16 training: a power of two, so that it changes no bit of what it keeps in range."""
+    """The factor by which the loss is multiplied in fp16 training. It is a power of two, so that it does not change the
+    significant bits of gradients."""
 
     def __init__(self, uid: int) -> None:
-        """uid: of the node, for errors."""
+        """uid: the node's uid, for error messages."""
         self.uid = uid
         self.scale = FIRST_SCALE
         self._good = 0
-        """Steps since the scale last changed."""
+        """The number of steps since the scale last changed."""
 
     def takes(self, gradients: list[Tensor], loss: Tensor) -> bool:
-        """Divide the gradients by the scale, in place. Returns whether all are finite; where not, the scale is halved,
-        and the step is to be made again. Waits for the device, once, as GradScaler does. Raises Diverged where the
-        scale is 1 already.
+        """Divide the gradients by the scale, in place. Returns whether all of them are finite; if not, the scale is
+        halved, and the step must be repeated. Waits once for the device, as GradScaler does. Raises Diverged if
+        gradients overflow at a scale of 1.
 
-        loss: of the step. One that is not finite by itself is no matter of the scale: the step counts as taken, and the
-        round ends with it.
+        loss: the step's loss. If it is not finite, the scale is not the cause: the step is accepted, and the round then
+        fails because of the loss.
         """
         torch._foreach_mul_(gradients, 1.0 / self.scale)
         told, *finite = torch.stack([loss, *torch._foreach_norm(gradients)]).isfinite().tolist()
@@ -75,7 +77,7 @@ class LossScale:
         return False
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what a resumed run goes on from."""
+        """Returns the state from which a resumed run continues."""
         return {"scale": self.scale, "good": self._good}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -84,8 +86,8 @@ class LossScale:
 
 
 class Attempt:
-    """What a forward pass changes beside gradients, before a step: random streams, and buffers such as running
-    statistics. A step that is made again begins from it."""
+    """A snapshot, taken before a step, of what a forward pass changes besides gradients: random generators, and buffers
+    such as running statistics. A step that is repeated starts from it."""
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         self._module, self._device = module, device
@@ -94,7 +96,7 @@ class Attempt:
         self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
     def undo(self) -> None:
-        """Put everything back."""
+        """Restore the snapshot."""
         with torch.no_grad():
             for each, kept in zip(self._module.buffers(), self._buffers, strict=True):
                 each.copy_(kept)

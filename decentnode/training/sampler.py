@@ -1,4 +1,4 @@
-"""The order in which a node sees its training samples: a pure function of (seed, uid, epoch)."""
+"""The order in which a node uses its training samples, a pure function of (seed, uid, epoch)."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ from decentnode import rng
 
 
 class Sampler:
-    """Gives the indices of training samples, epoch by epoch. Its state (epoch, cursor) continues across rounds."""
+    """Yields the indices of training samples epoch by epoch. Its state is (epoch, cursor), and continues across
+    rounds."""
 
     def __init__(
         self, num_samples: int, batch: int, *, seed: int, uid: int, shuffle: bool = True, drop_last: bool = False,
         leave_out: int = 0, purpose: str = "order of samples",
     ) -> None:
-        """batch: samples of one optimizer step. The last one of an epoch is smaller, or left out with drop_last.
+        """batch: the number of samples of one optimizer step. The last step of an epoch may have fewer, or with
+        `drop_last` is left out.
 
-        leave_out: so many samples at the end of every epoch's order are not in it: other ones in every epoch. purpose:
-        of the random streams; equal ones give equal orders.
+        leave_out: the number of samples at the end of every epoch's order that are not used, other ones in every epoch.
+        purpose: the name of the random streams; equal names give equal orders.
         """
         if num_samples < 1:
             raise ValueError(f"num_samples must be at least 1, got {num_samples}")
@@ -29,7 +31,7 @@ class Sampler:
         self.cursor = 0
         self._seed, self._uid, self._shuffle, self._purpose = seed, uid, shuffle, purpose
         self.usable = num_samples // batch * batch if drop_last else num_samples - leave_out
-        """How many samples an epoch has."""
+        """The number of samples that are used in an epoch."""
         self._order: tuple[int, np.ndarray] = (-1, np.empty(0, np.int64))
 
     @property
@@ -39,12 +41,12 @@ class Sampler:
 
     @property
     def steps_left(self) -> int:
-        """Steps of that epoch that are still to come."""
+        """The number of steps left in the epoch of the next step."""
         return -(-(self.usable - (self.cursor if self.upcoming == self.epoch else 0)) // self.batch)
 
     def take(self, steps: int) -> tuple[np.ndarray, list[int]]:
-        """Returns the samples of the next `steps` optimizer steps: indices [M] int64, and how many of them each step
-        has."""
+        """Returns the samples of the next `steps` optimizer steps: indices [M] int64, and the number of samples of each
+        step."""
         parts: list[np.ndarray] = []
         for _ in range(steps):
             if self.cursor >= self.usable:
@@ -55,7 +57,7 @@ class Sampler:
         return np.concatenate(parts) if parts else np.empty(0, np.int64), [len(part) for part in parts]
 
     def skip(self, steps: int) -> None:
-        """Go on by so many steps, at most those that are left of the epoch (`steps_left`), without their samples."""
+        """Advance by `steps` steps, at most `steps_left`, without taking their samples."""
         if steps and self.cursor >= self.usable:
             self.epoch, self.cursor = self.epoch + 1, 0
         self.cursor = min(self.cursor + steps * self.batch, self.usable)
@@ -66,7 +68,7 @@ class Sampler:
         return self._order[1]
 
     def order_of(self, epoch: int) -> np.ndarray:
-        """Returns the order [num_samples] int64 of an epoch; its last places may be left out (`usable`)."""
+        """Returns the order [num_samples] int64 of an epoch, of which only the first `usable` samples are used."""
         if not self._shuffle:
             return np.arange(self.num_samples)
         return rng.stream(self._seed, self._uid, self._purpose, epoch).permutation(self.num_samples)

@@ -1,4 +1,4 @@
-"""A node's share of the samples: which of them each split has, and in which order the node trains on its own."""
+"""A node's share of the samples: the samples of each split, and the order in which the node trains on its own."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from decentnode.training.supervised_config import SupervisedConfig
 logger = logging.getLogger(__name__)
 
 GATHER_ELEMENTS = 1 << 21
-"""Inputs of several steps are gathered and normalized at once, up to 8 MiB of them."""
+"""The largest number of input elements (8 MiB) that are gathered and normalized at once, for several steps together."""
 
 
 class NodeShare:
-    """That of one node, until samples are dealt anew: for an epoch (`training.sampling: resample`), or among other
-    members."""
+    """The share of one node. It changes when samples are dealt again: for each epoch with `training.sampling:
+    resample`, or when the members change."""
 
     def __init__(self, config: SupervisedConfig, model: FlatModel, data: NodeSamples, *, seed: int, uid: int) -> None:
-        """Raises DataError when the share, or what validation leaves of it, is too small, or cannot be dealt as the
-        config says."""
+        """Raises DataError if the share is too small, possibly only after validation samples are set aside, or if the
+        config demands something that the data cannot do."""
         self._config, self._model, self._seed, self._uid = config, model, seed, uid
         self.splits = self._split(data)
-        """Per split its source and the indices [M] into it, on the CPU."""
+        """split -> its source, and the indices [M] of its samples in the source, on the CPU."""
         self.num_samples = len(self.splits["train"][1])
         self._sampler = self._make_sampler() if data.trains else None
         self._deal_among = data.deal_among
@@ -51,15 +51,15 @@ class NodeShare:
         self._reader = self._make_reader()
 
     def _make_reader(self) -> ReadAhead | None:
-        """Returns what reads the training samples; None where they do not lie in files."""
+        """Returns the reader of the training samples; None if they are not image files."""
         images = self.splits["train"][0].images
         if images is None:
             return None
         return ReadAhead(images) if self._augment is None else ReadAhead(images, self._augment.crop)
 
     def _split(self, data: NodeSamples) -> dict[str, tuple[Source, Tensor]]:
-        """Returns per split its source and the indices [M] into it. No sample is in two splits, but that those of "own"
-        may be in "test", too."""
+        """Returns split -> its source and the indices [M] of its samples in the source. No sample is in two splits,
+        except that samples of "own" may also be in "test"."""
         device = self._model.device
         every = {"train": data.train, "test": data.test, **({"own": data.own} if data.own is not None else {})}
         kept = {name: np.arange(len(samples)) for name, samples in every.items()}
@@ -80,12 +80,13 @@ class NodeShare:
 
     @property
     def trains(self) -> bool:
-        """Whether the node has training samples; one that serves others has none."""
+        """Whether the node has training samples; a server has none."""
         return self._sampler is not None
 
     @property
     def sampler(self) -> Sampler:
-        """The order of the training samples, and the place in it. Raises DataError of a node without any."""
+        """The order of the training samples and the position in it. Raises DataError if the node has no training
+        samples."""
         if self._sampler is None:
             raise DataError(f"node {self._uid} serves others and has no training samples")
         return self._sampler
@@ -96,11 +97,11 @@ class NodeShare:
 
     @property
     def usable(self) -> int:
-        """How many samples an epoch has; 0 where the node trains on none."""
+        """The number of samples in an epoch; 0 if the node has no training samples."""
         return 0 if self._sampler is None else self._sampler.usable
 
     def _make_sampler(self, purpose: str = "order of samples") -> Sampler:
-        """purpose: of the random streams of the orders."""
+        """purpose: the name of the random streams from which the orders are drawn."""
         config, step = self._config, self._config.batch_size * self._config.accumulate
         if problem := config.problem_of_steps(self.num_samples):
             raise DataError(f"node {self._uid} has {problem}")
@@ -110,10 +111,10 @@ class NodeShare:
         )  # fmt: skip
 
     def _left_out(self) -> int:
-        """Returns how many samples every epoch leaves out so that no batch has one sample where the model cannot train
-        on it.
+        """Returns how many samples every epoch leaves out, so that there is no batch of one sample if the model cannot
+        train on one.
 
-        Raises DataError where no batch would have more.
+        Raises DataError if every batch would have a single sample.
         """
         source, members = self.splits["train"]
         if not self._config.leaves_one(self.num_samples):
@@ -129,7 +130,8 @@ class NodeShare:
     # -- dealing ----------------------------------------------------------------------------------------------
 
     def deal(self, epoch: int) -> None:
-        """Take the share of an epoch, from its beginning, unless that is the present one."""
+        """Switch to the share of an epoch and to the epoch's beginning, unless it is the current epoch or shares are
+        fixed."""
         if self._deal_again is None or epoch == self.sampler.epoch:
             return
         self._take(Source(self._deal_again(epoch), self._model.device))
@@ -137,8 +139,8 @@ class NodeShare:
         self._sampler.epoch = epoch
 
     def deal_among(self, members: tuple[int, ...], generation: int, first_round: int) -> int:
-        """As `Training.deal_among`. Returns how many samples are those of nodes that are no members. Raises DataError
-        where the samples of others cannot be read here."""
+        """Deal the samples as `Training.deal_among` does. Returns how many of this node's samples belong to nodes that
+        are not members. Raises DataError if the samples of other nodes cannot be read on this machine."""
         if self._deal_among is None:
             raise DataError(f"node {self._uid} cannot read the samples of other nodes, and adopts none")
         samples, adopted = self._deal_among(members)
@@ -155,20 +157,21 @@ class NodeShare:
     # -- batches ----------------------------------------------------------------------------------------------
 
     def batches(self, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields inputs and targets of the next steps; with sampling: resample each from its epoch's share."""
+        """Yields the inputs and targets of the next steps; with `sampling: resample`, each step from its epoch's
+        share."""
         while steps:
             some = steps
             if self._deal_again is not None or self._augment is not None:
                 self.deal(self.sampler.upcoming)
                 some = min(steps, self.sampler.steps_left)
             if self._reader is not None:
-                some = 1  # the sampler then stands where the batches begin that are read ahead
+                some = 1  # keeps the sampler's position at the batch where reading ahead starts
             epoch = self.sampler.upcoming
             yield from self._gathered(*self.sampler.take(some), epoch)
             steps -= some
 
     def skip(self, steps: int) -> None:
-        """Go on as if so many batches had been taken."""
+        """Advance by `steps` batches without taking them."""
         while steps:
             self.deal(self.sampler.upcoming)
             some = min(steps, self.sampler.steps_left)
@@ -176,14 +179,15 @@ class NodeShare:
             steps -= some
 
     def go_to(self, epoch: int, cursor: int) -> None:
-        """The next batch is the one at this place of an epoch; nothing happens where the node trains on none."""
+        """Set the position, so that the next batch starts at `cursor` in `epoch`. Does nothing if the node has no
+        training samples."""
         if self._sampler is not None:
             self.deal(epoch)
             self.sampler.epoch, self.sampler.cursor = epoch, cursor
 
     def _gathered(self, indices: np.ndarray, sizes: list[int], epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields inputs and targets of each step, augmented by the draws of the epoch. Those of several steps are
-        gathered at once, which costs less."""
+        """Yields the inputs and targets of each step, augmented with the epoch's random numbers. The samples of several
+        steps are gathered at once, which is cheaper."""
         source, members = self.splits["train"]
         picked = members[torch.from_numpy(indices)]
         group = max(1, GATHER_ELEMENTS // (source.sample_elements * self.sampler.batch))
@@ -202,7 +206,8 @@ class NodeShare:
             yield from zip(inputs.split(some), targets.split(some), strict=True)
 
     def _upcoming(self) -> Iterator[tuple[np.ndarray, int]]:
-        """Yields samples and epoch of the next batches, as far as their share is known."""
+        """Yields the samples and the epoch of each of the next batches, as far as the share that they are from is
+        known."""
         sampler, members = copy.copy(self.sampler), self.splits["train"][1]
         while self._deal_again is None or sampler.upcoming == self.sampler.epoch:
             epoch = sampler.upcoming

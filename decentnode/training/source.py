@@ -1,4 +1,4 @@
-"""Samples as tensors on the model's device, normalized when a batch is taken."""
+"""Provides samples as batches of tensors on the model's device, normalized when a batch is taken."""
 
 from __future__ import annotations
 
@@ -17,45 +17,47 @@ from decentnode.tensors import moved
 from decentnode.training.read_ahead import ReadAhead
 
 CONVERT_ONCE_BYTES = 1 << 20
-"""Inputs that take up to this as float32 are converted at once; larger 8-bit ones stay as they are (a quarter of the
-memory, or a mapped file that all nodes share) and a batch costs a few microseconds more."""
+"""Inputs of up to this size as float32 are converted once. Larger inputs keep their dtype (8-bit ones take a quarter of
+the memory, or are in a mapped file that all nodes share), and a batch takes a few microseconds more."""
 SIGNED = {np.dtype(np.uint16): np.int16, np.dtype(np.uint32): np.int32, np.dtype(np.uint64): np.int64}
-"""Whole numbers that torch cannot index, and those whose bits they are taken for: a mapped file is not copied."""
+"""Unsigned dtypes that torch cannot index -> the signed dtype as which their bits are interpreted, so that a mapped
+file is not copied."""
 MASK = {np.dtype(np.uint16): (1 << 16) - 1, np.dtype(np.uint32): (1 << 32) - 1}
-"""What of these numbers' bits, as int64, is the value; values of 64 bits are below 2^63."""
+"""Unsigned dtype -> the bits of an int64 that are the value; 64-bit values need no mask, as they are below 2^63."""
 
 
 _sources: weakref.WeakValueDictionary[tuple[object, ...], Source] = weakref.WeakValueDictionary()
-"""By the arrays (their addresses, which the source keeps alive), the normalization and the device."""
+"""The sources of `source_of`, by the arrays (their ids, valid as the source keeps the arrays alive), the normalization
+and the device."""
 
 
 def source_of(samples: AnySamples, device: torch.device) -> Source:
-    """Returns the source of samples that nobody changes: the same one for the same arrays, so that all nodes of a
-    process hold the test samples once."""
+    """Returns the source of samples that are never changed. It is the same object for the same arrays, so that all
+    nodes of a process hold the test samples only once."""
     if not isinstance(samples, Samples):
         return Source(samples, device)
     key = (id(samples.inputs), id(samples.targets), samples.scale, samples.offset, samples.ids, str(device))
     found = _sources.get(key)
     if found is None:
         found = _sources[key] = Source(samples, device)
-        found.kept = samples  # so that no other array gets its address while it is known
+        found.kept = samples  # keeps the arrays alive, so that no other array gets their ids
     return found
 
 
 class Source:
-    """The samples of a split; any of them as a batch of tensors."""
+    """The samples of a split, any of which can be taken as a batch of tensors."""
 
     def __init__(
         self, samples: AnySamples, device: torch.device, move: Callable[[Tensor, torch.device], Tensor] = Tensor.to
     ) -> None:
-        """move: brings the arrays to the device."""
+        """move: copies an array to the device."""
         self._device, self._move = device, move
         self.zero: float | Tensor = 0.0
-        """What the normalization makes of 0, [C, 1, 1] of each channel; of samples that a Dataset makes, 0."""
+        """The normalized value of 0, as [C, 1, 1] if channels differ; 0 for samples that a Dataset makes."""
         self.images = samples if isinstance(samples, ImageFiles) else None
-        """The samples where they are read from their files."""
+        """The samples if they are read from image files, else None."""
         self.kept: AnySamples | None = None
-        """Set by `source_of`."""
+        """Keeps the samples alive for `source_of`."""
         self._lazy = samples if isinstance(samples, LazySamples) else None
         self._length = len(samples)
         if isinstance(samples, Samples):
@@ -74,9 +76,9 @@ class Source:
 
     @classmethod
     def joined(cls, sources: Sequence[Source]) -> Source | None:
-        """Returns a source with the samples of all `sources` behind each other. Their own arrays are views of it from
-        then on, so that nothing is held twice; of rows, whose sequence is one for all, the places are. None where they
-        cannot be joined: samples that are made when they are taken, or rows of several sequences."""
+        """Returns a source with the concatenated samples of all `sources`. Arrays of the given sources become views of
+        the joined ones, so that nothing is stored twice; for rows, which share one sequence, only their positions are
+        concatenated. Returns None for sources that cannot be joined: lazy samples, or rows of different sequences."""
         first = sources[0]
         if any(each._lazy is not None or each._way != first._way for each in sources):
             return None
@@ -97,7 +99,7 @@ class Source:
 
     @property
     def _way(self) -> tuple[object, ...]:
-        """What must be alike of samples that are taken together."""
+        """The properties that must be equal in sources that are joined."""
         return self._scale, self._offset, self._ids, self._inputs.way, self._targets.way
 
     def __len__(self) -> int:
@@ -105,12 +107,12 @@ class Source:
 
     @property
     def unequal(self) -> bool:
-        """Whether samples are rows of unequal length: then nearly every batch has a shape of its own."""
+        """Whether samples are rows of unequal length, so that nearly every batch has a different shape."""
         return self._lazy is None and self._inputs.unequal
 
     @property
     def sample_elements(self) -> int:
-        """How many numbers the inputs of one sample are, at most."""
+        """The largest number of elements in the inputs of one sample."""
         if self.images is not None:
             return math.prod(self.images.input_shape)
         if self._lazy is not None:
@@ -120,9 +122,9 @@ class Source:
         return max(1, self._inputs.elements)
 
     def take(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Model-ready copies of the samples at `indices` [M] int64, which are on the CPU: inputs [M, *input_shape]
-        float32, or int64 where they are ids, and targets [M, *target_shape] float32 or int64. Rows are padded to the
-        longest of them. Not blocking on a GPU."""
+        """Returns normalized copies of the samples at `indices` [M] int64 (on the CPU): inputs [M, *input_shape]
+        float32, or int64 if they are ids, and targets [M, *target_shape] float32 or int64. Rows are padded to the
+        longest one in the batch. Does not wait for a GPU."""
         if self._lazy is not None:
             return self.ready(self._lazy.fetch(indices.numpy()))
         targets = self._targets.take(indices)
@@ -130,11 +132,12 @@ class Source:
         return self._normalize(self._inputs.take(indices)), targets.to(kind)
 
     def ready(self, samples: Samples) -> tuple[Tensor, Tensor]:
-        """As `take`, of samples that have been made."""
+        """Returns what `take` returns, for samples that are in memory already."""
         return Source(samples, self._device, moved).take(torch.arange(len(samples)))
 
     def batches(self, chunks: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields the samples at each of `chunks` that is not empty, as `take` gives them. Files are read ahead."""
+        """Yields the batch of samples, as returned by `take`, at each non-empty one of the index tensors `chunks`.
+        Image files are read ahead."""
         chunks = [chunk for chunk in chunks if len(chunk)]
         if self.images is None:
             yield from map(self.take, chunks)
@@ -157,12 +160,13 @@ class Source:
 
 
 def _by_channel(value: float | tuple[float, ...], device: torch.device) -> float | Tensor:
-    """What images [B, C, H, W] are multiplied by or added to."""
+    """Returns a scalar, or a value per channel as [C, 1, 1], to combine with images [B, C, H, W]."""
     return moved(torch.tensor(value)[:, None, None], device) if isinstance(value, tuple) else value
 
 
 class _Sequence:
-    """A sequence on a device, and the array that it was made from, whose address nothing else gets meanwhile."""
+    """A sequence on a device, and the array from which it was made; keeping the array alive ensures that no other one
+    gets its address."""
 
     def __init__(self, array: np.ndarray, tensor: Tensor) -> None:
         self._array, self.tensor = array, tensor
@@ -174,7 +178,8 @@ _sequences: weakref.WeakValueDictionary[tuple[object, ...], _Sequence] = weakref
 def _sequence_of(
     array: np.ndarray, device: torch.device, move: Callable[[Tensor, torch.device], Tensor]
 ) -> _Sequence:
-    """Returns what rows are taken from: the same for the same array, so that all nodes of a process hold it once."""
+    """Returns the sequence from which rows are taken. It is the same object for the same array, so that all nodes of a
+    process hold it only once."""
     key = (array.ctypes.data, array.shape, array.dtype.str, str(device))
     found = _sequences.get(key)
     if found is None:
@@ -183,14 +188,14 @@ def _sequence_of(
 
 
 class _Array:
-    """An array or rows, of which a batch is taken."""
+    """An array, or rows of a sequence, from which batches are taken."""
 
     def __init__(
         self, values: np.ndarray | Rows, device: torch.device, move: Callable[[Tensor, torch.device], Tensor]
     ) -> None:
         array = values.values if isinstance(values, Rows) else values
         self.mask = MASK.get(array.dtype)
-        """Where it is set, `tensor` holds the bits of numbers without a sign."""
+        """If not None, `tensor` holds the bits of unsigned numbers, and this is the mask of their value."""
         array = array.view(SIGNED.get(array.dtype, array.dtype))
         self._device = device
         self.elements = math.prod(values.shape[1:])
@@ -208,14 +213,14 @@ class _Array:
 
     @property
     def way(self) -> tuple[object, ...]:
-        """What must be alike of samples that are taken together."""
+        """The properties that must be equal in arrays that are joined."""
         kind = self.tensor.dtype, self.mask, self.tensor.shape[1:]
         if self.rows is None:
             return kind
         return *kind, self._sequence, self.rows.padding, self.rows.lengths if self._lengths is None else None
 
     def with_rows(self, every: Sequence[Rows]) -> _Array:
-        """Returns the rows of all `every` behind each other, whose `way` is this one's."""
+        """Returns the concatenated rows of all `every`, whose `way` must equal this one's."""
         found, first = copy.copy(self), every[0]
         starts, lengths = (np.concatenate([np.asarray(value, np.int64) for value in values]) for values in (
             [each.starts for each in every], [np.atleast_1d(each.lengths) for each in every]))  # fmt: skip
@@ -224,11 +229,11 @@ class _Array:
 
     @property
     def unequal(self) -> bool:
-        """Whether rows need not be of one length."""
+        """Whether the values are rows that may have different lengths."""
         return self.rows is not None and self._lengths is not None
 
     def holding(self, tensor: Tensor) -> _Array:
-        """Returns another array with the values of `tensor`."""
+        """Returns a copy of this object with `tensor` as its values."""
         found = copy.copy(self)
         found.tensor = tensor
         if tensor.dtype != self.tensor.dtype:
@@ -236,11 +241,11 @@ class _Array:
         return found
 
     def read(self, taken: Tensor) -> Tensor:
-        """Returns the values of what was taken of `tensor`."""
+        """Returns the values of elements that were taken from `tensor`: unsigned numbers as int64, others unchanged."""
         return taken if self.mask is None else taken.to(torch.int64) & self.mask
 
     def take(self, indices: Tensor) -> Tensor:
-        """As `Source.take`, of this array or these rows as they are."""
+        """Returns the elements or rows at `indices`, as `Source.take` does, without normalization."""
         if self.rows is None:
             return self.read(self.tensor.index_select(0, moved(indices, self._device)))
         starts = moved(self._starts.index_select(0, indices), self._device)

@@ -1,4 +1,4 @@
-"""Statistics of batch normalization, measured from data instead of the running ones."""
+"""Measures the statistics of batch normalization layers from data, to replace their running statistics."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ def normalizations(module: nn.Module) -> list[_BatchNorm]:
 
 
 def needs_two(module: nn.Module, sample: Tensor) -> bool:
-    """Whether a layer of batch normalization gets one value per channel of one sample [1, ...], as behind a linear
-    layer: torch refuses to train it on a batch of one. The module stays as it is."""
+    """Returns whether a batch normalization layer gets only one value per channel for one sample [1, ...], as after a
+    linear layer: torch refuses to train such a layer on a batch of one. The module is not changed."""
     alone: list[bool] = []
 
     def note(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:  # noqa: ARG001
         alone.append(inputs[0].numel() == inputs[0].shape[1])
 
     modes = [(part, part.training) for part in module.modules()]
-    module.train()  # of which a module of the user's own may keep layers out
+    module.train()  # a user's module may keep some layers in evaluation mode
     trained = [part for part in module.modules() if isinstance(part, _BatchNorm) and part.training]
     hooks = [part.register_forward_pre_hook(note) for part in trained]
     module.eval()
@@ -31,7 +31,7 @@ def needs_two(module: nn.Module, sample: Tensor) -> bool:
         if hooks:
             with torch.no_grad():
                 module(sample)
-    except ValueError:  # a layer without running statistics, which is refused even here
+    except ValueError:  # a layer without running statistics refuses a batch of one even in evaluation mode
         if not any(alone):
             raise
     finally:
@@ -45,10 +45,10 @@ def needs_two(module: nn.Module, sample: Tensor) -> bool:
 def measure(module: nn.Module, batches: Iterable[Tensor]) -> Tensor:
     """Returns the moments of the inputs of every batch normalization layer over `batches`, float64 [sum (1 + 2 C)].
 
-    Per layer with C channels how many values a channel had, their sums [C] and sums of squares [C]; so moments of
-    several data sets may be added, or averaged. As in training, layers normalize by the batch, and as in evaluation
-    nothing is dropped out; parameters, running statistics and modes stay as they are. A batch of one sample is
-    normalized by the running statistics. Empty for a module without such layers.
+    For each layer with C channels these are the number of values per channel, their sums [C] and the sums of their
+    squares [C], so that moments of several data sets may be added or averaged. As in training, layers normalize by the
+    batch; as in evaluation, there is no dropout. Parameters, running statistics and modes are not changed. A batch of
+    one sample is normalized by the running statistics. Empty for a module without such layers.
     """
     layers = normalizations(module)
     if not layers:
@@ -61,7 +61,7 @@ def measure(module: nn.Module, batches: Iterable[Tensor]) -> Tensor:
     try:
         with torch.no_grad():
             for batch in batches:
-                for layer in layers:  # which then neither uses nor changes its running statistics
+                for layer in layers:  # the layer then neither uses nor changes its running statistics
                     layer.training, layer.track_running_stats = len(batch) > 1, len(batch) == 1
                 module(batch)
     finally:
@@ -85,15 +85,15 @@ def _adds_to(total: Tensor) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
 
 
 def load(module: nn.Module, moments: Tensor) -> None:
-    """Set the running statistics to the mean and variance of `moments` (from `measure`), in place. Layers that had no
-    values, as those of auxiliary outputs have in training alone, keep theirs."""
+    """Set the running statistics to the mean and variance of `moments` (from `measure`), in place. Layers without
+    values keep theirs, such as those of auxiliary outputs, which are only computed in training."""
     for layer, part in _parts(module, moments):
         channels, had = layer.num_features, part[0] > 0
         mean = part[1 : 1 + channels] / part[0]
         variance = (part[1 + channels :] / part[0] - mean.square()).clamp(min=0)
         assert layer.running_mean is not None and layer.running_var is not None
         for kept, found in ((layer.running_mean, mean), (layer.running_var, variance)):
-            kept.copy_(torch.where(had, found, kept))  # asked on the device: the host need not wait for its answer
+            kept.copy_(torch.where(had, found, kept))  # decided on the device, so that the host need not wait for it
 
 
 def _parts(module: nn.Module, moments: Tensor) -> Iterator[tuple[_BatchNorm, Tensor]]:

@@ -1,4 +1,4 @@
-"""Supervised learning: local steps of a torch.optim optimizer on this node's own samples."""
+"""Supervised training: local steps of a torch.optim optimizer on this node's own samples."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ from decentnode.training.supervised_config import SupervisedConfig
 logger = logging.getLogger(__name__)
 
 EVALUATION_ELEMENTS = 1 << 17
-"""Input elements of one evaluation batch (42 images of 3x32x32): a convolution's activations are ten times as many.
-GN-LeNet on 1,000 images takes .13 s so and .27 s at eight times the batch, and the process stays smaller. Of images of
-224x224 it is one: ResNet-50 takes 37 MB and .20 s of CPU for it; for 8 together 240 MB and .17 s each, for 32 583 MB
-and .28 s each."""
+"""The number of input elements in one evaluation batch (42 images of 3x32x32); a convolution's activations are ten
+times as many. With it, GN-LeNet takes .13 s for 1,000 images, and .27 s at eight times the batch, which also needs more
+memory. For images of 224x224 a batch is one image: ResNet-50 takes 37 MB and .20 s of CPU time for it; for batches of 8
+240 MB and .17 s per image, for 32 583 MB and .28 s per image."""
 OUTPUT_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 28}
-"""Elements of the outputs for one evaluation batch: a value per token of a vocabulary for every place of a text takes
-more memory than all else. On a GPU 1 GB, five rows of GPT-2."""
+"""The largest number of output elements for one evaluation batch: a value per token of the vocabulary for every
+position of a text takes more memory than everything else. On a GPU it is 1 GB, five rows of GPT-2."""
 
 KEPT_DEALT = 64
-"""Generations whose samples are accounted for; metrics.jsonl has all."""
+"""The number of generations for which `dealt` is kept; metrics.jsonl contains all of them."""
 MEASURED_SAMPLES = 4096
-"""Most of a node's samples from which statistics are measured anew."""
+"""The largest number of a node's samples from which BatchNorm statistics are measured anew."""
 
 
 class Supervised(Training):
@@ -60,7 +60,8 @@ class Supervised(Training):
     def __init__(
         self, config: SupervisedConfig, model: FlatModel, task: Task, data: NodeSamples, *, seed: int, uid: int
     ) -> None:
-        """data: this node's share. Raises DataError when it, or what validation leaves of it, is too small."""
+        """data: this node's share. Raises DataError if it is too small, possibly only after validation samples are set
+        aside."""
         self.config = config
         self.model = model
         self.task = task
@@ -90,17 +91,17 @@ class Supervised(Training):
 
     @property
     def num_samples(self) -> int:  # type: ignore[override]
-        """How many training samples this node has now."""
+        """The current number of this node's training samples."""
         return self.share.num_samples
 
     @property
     def sampler(self) -> Sampler:
-        """As `NodeShare.sampler`."""
+        """The order of the training samples, as `NodeShare.sampler`."""
         return self.share.sampler
 
     @property
     def steps_per_round(self) -> int:
-        """Returns the optimizer steps of one round."""
+        """The number of optimizer steps of one round."""
         return self.config.steps_per_round(self.sampler.usable)
 
     @property
@@ -108,17 +109,18 @@ class Supervised(Training):
         return float(self._optimizer.param_groups[0]["lr"])
 
     def samples_of(self, split: str) -> tuple[Source, Tensor]:
-        """Returns a split's source and the indices [M] into it, on the CPU. Raises KeyError."""
+        """Returns a split's source and the indices [M] of its samples in the source, on the CPU. Raises KeyError."""
         return self.share.splits[split]
 
     # -- local steps ------------------------------------------------------------------------------------------
 
     def local_update(self, round: int, direction: Direction | None = None) -> Update:
-        """direction is applied in every step, to the gradient as clipping leaves it, before the optimizer sees it."""
+        """direction: applied in every step to the clipped gradient, before the optimizer uses it."""
         if self.draws:
             seed_torch(rng.torch_seed(self._seed, self._uid, "training", round), self.model.device)
         if self.config.reset_optimizer:
-            # Some optimizers (Adagrad) make their state when they are made: a fresh one's state, not an empty one.
+            # Some optimizers (Adagrad) create their state in the constructor: use a new optimizer's state, not an empty
+            # one.
             self._optimizer.state = make_optimizer(self.config.optimizer, self._parameters).state
         self.model.module.train()
         self.share.deal(self.sampler.upcoming)
@@ -147,7 +149,8 @@ class Supervised(Training):
         self.dealt[-1].trained += samples
         if config.lr_schedule.every == "round":
             self._schedule.tick()
-        sums = self.keep_sum and type(self).local_update is Supervised.local_update  # another may yet change the model
+        # a subclass may still change the model
+        sums = self.keep_sum and type(self).local_update is Supervised.local_update
         loss_sum, norm_sum, unit_sum, parameters_sum = self._on_host(loss, norms, units, sums)
         mean = loss_sum / max(unit_sum, 1)
         if not math.isfinite(mean):
@@ -162,11 +165,11 @@ class Supervised(Training):
                       parameters_sum if sums else None)  # fmt: skip
 
     def _on_host(self, loss: Tensor, norms: Tensor, units: int | Tensor, sums: bool) -> list[float]:
-        """Returns the values of these, and the sum of the parameters where `sums`: the only point of a round where the
-        host waits for the device, but in fp16."""
+        """Returns the values of the arguments and, if `sums` is set, the sum of the parameters (else 0). Except with
+        fp16, this is the only point of a round where the host waits for the device."""
         total = self.model.parameters.detach().sum() if sums else 0.0
         if loss.device.type == "cpu":
-            return [float(value) for value in (loss, norms, units, total)]  # 1 us, and the tensors below 25
+            return [float(value) for value in (loss, norms, units, total)]  # takes 1 us, the code below 25
         every = [as_scalar(value, loss.device) for value in (loss, norms, units, total)]
         found: list[float] = torch.stack(every).tolist()
         return found
@@ -187,9 +190,9 @@ class Supervised(Training):
         return None if self._average is None else self._average.value()
 
     def deal_among(self, members: tuple[int, ...], generation: int, first_round: int) -> None:
-        """As the contract. Raises DataError where the samples of others cannot be read here."""
+        """See `Training.deal_among`. Raises DataError if the samples of other nodes cannot be read on this machine."""
         adopted, first = 0, self.members is None and not generation and not first_round
-        if self.share.trains and not first:  # the share that it has is that of all nodes
+        if self.share.trains and not first:  # at first, the share is already the one among all nodes
             adopted = self.share.deal_among(members, generation, first_round)
         self.members = members
         last = Dealt(generation, first_round, self.share.usable, adopted)
@@ -202,8 +205,8 @@ class Supervised(Training):
         return "validation" in self.share.splits
 
     def evaluate(self, split: str = "test", part: tuple[int, int] = (0, 1)) -> Evaluation:
-        """As the contract; "train" is a split too: the samples that this node trains on, or as many of them as the
-        config says."""
+        """See `Training.evaluate`. "train" is a split as well: the samples that this node trains on, or as many of them
+        as `evaluate_train` says."""
         if split not in self.share.splits:
             raise ValueError(f"split must be one of {', '.join(self.share.splits)}, got {split!r}")
         source, members = self.share.splits[split]
@@ -213,7 +216,7 @@ class Supervised(Training):
         members = members[part[0] :: part[1]]
         size = self._evaluation_batch(source) if len(members) else 1
         if source.images is not None and self.model.device.type != "cpu":
-            size = max(size, self.config.batch_size)  # one image of 224 by 224 at a time would leave a GPU idle
+            size = max(size, self.config.batch_size)  # one image of 224x224 at a time would leave a GPU idle
         names = self.task.all_sums
         total = torch.zeros(len(names), dtype=torch.float64, device=self.model.device)
         with evaluating(self.model.module), torch.inference_mode():
@@ -236,13 +239,13 @@ class Supervised(Training):
         return torch.stack([as_scalar(every[name], self.model.device) for name in self.task.all_sums])
 
     def measure_statistics(self) -> Tensor:
-        """As the contract, from at most MEASURED_SAMPLES of the samples, evenly spaced."""
+        """See `Training.measure_statistics`. Uses at most MEASURED_SAMPLES of the samples, evenly spaced."""
         source, members = self.share.splits["train"]
         members = members[:: max(1, -(-len(members) // MEASURED_SAMPLES))]
         size = max(2, self._evaluation_batch(source))
         if not len(members):
             return statistics.measure(self.model.module, ())
-        batches = members.tensor_split(max(1, len(members) // size))  # none of one sample where there are more
+        batches = members.tensor_split(max(1, len(members) // size))  # no batch of one sample if there are more samples
         return statistics.measure(self.model.module, (inputs for inputs, _ in source.batches(batches)))
 
     def load_statistics(self, moments: Tensor) -> None:
@@ -261,7 +264,7 @@ class Supervised(Training):
         self._schedule.restore(round if self.config.lr_schedule.every == "round" else total)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state; its tensors are not copies, and the next round changes them."""
+        """See `Training.state_dict`. The tensors are not copies, and the next round changes them."""
         return {
             "optimizer": self._optimizer.state_dict(), "ticks": self._schedule.ticks,
             **({"epoch": self.sampler.epoch, "cursor": self.sampler.cursor} if self.share.trains else {}),
@@ -272,7 +275,7 @@ class Supervised(Training):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises CheckpointError when the state is not that of such a training."""
+        """Restores what `state_dict` returned. Raises CheckpointError if the state does not fit this training."""
         try:
             load_state(self._optimizer, state["optimizer"])
             self._gradients.load_state_dict(state)
@@ -290,15 +293,15 @@ class Supervised(Training):
 
 
 def evaluation_batch(elements: int, source: Source, task: Task, device: torch.device) -> int:
-    """Returns how many samples are evaluated together: their inputs have at most so many elements, and what a model
-    gives for them at most OUTPUT_ELEMENTS."""
+    """Returns the size of an evaluation batch, so that its inputs have at most `elements` elements and the model's
+    outputs at most OUTPUT_ELEMENTS."""
     outputs = max(1, math.prod(task.data.target_shape) * (task.data.vocabulary or 1))
     most = OUTPUT_ELEMENTS.get(device.type, OUTPUT_ELEMENTS["cpu"])
     return max(1, min(1024, elements // source.sample_elements, most // outputs))
 
 
 def as_scalar(value: float | Tensor, device: torch.device) -> Tensor:
-    """Returns a float64 scalar on the device. Not blocking but for a tensor of another device."""
+    """Returns a float64 scalar on the device. Only blocks for a tensor on another device."""
     if isinstance(value, Tensor):
         return value.detach().to(device, torch.float64)
     return torch.full((), value, dtype=torch.float64, device=device)
@@ -315,7 +318,8 @@ def seed_torch(seed: int, device: torch.device) -> None:
 
 @contextlib.contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
-    """Set the module to evaluation mode in a block; every submodule gets its own mode back."""
+    """Set the module to evaluation mode for the duration of a block, and restore the mode of every submodule
+    afterwards."""
     modes = [(part, part.training) for part in module.modules()]
     module.eval()
     try:

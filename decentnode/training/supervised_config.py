@@ -1,4 +1,5 @@
-"""The keys of supervised training, and what follows from them: steps of a round, ticks of the schedule."""
+"""The config of supervised training, and what follows from it: the steps of a round, the ticks of the learning-rate
+schedule."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ class ValidationConfig(Settings):
     """Fraction of the samples that is set aside."""
 
     def aside(self, samples: int) -> int:
-        """Returns how many of so many samples are set aside."""
+        """Returns how many of `samples` samples are set aside."""
         return max(1, round(self.fraction * samples))
 
 
@@ -142,28 +143,28 @@ class SupervisedConfig(Config):
         return self.gradient_norm or self.clip_norm is not None
 
     def loss_for(self, default: str) -> LossConfig:
-        """Returns the loss of a task whose own is `default`. Raises UsageError where it has no label smoothing, which
-        was asked for."""
+        """Returns the configured loss, or the task's default loss. Raises UsageError if label smoothing is configured
+        and this loss has none."""
         found = self.loss or LossConfig(name=default)
         if self.label_smoothing and found.name != "cross_entropy":
             raise UsageError(f"training.label_smoothing must be 0 with loss {found.name}, got {self.label_smoothing:g}")
         return found
 
     def steps_per_round(self, samples: int) -> int:
-        """Returns the optimizer steps of one round of a node that trains on so many samples."""
+        """Returns the number of optimizer steps in one round of a node with `samples` training samples per epoch."""
         if self.local_epochs is None:
             return 1 if self.local_steps is None else self.local_steps
         whole, rest = divmod(samples, self.batch_size * self.accumulate)
         return self.local_epochs * (whole + (1 if rest and not self.drop_last else 0))
 
     def leaves_one(self, samples: int) -> bool:
-        """Returns whether a node with so many samples gets a batch of one sample."""
+        """Returns whether a node with `samples` samples gets a batch of one sample."""
         step = self.batch_size * self.accumulate
         return self.batch_size == 1 or (samples % step % self.batch_size == 1 and not self.drop_last)
 
     def problem_of_one(self, samples: int) -> str:
-        """Why a node with so many samples cannot train a model that needs two of them in a batch; empty where it can,
-        if need be without its last sample."""
+        """Returns the reason why a node with `samples` samples cannot train a model that needs batches of at least two;
+        "" if it can, possibly without its last sample."""
         why = "must be at least 2 for a model with batch normalization behind a linear layer"
         if self.batch_size == 1:
             return f"training.batch_size {why}, got 1"
@@ -172,14 +173,15 @@ class SupervisedConfig(Config):
         return ""
 
     def problem_of_aside(self, samples: int) -> str:
-        """Why validation leaves nothing of a node's samples of its source, so many; empty where it does leave some."""
+        """Returns the reason why validation cannot be set aside from `samples` samples of its source, as none would be
+        left; "" if it can."""
         if self.validation is None or self.validation.aside(samples) < samples:
             return ""
         return (f"must leave samples of the {samples} {self.validation.source} samples, got "
                 f"{self.validation.fraction:g}; choose another partition or a smaller fraction")  # fmt: skip
 
     def problem_of_steps(self, samples: int) -> str:
-        """Why a node cannot train on so many samples; empty where it can."""
+        """Returns the reason why a node cannot train on `samples` samples; "" if it can."""
         step = self.batch_size * self.accumulate
         if samples == 0:
             return "no training sample; choose another partition"
@@ -189,8 +191,9 @@ class SupervisedConfig(Config):
         return ""
 
     def most_ticks(self, rounds: int, samples: int, *, needs_two: bool = False) -> int:
-        """Returns how often the learning-rate schedule ticks in so many rounds of a node with a share of so many
-        samples. needs_two: whether the model cannot train on a batch of one sample, so that epochs leave it out."""
+        """Returns how often the learning-rate schedule ticks in `rounds` rounds of a node with a share of `samples`
+        samples. needs_two: whether the model cannot train on a batch of one sample, so that epochs leave such a batch
+        out."""
         if self.lr_schedule.every == "round":
             return rounds
         if self.validation is not None and self.validation.source == "train":
