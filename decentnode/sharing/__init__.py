@@ -1,4 +1,4 @@
-"""Sharing rules: what a node sends in a round, and how it mixes what arrives into its model."""
+"""Sharing rules: what a node sends in a round, and how it mixes arriving payloads into its model."""
 
 AMONG_EQUALS: dict[str, str] = {
     "full": "decentnode.sharing.full:Full",
@@ -32,7 +32,7 @@ AMONG_EQUALS: dict[str, str] = {
     "topk": "decentnode.sharing.topk:TopK",
     "wavelet": "decentnode.sharing.wavelet:Wavelet",
 }
-"""Rules of nodes that all do the same."""
+"""Rules for peer-to-peer runs, in which all nodes have the same role."""
 WITH_SERVERS: dict[str, str] = {
     "fedavg": "decentnode.sharing.federated.fedavg:FedAvg",
     "fedavgm": "decentnode.sharing.federated.fedavgm:FedAvgM",
@@ -42,10 +42,10 @@ WITH_SERVERS: dict[str, str] = {
     "scaffold": "decentnode.sharing.federated.scaffold:Scaffold",
     "fedstc": "decentnode.sharing.federated.fedstc:FedSTC",
 }
-"""Rules of servers and their clients."""
+"""Rules for servers and their clients."""
 SHARINGS: dict[str, str] = {**AMONG_EQUALS, **WITH_SERVERS}
 
 FRAGMENTS: dict[str, str] = {
     "random": "decentnode.sharing.random_fragments:RandomFragments",
 }
-"""Ways to cut the parameters into fragments that are exchanged apart."""
+"""Ways to split the parameters into fragments that are exchanged separately."""

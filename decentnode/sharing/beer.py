@@ -1,4 +1,4 @@
-"""BEER: gradient tracking whose models and trackers travel as compressed differences."""
+"""Rule beer: gradient tracking whose models and trackers are sent as compressed differences."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class BeerConfig(ChocoConfig):
 class Beer(Tensors, Sharing):
     """x += gamma sum_j W_ij (h_j - h_i) - lr v, v += gamma sum_j W_ij (g_j - g_i) + u'/lr' - u/lr (Zhao et al. 2022).
 
-    arXiv 2201.13320, algorithm 1. v tracks the mean gradient, as y of gradient_tracking.py, and u is the update that
-    the local steps of a round made. h and g are public copies of x and v, kept up to date by C(x - h) and C(v - g) as
-    in choco.py, whose exchange is used twice: v_0 = u_0 / lr_0, h starts as the initial model and g as zero. The mean
-    of v over the nodes equals the mean of u / lr in every round, whatever C is.
+    arXiv 2201.13320, algorithm 1. v tracks the mean gradient, as y in gradient_tracking.py, and u is the total update
+    of a round's local steps. h and g are public copies of x and v, updated by C(x - h) and C(v - g) as in choco.py,
+    whose exchange is used twice: v_0 = u_0 / lr_0, h starts as the initial model and g as zero. The mean of v over the
+    nodes equals the mean of u / lr in every round, whatever C is.
 
-    Memory: two copies per neighbor and seven more. Payloads hold both differences: of `x.` and of `v.`. A lost payload
-    breaks the mean of v for good. In a round with learning rate 0 nodes only mix.
+    Memory: two copies per neighbor and seven more. Payloads contain both differences, under the prefixes `x.` and `v.`.
+    A lost payload makes the mean of v permanently wrong. In a round with learning rate 0 nodes only mix.
     """
 
     Config: ClassVar[type[component.Config]] = BeerConfig
@@ -48,7 +48,7 @@ class Beer(Tensors, Sharing):
     def __init__(self, config: BeerConfig) -> None:
         super().__init__(config)
         self._copies = {"x": Choco(config), "v": Choco(config)}
-        """The public copies of models, h, and of trackers, g."""
+        """The exchanges of models, with the public copies h, and of trackers, with the public copies g."""
         self.operator, self.step_size = self._copies["x"].operator, self._copies["x"].step_size
         self.form = config.form
         self.tracked: Tensor | None = None
@@ -59,7 +59,7 @@ class Beer(Tensors, Sharing):
 
     @classmethod
     def step_search(cls, config: Any) -> Search:
-        """The search is that of `choco`: at a gradient that does not change, x and v are mixed alike."""
+        """Returns the search of `choco`: if gradients do not change, x and v are mixed in the same way."""
         return Choco.step_search(config)
 
     def set_parameter_shapes(self, shapes: Sequence[tuple[int, ...]]) -> None:
@@ -71,7 +71,7 @@ class Beer(Tensors, Sharing):
         self._x = model.clone()
 
     def _start(self, model: Tensor, view: RoundView) -> Tensor:
-        """Returns v, which with its public copy is zero before the first gradient."""
+        """Returns v; before the first gradient, v and its public copy are zero."""
         if self.tracked is None:
             self.tracked = torch.zeros_like(model)
             self._copies["x"].begin(model, view)
@@ -109,7 +109,7 @@ class Beer(Tensors, Sharing):
         tracked = self._start(model, view)
         self._copies["x"].mix(model, {uid: _part(payload, "x") for uid, payload in received.items()}, view)
         if self.form == "dsgt" and self.old_gradient is not None:
-            model.sub_(tracked, alpha=view.lr)  # v before it is mixed: both lines of the paper take v_t
+            model.sub_(tracked, alpha=view.lr)  # v before mixing: both lines of the paper's algorithm use v_t
         self._copies["v"].mix(tracked, {uid: _part(payload, "v") for uid, payload in received.items()}, view)
 
     def undelivered(self, uid: int, payload: Payload) -> None:
@@ -130,7 +130,7 @@ class Beer(Tensors, Sharing):
 
 
 def _other_draws(view: RoundView) -> RoundView:
-    """Returns the view whose codec draws differ from those of the round's models."""
+    """Returns a view for which the codec's random numbers differ from those for the round's models."""
     return replace(view, phase=1)
 
 
@@ -143,7 +143,7 @@ def _joined(parts: Mapping[str, Payload]) -> Payload:
 
 
 def _part(payload: Payload, part: str) -> Payload:
-    """Returns one of the payloads that `_joined` put together."""
+    """Returns one of the payloads that `_joined` combined."""
     start = f"{part}."
     tensors = {name.removeprefix(start): tensor for name, tensor in payload.tensors.items() if name.startswith(start)}
     scalars = {name.removeprefix(start): value for name, value in payload.scalars.items() if name.startswith(start)}

@@ -1,4 +1,4 @@
-"""CHOCO-SGD: nodes gossip with public copies of their models, which are kept up to date by compressed differences."""
+"""Rule choco (CHOCO-SGD): nodes mix public copies of their models, which are updated by compressed differences."""
 
 from __future__ import annotations
 
@@ -35,12 +35,13 @@ class ChocoConfig(SharingConfig):
 class Choco(Sharing):
     """q_i = C(x_i - h_i) is sent; h_j += q_j for all; x_i += gamma sum_j W_ij (h_j - h_i) (arXiv 1902.00340, alg. 2).
 
-    h_i, the public copy, is the estimate of x_i that all neighbors of i hold. With a static doubly stochastic W the
-    mean of the models is kept whatever C is, and the models converge to it exactly. Memory: one copy per neighbor and
-    two more.
+    h_i, the public copy, is the estimate of x_i that all neighbors of i have. With a static doubly stochastic W the
+    mean of the models is preserved whatever C is, and the models converge to it exactly. Memory: one copy per neighbor
+    and two more.
 
-    Copies start as the initial model, which is the same on all nodes; first payloads carry its checksum. A node that
-    missed a payload of neighbor j no longer knows h_j: it leaves j out of its mixing and asks j for all of h_j.
+    Copies start as the initial model, which is the same on all nodes; the first payloads carry its checksum. A node
+    that missed a payload of neighbor j no longer knows h_j: it leaves j out of its mixing and requests the whole h_j
+    from j.
     """
 
     Config: ClassVar[type[component.Config]] = ChocoConfig
@@ -58,15 +59,15 @@ class Choco(Sharing):
         self.public: Tensor | None = None
         """h_i [P], this node's own public copy."""
         self.copies: dict[int, Tensor] = {}
-        """h_j [P] of each neighbor of which no payload was missed."""
+        """h_j [P] of each neighbor j from which no payload was missed."""
         self.pull: Tensor | None = None
         """sum_j W_ij (h_j - h_i) [P] over `pulled`."""
         self.pulled: dict[int, float] = {}
-        """Neighbors whose copies are in `pull`, with the weights that they have there."""
+        """The neighbors whose copies are in `pull`, with their weights in it."""
         self.asked: set[int] = set()
-        """Neighbors that asked for the whole of h_i, or missed a payload of this node."""
+        """The neighbors that requested the whole h_i, or missed a payload of this node."""
         self.started = False
-        """Whether the first payloads, which carry the checksum of the initial model, were sent."""
+        """Whether the first payloads, which carry the checksum of the initial model, have been sent."""
         self._sent: tuple[Tensor, Tensor] | None = None
         self._start = -1
 
@@ -76,8 +77,8 @@ class Choco(Sharing):
 
     @classmethod
     def step_search(cls, config: Any) -> Search:
-        """The search starts from different models with public copies of zeros: the worst case of a run, whose models
-        start equal."""
+        """Returns a search that starts from different models with public copies of zeros, which is worse than any run,
+        whose models start equal."""
         codec = make_codec(config.compression) if config.compression else None
         return Search(_all_at_once, cls.make_operator(config, codec))
 
@@ -100,7 +101,8 @@ class Choco(Sharing):
         add_at(self.public, at, values)
         self._sent, self.started = (at, values), True
         nothing = model.new_empty(0)
-        # All neighbors get one object, which is encoded once, except those that ask or are asked for a whole copy.
+        # All neighbors get the same object, which is encoded once, except those that request a whole copy or from which
+        # one is requested.
         usual = Payload({**coded, "whole": nothing}, scalars, self.operator.metadata)
         out = {}
         for uid in view.neighbors:
@@ -132,10 +134,11 @@ class Choco(Sharing):
         changes: dict[int, tuple[Tensor, Tensor] | None] = {}
         for uid, payload in received.items():
             changes[uid] = self._take(uid, payload)
-        for uid in self.copies.keys() - received.keys():  # q_j is lost, so h_j is unknown until j sends all of it
+        # q_j is lost, so that h_j is unknown until j sends the whole copy
+        for uid in self.copies.keys() - received.keys():
             del self.copies[uid]
         pulling = {uid: view.weights[uid] for uid in sorted(received) if uid in self.copies}
-        # The pull sum_j W_ij (h_j - h_i) is summed anew only where a weight, or a copy other than by q, changed.
+        # The pull sum_j W_ij (h_j - h_i) is only recomputed if a weight changed, or a copy changed otherwise than by q.
         # Otherwise the sparse changes are added to it, which costs K entries per neighbor instead of P.
         fresh = self.pull is None or pulling != self.pulled or None in changes.values()
         if fresh:
@@ -154,15 +157,15 @@ class Choco(Sharing):
         model.add_(self.pull, alpha=self.step_size)
 
     def _take(self, uid: int, payload: Payload) -> tuple[Tensor, Tensor] | None:
-        """Updates the copy of `uid`. Returns the change q_j as (positions, values), or None where h_j was replaced or
-        is not known."""
+        """Updates the copy of `uid`. Returns the change q_j as (positions, values), or None if h_j was replaced or is
+        not known."""
         if payload.scalars.get("ask"):
             self.asked.add(uid)
         if "whole" in payload.tensors:
             self.copies[uid] = payload.tensors["whole"].clone()
             return None
         if "start" in payload.scalars and payload.scalars["start"] != self._start:
-            self.copies.pop(uid, None)  # j started from another model, and learns the same of this node's checksum
+            self.copies.pop(uid, None)  # j started from another model; it detects the same from this node's checksum
             self.asked.add(uid)
         if uid not in self.copies:
             return None
@@ -193,7 +196,7 @@ class Choco(Sharing):
 
 
 def _all_at_once(models: Tensor, public: Tensor, pull: Tensor, step: float, compress: Compress) -> None:
-    """A round of all nodes without gradients, for the search of a step. pull: W - I."""
+    """Makes a round of all nodes without gradients, for the search of a step, in place. pull: W - I."""
     public.add_(compress(models - public))
     models.add_(pull @ public, alpha=step)
 

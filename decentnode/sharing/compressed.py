@@ -1,4 +1,4 @@
-"""Any sharing rule with its values compressed by a codec."""
+"""Wraps a sharing rule so that a codec compresses the values that it sends."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ COUNT = ".count"
 
 
 def make_sharing(config: Any, machines: Sequence[Sequence[int]] = ()) -> Sharing:
-    """Returns the rule of a YAML section, wrapped in `Compressed` where it does not apply its compression itself.
+    """Returns the rule of a YAML section, wrapped in `Compressed` if it does not apply its compression itself.
 
-    machines: the uids on every machine; without them the caller has to call `set_machines`.
-    Raises EnvironmentFault when a codec's library is not installed.
+    machines: the uids on each machine; if empty, the caller has to call `set_machines`.
+    Raises EnvironmentFault if a codec's library is not installed.
     """
     made: Sharing = load_class(config.name, SHARINGS, "sharing")(config)
     if machines:
@@ -41,11 +41,12 @@ def make_sharing(config: Any, machines: Sequence[Sequence[int]] = ()) -> Sharing
 
 
 class Compressed(Wrapper):
-    """A rule whose payloads are sent coded, and decoded again before the rule sees them.
+    """Encodes a rule's payloads before they are sent, and decodes arriving ones before the rule sees them.
 
-    Floating-point tensors are coded, all others are sent as they are. What a lossy codec takes away is lost: the mean
-    over the nodes is kept up to the codec's error only, and nodes agree no closer than that. `choco` is the rule for
-    coarse codecs. No two parameter tensors share a scale, where the rule sends the model's own entries.
+    Floating-point tensors are encoded, all others are sent unchanged. The error of a lossy codec is not compensated:
+    the mean over the nodes is only preserved up to that error, and nodes do not get closer to consensus than it.
+    `choco` is the rule for coarse codecs. If the rule sends entries of the model, no two parameter tensors share a
+    scale.
     """
 
     Config: ClassVar[type[component.Config]] = SharingConfig
@@ -53,26 +54,27 @@ class Compressed(Wrapper):
     def __init__(self, rule: Sharing, codec: Codec) -> None:
         self.codec = codec
         self._whole = codec
-        """The codec of tensors that are as the whole model."""
+        """The codec of tensors with the layout of the whole model."""
         self._sizes: list[int] = []
-        """Entries of each parameter tensor."""
+        """The number of entries of each parameter tensor."""
         self._specs: dict[str, TensorSpec] = {}
-        """The schema of the rule inside."""
+        """The schema of the inner rule's payloads."""
         self._counts: dict[str, ScalarSpec] = {}
-        """The scalars with the lengths of coded tensors whose length is not fixed."""
+        """The scalars with the lengths of encoded tensors whose length is not fixed."""
         self._own: Payload | None = None
-        """This node's own payload of the present phase, as neighbors decode it; None where the rule does not mix it."""
+        """This node's own payload of the current phase as neighbors decode it; None if the rule does not mix it."""
         self._view: RoundView | None = None
-        """The round and phase of the payloads that were sent last."""
+        """The view (round and phase) of the payloads that were sent last."""
         super().__init__(rule)
 
     def changed(self, inner: Requirements) -> Requirements:
-        """Not linear, because a sum of coded tensors is not the coded sum."""
+        """Returns the requirements of the wrapper. It is not linear, because the sum of encoded tensors is not the
+        encoded sum."""
         return replace(inner, elementwise=inner.elementwise and self.codec.elementwise, linear=False,
                        scalars={**inner.scalars, **self._counts})  # fmt: skip
 
     def own_contribution(self, model: Tensor, view: RoundView) -> None:  # noqa: ARG002
-        """Returns None: every payload must be decoded before it is added."""
+        """Returns None, as every payload must be decoded before it is added."""
         return
 
     def set_parameter_shapes(self, shapes: Sequence[tuple[int, ...]]) -> None:
@@ -151,7 +153,8 @@ class Compressed(Wrapper):
         return self.rule.unpack(self._decoded(payload, sizes), uid, view)
 
     def _decoded(self, payload: Payload, sizes: Mapping[str, Sequence[int]]) -> Payload:
-        """Returns the inner rule's payload as receivers see it. Raises PeerFault for bytes that no encoder made."""
+        """Returns the inner rule's payload as receivers decode it. Raises PeerFault for bytes that cannot be from the
+        encoder."""
         tensors: dict[str, Tensor] = {}
         scalars = dict(payload.scalars)
         for name, spec in self._specs.items():
@@ -171,8 +174,8 @@ class Compressed(Wrapper):
     def _slice(self, payload: Payload) -> Payload:
         """Returns one slice of a payload in the dtype that the rule mixes.
 
-        Linear rules take float16 and bfloat16 as they are: their weighted sum converts block by block in a cache,
-        which saves a pass over memory for the converted tensor.
+        Linear rules accept float16 and bfloat16: their weighted sum converts block by block in the cache, which saves a
+        pass over memory for the converted tensor.
         """
         dtype = self._specs["x"].dtype
         if self.rule.requirements.linear and payload.tensors["x"].is_floating_point():
@@ -180,7 +183,8 @@ class Compressed(Wrapper):
         return Payload({"x": payload.tensors["x"].to(dtype)}, payload.scalars)
 
     def _received(self, received: Mapping[int, Payload], view: RoundView) -> Mapping[int, Payload]:
-        """Returns the payloads that the rule mixes: slices in its dtype, and its own payload where it needs that."""
+        """Returns the payloads that the inner rule mixes: slices in its dtype, and the node's own payload if the rule
+        needs it."""
         if self.requirements.elementwise:
             received = {uid: self._slice(payload) for uid, payload in received.items()}
         if self._own is not None and view.uid not in received:
@@ -194,7 +198,7 @@ class Compressed(Wrapper):
         self.rule.mix_into(out, model, self._received(received, view), view)
 
     def undelivered(self, uid: int, payload: Payload) -> None:
-        """Passes on what would have arrived, decoded."""
+        """Passes the undelivered payload to the inner rule, decoded as the receiver would have."""
         assert self._view is not None
         sizes = self.rule.tensor_sizes(payload, self._view.uid, uid, self._view)
         self.rule.undelivered(uid, self._decoded(payload, sizes))

@@ -1,8 +1,9 @@
-"""D2 and exact diffusion: gossip whose bias on unequal data is corrected by the update of the last round.
+"""Rule d2 (D2, exact diffusion): gossip averaging whose bias on unequal data is corrected by the update of the last
+round.
 
-Here and in the other rules that correct local steps, u_t is the update that the local steps of round t made together:
-the model after them is x_t - u_t. With one step of plain SGD u_t = lr g_t. Written with u_t, a rule also holds for
-learning rates that change, several local steps and other optimizers.
+Here and in the other rules that correct local steps, u_t is the total update of the local steps of round t: the model
+after them is x_t - u_t. With one step of plain SGD, u_t = lr g_t. Written with u_t, a rule is also valid for changing
+learning rates, several local steps and other optimizers.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ class D2(Tensors, Full):
     With momentum in the local optimizer it is EDM. It converges to the exact optimum on unequal data, and needs a
     static symmetric W whose eigenvalues are above -1/3.
 
-    It is computed with a correction c of the local steps: z_t = x_t - u_t + c_t, d_t = sum_j W_ij (z_j - z_i),
-    x_{t+1} = z_t + d_t, c_{t+1} = c_t + d_t, and c_0 = 0. That is the same recursion, but c is a sum of differences
-    between nodes, which cancel over the nodes. Of 2 x_t - x_{t-1} every rounding of W x, and all that a codec takes
-    away, would be repeated as a move of the mean in each later round. With a codec the differences are those of the
-    models as neighbors decode them, the node's own one included.
+    It is computed with a correction c of the local steps: z_t = x_t - u_t + c_t, d_t = sum_j W_ij (z_j - z_i), x_{t+1}
+    = z_t + d_t, c_{t+1} = c_t + d_t, and c_0 = 0. This is the same recursion, but c is a sum of differences between
+    nodes, which cancel in the sum over all nodes. With 2 x_t - x_{t-1}, every rounding error of W x and every error of
+    a codec would move the mean again in each later round. With a codec, differences are computed from the models as
+    neighbors decode them, including the node's own.
 
-    A payload that is missing at one receiver leaves a difference in c that nothing cancels, so that the mean would
-    drift in every later round: runs that go on without a payload are refused.
+    A payload that is missing at one receiver leaves a difference in c that is never canceled, so that the mean would
+    drift in every later round: runs that continue without a payload are refused.
     """
 
     Config: ClassVar[type[component.Config]] = FullConfig
@@ -49,10 +50,10 @@ class D2(Tensors, Full):
         super().__init__(config)
         self.correction: Tensor | None = None
         self._difference: Tensor | None = None
-        """d_t, between mixing, which may be repeated, and the end of the round."""
+        """d_t, kept from mixing, which may be repeated, until the end of the round."""
 
     def adjust(self, model: Tensor, view: RoundView, loss: float) -> None:  # noqa: ARG002
-        """x_t - u_t becomes z_t."""
+        """Changes the model from x_t - u_t to z_t."""
         if self.correction is not None:
             model.add_(self.correction)
 
@@ -66,7 +67,7 @@ class D2(Tensors, Full):
         self._difference = difference
 
     def mix_stacked(self, models: Tensor, mixing: Mixing, view: RoundView) -> Tensor:  # noqa: ARG002
-        apart = models - models.mean(0)  # what the rows have in common would only be rounded
+        apart = models - models.mean(0)  # the common part of the rows would only add rounding errors
         self._difference = mixing(apart) - apart
         return models.add_(self._difference)
 

@@ -1,4 +1,4 @@
-"""The one place where what a peer sent becomes what a rule mixes, or a PeerFault."""
+"""Decodes payloads from peers; the only place that turns malformed ones into a PeerFault."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ MALFORMED = "malformed_payload"
 
 
 def decode(rule: Sharing, payload: Payload, uid: int, view: RoundView) -> Payload:
-    """Returns what `rule.mix` receives for a payload from `uid`, whose tensors already fit the rule's schema.
+    """Returns the payload that `rule.mix` receives for a payload from `uid`, whose tensors have been checked against
+    the rule's schema.
 
-    Raises PeerFault for numbers that do not fit the rule's requirements, for bytes that `rule.unpack` refuses, and for
-    whatever else `unpack` or a library below it raises, with that as its cause. Errors of this program
-    (DecentnodeError, a failed assertion, no memory) pass through: they are not the peer's fault.
+    Raises PeerFault for scalars that do not match the rule's requirements, for payloads that `rule.unpack` refuses, and
+    for any other exception of `unpack` or a library below it, with that as its cause. Errors of this program
+    (DecentnodeError, a failed assertion, lack of memory) are passed through, as they are not the peer's fault.
     """
     for name, spec in rule.requirements.scalars.items():
         value = payload.scalars.get(name)

@@ -32,8 +32,8 @@ class DeepSqueezeConfig(SharingConfig):
 class DeepSqueeze(Sharing):
     """v = x + e, c = C(v), e = v - c; x += gamma (sum_j W_ij c_j - c_i) (arXiv 1907.07346, algorithm 1).
 
-    The error e is what compression has taken away so far; it is added to the next model before that is compressed. A
-    node keeps no copies of its neighbors, so that W may change from round to round.
+    The error e is the sum of all compression errors so far; it is added to the next model before that is compressed. A
+    node keeps no copies of its neighbors' models, so that W may change from round to round.
     """
 
     Config: ClassVar[type[component.Config]] = DeepSqueezeConfig
@@ -50,9 +50,9 @@ class DeepSqueeze(Sharing):
 
     @classmethod
     def step_search(cls, config: Any) -> Search:
-        """The models never come closer than about step size times the compression error of the models themselves. A
-        step therefore passes when a tenth of the distance is left, measured on models that have as much in common as
-        they differ."""
+        """Returns a search that accepts a step if a tenth of the distance is left, measured on models whose common part
+        is as large as their differences: models never get closer than about the step size times the compression error
+        of the models themselves."""
         codec = make_codec(config.compression) if config.compression else None
         return Search(_all_at_once, Operator(config.fraction, config.choose, codec), enough=0.1, common=1.0)
 
@@ -94,7 +94,7 @@ class DeepSqueeze(Sharing):
 
 
 def _all_at_once(models: Tensor, error: Tensor, pull: Tensor, step: float, compress: Compress) -> None:
-    """A round of all nodes without gradients, for the search of a step. pull: W - I."""
+    """Makes a round of all nodes without gradients, for the search of a step, in place. pull: W - I."""
     whole = models + error
     sent = compress(whole)
     torch.sub(whole, sent, out=error)

@@ -1,4 +1,4 @@
-"""What a rule that sends a part of the model says of its choice, for those who study it."""
+"""The `dump:` section of rules that send a part of the model: writes what they chose, for studies."""
 
 from __future__ import annotations
 
@@ -25,5 +25,5 @@ class DumpConfig(Settings):
     """A node whose files together would exceed this size stops writing dumps, and says so."""
 
     def by(self, uid: int) -> bool:
-        """Whether the node writes."""
+        """Returns whether a node writes dumps."""
         return self.nodes == "all" or uid in self.nodes

@@ -1,4 +1,4 @@
-"""Elastic averaging: every node is pulled toward a center of its own, and the centers gossip."""
+"""Rule elastic: every node is pulled toward a center of its own, and the centers are mixed by gossip."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Elastic(Tensors, LocalSGD):
         self.force = config.force
         self.center: Tensor | None = None
         self.x: Tensor | None = None
-        """x(t) [P] of a round with an exchange, with `force: before`."""
+        """x(t) [P] in a round with an exchange, with `force: before`."""
 
     def begin(self, model: Tensor, view: RoundView) -> None:
         if self.center is None:

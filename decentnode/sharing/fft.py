@@ -34,7 +34,8 @@ class FFT(TopK):
         return elements // 2 + 1
 
     def score(self, change: Tensor) -> Tensor:
-        """Squared magnitudes: they have the order of magnitudes, and cost a third of the time (no square root)."""
+        """Returns squared magnitudes, which have the same order as magnitudes and take a third of the time (no square
+        root)."""
         real, imaginary = torch.view_as_real(change).unbind(-1)
         return real.square().addcmul_(imaginary, imaginary)
 

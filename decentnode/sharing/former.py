@@ -1,4 +1,5 @@
-"""Rules written before `Requirements`: attributes such as `needs_symmetric = True` set its fields, with a warning."""
+"""Compatibility with rules written before `Requirements` existed: attributes such as `needs_symmetric = True` set its
+fields, with a warning."""
 
 from __future__ import annotations
 
@@ -15,11 +16,11 @@ FORMER: dict[str, str] = {
     "forgets_losses": "tolerates_missing", "includes_self": "includes_self",
 } | {name: name for name in ("smallest_eigenvalue", "overrides_topology", "phases", "elementwise", "linear", "scalars",
                              "compresses", "star", "steps_before")}  # fmt: skip
-"""Attribute of a rule -> field of Requirements."""
+"""Old attribute of a rule -> field of Requirements."""
 
 
 class FormerAttribute:
-    """Reads and writes one field of `requirements` as the attribute that it was."""
+    """A descriptor that reads and writes one field of `requirements` under its old attribute name."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -34,9 +35,9 @@ class FormerAttribute:
 
 
 def take_former(rule: type[Any]) -> None:
-    """Moves the former attributes in a rule's class body into its `requirements`.
+    """Moves old attributes in a rule's class body into its `requirements`.
 
-    Raises TypeError for one that is computed (a method or a property): it must become a field by hand.
+    Raises TypeError for a computed one (a method or a property), which must be converted to a field by hand.
     """
     found = {name: vars(rule)[name] for name in FORMER if name in vars(rule)}
     if not found:
@@ -46,7 +47,8 @@ def take_former(rule: type[Any]) -> None:
             raise TypeError(f"{rule.__qualname__}.{name} must be a value now: set self.requirements = "
                             f"dataclasses.replace(self.requirements, {FORMER[name]}=...) in __init__")  # fmt: skip
         delattr(rule, name)
-    _warn(rule, found, "requirements", stacklevel=5)  # from the frames of abc and __init_subclass__ to the class body
+    # skips the frames of abc and __init_subclass__ up to the class body
+    _warn(rule, found, "requirements", stacklevel=5)
     rule.requirements = replace(rule.requirements, **{FORMER[name]: value for name, value in found.items()})
 
 

@@ -1,4 +1,4 @@
-"""Fragments: parts of the flat parameters, each exchanged in its own rounds, over its own graph, by a rule of its own.
+"""Fragments: parts of the flat parameters, each exchanged in its own rounds, over its own graph, by its own rule.
 
 A run without `parameters.fragments` has one fragment: all shared parameters, exchanged in every round.
 """
@@ -12,23 +12,23 @@ from decentnode.graph.base import Graph
 
 @dataclass(frozen=True)
 class Fragment:
-    """The part [start, stop) of a node's flat parameters, and when and with whom it is exchanged.
+    """The range [start, stop) of a node's flat parameters, and when and with whom it is exchanged.
 
-    Which rounds have an exchange of it is a pure function of the round: all nodes compute the same. To the fragment's
-    rule the rounds up to an exchange and the round of that exchange are one round, a turn: `RoundView.round` counts
-    turns, and the rule corrects what all local steps of a turn did together. With `every: 1` turns are rounds.
+    Whether a round has an exchange is a pure function of the round, the same on all nodes. For the fragment's rule, all
+    rounds from one exchange up to the next are one round, called a turn: `RoundView.round` counts turns, and the rule
+    corrects the total update of a turn's local steps. With `every: 1` turns are rounds.
     """
 
     start: int
     stop: int
     graph: Graph
-    """Whose edges exchange number k of the fragment uses are those of its round k."""
+    """The graph; exchange number k of the fragment uses the edges of its round k."""
     every: int = 1
-    """Rounds per exchange."""
+    """The number of rounds per exchange."""
     offset: int = 0
     """The first round with an exchange, below `every`."""
     index: int = 0
-    """Among the fragments of a run, in the order of their places in the flat parameters."""
+    """The fragment's index among those of a run, in the order of their positions in the flat parameters."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.start < self.stop:
@@ -45,7 +45,7 @@ class Fragment:
         return round % self.every == self.offset
 
     def turn(self, round: int) -> int:
-        """Returns the turn that `round` belongs to: the number of the first exchange that is not before `round`."""
+        """Returns the turn that `round` belongs to, which is the number of the next exchange in `round` or later."""
         return -((self.offset - round) // self.every)
 
     def round_of(self, turn: int) -> int:

@@ -28,12 +28,13 @@ class TrackingConfig(SharingConfig):
 class GradientTracking(Tensors, Sharing):
     """y tracks the mean gradient, and x descends along y (Pu and Nedic 2021, arXiv 1805.11454; others by `form`).
 
-    g_t = u_t / lr_t, with u_t the update that the local steps of round t made (d2.py) and lr_t their learning rate:
-    with one step of plain SGD the gradient. y_0 = g_0, and the mean of y over the nodes equals the mean of g in every
-    round. A lost payload breaks this equality for good, so that runs that go on without a payload are refused.
+    g_t = u_t / lr_t, where u_t is the total update of the local steps of round t (d2.py) and lr_t their learning rate;
+    with one step of plain SGD it is the gradient. y_0 = g_0, and the mean of y over the nodes equals the mean of g in
+    every round. A lost payload breaks this equality permanently, so that runs that continue without a payload are
+    refused.
 
-    Works with any sequence of doubly stochastic matrices. Payloads hold x and y. In a round with learning rate 0 nodes
-    only mix.
+    Works with any sequence of doubly stochastic matrices. Payloads contain x and y. In a round with learning rate 0
+    nodes only mix.
     """
 
     Config: ClassVar[type[component.Config]] = TrackingConfig
@@ -69,7 +70,7 @@ class GradientTracking(Tensors, Sharing):
         self.x = None
 
     def smoothed(self, gradient: Tensor) -> Tensor:
-        """Returns the gradient that is tracked, as a tensor that `adjust` keeps."""
+        """Returns the gradient to be tracked, as a tensor that `adjust` may keep."""
         return gradient
 
     def outgoing(self, model: Tensor, view: RoundView) -> dict[int, Payload]:
@@ -111,7 +112,7 @@ class GradientTracking(Tensors, Sharing):
 
 
 def mix_named(own: Tensor, name: str, received: Mapping[int, Payload], view: RoundView) -> None:
-    """own <- w_ii own + sum_j w_ij of the sources' tensors `name`, in place."""
+    """Computes own <- w_ii own + sum_j w_ij t_j, in place, where t_j is the tensor `name` of source j."""
     own.mul_(view.weights[view.uid])
     for uid, payload in received.items():
         own.add_(payload.tensors[name], alpha=view.weights[uid])

@@ -21,7 +21,8 @@ from decentnode.sharing.base import Sharing, SharingConfig
 from decentnode.sharing.requirements import Requirements
 
 REDUCE, BETWEEN, GATHER = range(3)
-"""The phases of a round."""
+"""The phases of a round: reduce-scatter within the group, exchange of shards between groups, all-gather within the
+group."""
 
 
 class HierarchicalConfig(SharingConfig):
@@ -50,16 +51,17 @@ class Hierarchical(Sharing):
     Config: ClassVar[type[component.Config]] = HierarchicalConfig
     config: HierarchicalConfig
     requirements = Requirements(phases=3, groups=True, overrides_topology=True, includes_self=frozenset({GATHER}))
-    """The owner of a shard keeps it as the others of its group read it in the last phase, lossy codec or not."""
+    """The owner of a shard keeps it as the other nodes of its group decode it in the last phase, also with a lossy
+    codec."""
 
     def __init__(self, config: HierarchicalConfig) -> None:
         super().__init__(config)
         self._groups: Groups | None = None
         self._ends: list[int] = []
-        """Where each parameter tensor ends in the model."""
+        """The end of each parameter tensor in the flat model."""
 
     def set_machines(self, machines: Sequence[Sequence[int]]) -> None:
-        """Raises ValueError for groups that differ in size or miss a node."""
+        """Computes the groups. Raises ValueError if they differ in size or do not contain all nodes."""
         members = members_of(self.config.groups, machines)
         problem = problem_of(members, sum(map(len, machines)))
         if problem:
@@ -79,7 +81,7 @@ class Hierarchical(Sharing):
             row = groups.row(view.weights)
             weights = {view.uid: 0.0} | dict.fromkeys(groups.mates(view.uid, row), 0.0)
             for other, weight in row.items():
-                # the weight of a dead node of the other group returns to this node
+                # this node gets the weight of an absent node of the other group
                 mate = next((uid for uid in groups.mates(view.uid, [other]) if uid in view.members), view.uid)
                 weights[mate] += weight
             neighbors = self._alive(groups.mates(view.uid, groups.of(view.neighbors)), view)
@@ -95,8 +97,8 @@ class Hierarchical(Sharing):
         return replace(view, neighbors=peers, sources=peers, weights=equal, out_weights=equal, averaging_group=group)
 
     def plan_buffers(self, view: RoundView) -> RoundView:
-        """The view of one exchange that mixes by W_between kron J_within: a group's buffers become equal, as its models
-        do."""
+        """Returns the view for one exchange that mixes with W_between kron J_within, so that a group's buffers become
+        equal, as its models do."""
         groups = self.groups
         row = groups.row(view.weights)
         weights = {uid: weight / groups.size for at, weight in row.items() for uid in groups.members[at]}
@@ -128,8 +130,9 @@ class Hierarchical(Sharing):
     def _shard(self, elements: int, uid: int) -> slice:
         """Returns the part of the model that a node owns.
 
-        All shards have one length, as the payload schema demands. Where the group's size does not divide the model, the
-        last shards start earlier and overlap the shard before; `mix` takes the overlap from its first owner.
+        All shards have the same length, as the payload schema requires. If the group's size does not divide the
+        model's, the last shards start earlier and overlap the previous shard; `mix` takes the overlap from its first
+        owner.
         """
         length = self._length(elements)
         start = min(self.groups.place(uid)[1] * length, elements - length)

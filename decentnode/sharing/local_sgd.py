@@ -27,7 +27,7 @@ class LocalSGD(Full):
         self.every = config.every
 
     def meets(self, round: int) -> bool:
-        """Whether the round has an exchange."""
+        """Returns whether the round has an exchange."""
         return (round + 1) % self.every == 0
 
     def exchange_number(self, round: int) -> int | None:

@@ -1,4 +1,5 @@
-"""The compression operator C of rules with error feedback: a choice of entries, then a codec for their values."""
+"""The compression operator C of rules with error feedback: it chooses entries, and encodes their values with a
+codec."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from decentnode.tensors import moved
 
 
 def draws_of(codec: Codec, view: RoundView, device: torch.device) -> torch.Generator | None:
-    """Returns the random generator of a codec for this node, round, phase and fragment; None where it draws nothing."""
+    """Returns the random generator of a codec for this node, round, phase and fragment; None for a codec without
+    randomness."""
     if not codec.unbiased:
         return None
     purpose = f"compression, phase {view.phase}" if view.phase else "compression"
@@ -26,12 +28,12 @@ def draws_of(codec: Codec, view: RoundView, device: torch.device) -> torch.Gener
 
 
 class Operator:
-    """C(v): a choice of entries of v, then a codec for their values.
+    """C(v): chooses entries of v, and encodes their values with a codec.
 
     Error feedback needs a contraction, E||C(v) - v||^2 < ||v||^2. An unbiased codec with E||Q(v) - v||^2 = w ||v||^2 is
-    none for w >= 1, but Q(v) / (1 + w) is (arXiv 1902.00340, 3.1): decoded values are divided by 1 + w.
+    not a contraction for w >= 1, but Q(v) / (1 + w) is (arXiv 1902.00340, 3.1): so decoded values are divided by 1 + w.
 
-    Coded tensors: "indices", and "values" or the codec's "values.*".
+    The encoded tensors are "indices", and "values" or the codec's "values.*".
     """
 
     def __init__(self, fraction: float, choose: str, codec: Codec | None) -> None:
@@ -39,16 +41,16 @@ class Operator:
         self.choose = choose
         self.codec = codec
         self._sizes: list[int] = []
-        """Entries of each parameter tensor; a codec's scales are of one tensor each."""
+        """The number of entries of each parameter tensor; each of a codec's scales is for one tensor."""
         parts = codec.metadata if codec else frozenset()
         self.metadata = frozenset({"indices", *(f"values.{part}" for part in parts)})
 
     def set_parameter_shapes(self, shapes: Sequence[tuple[int, ...]]) -> None:
-        """See `Sharing.set_parameter_shapes`."""
+        """See `Hooks.set_parameter_shapes`."""
         self._sizes = [math.prod(shape) for shape in shapes]
 
     def schema(self, elements: int, dtype: torch.dtype) -> dict[str, TensorSpec]:
-        """Returns the largest sizes of the coded tensors of a vector with `elements` entries; all may be empty."""
+        """Returns the largest sizes of the encoded tensors of a vector with `elements` entries; all may be empty."""
         count = select.count_of(self.fraction, elements)
         if self.choose == "random":
             count = elements
@@ -60,7 +62,8 @@ class Operator:
         return found
 
     def encode(self, vector: Tensor, view: RoundView) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-        """Returns (coded tensors, positions [K] int64, the values [K] at these positions as receivers decode them)."""
+        """Returns (encoded tensors, positions [K] int64, the values [K] at these positions as receivers decode
+        them)."""
         elements = vector.numel()
         if self.choose == "random":
             at = moved(select.at_random(self.fraction, elements, view.rng("compression")), vector.device)
@@ -83,9 +86,10 @@ class Operator:
         return codec.divided(sizes_at(at, self._sizes)) if self._sizes else codec
 
     def compressor(self) -> Callable[[Tensor], Tensor]:
-        """Returns C for many vectors at once, [N, D] -> [N, D], as receivers decode each; for the search of a step.
+        """Returns a function that applies C to each of many vectors, [N, D] -> [N, D] (as receivers decode them), for
+        the search of a step.
 
-        Random draws go on from call to call, from a fixed seed. Blocks of a codec may span vectors.
+        Its random numbers continue from call to call, starting from a fixed seed. Blocks of a codec may span vectors.
         """
         draws = torch.Generator().manual_seed(0)
         codec = self.codec.lossy if self.codec else None
@@ -103,14 +107,14 @@ class Operator:
         return compress
 
     def lost(self) -> float:
-        """Returns the fraction of a normal vector's energy that C takes away."""
+        """Returns the fraction of a normal vector's energy that C loses."""
         with native.torch_threads(1), torch.no_grad(), torch.device("cpu"):
             vector = torch.randn(1, 1024, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
             return float((self.compressor()(vector) - vector).square().sum() / vector.square().sum())
 
     def _chosen(self, vectors: Tensor, draws: torch.Generator) -> Tensor | None:
-        """Returns the positions [N, K] int64 that are chosen in each vector; None for all. Random choices have a fixed
-        number per vector here."""
+        """Returns the positions [N, K] int64 that are chosen in each vector; None: all. Random choices have a fixed
+        number of entries per vector here."""
         count = select.count_of(self.fraction, vectors.shape[1])
         if count == vectors.shape[1]:
             return None
@@ -119,11 +123,12 @@ class Operator:
         return scores.topk(count, dim=1, sorted=False).indices
 
     def of_chosen(self, values: Tensor) -> Tensor:
-        """Maps chosen entries [N, K] to what is given to the codec."""
+        """Maps chosen entries [N, K] to the values that are given to the codec."""
         return values
 
     def decode(self, coded: Mapping[str, Tensor], elements: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Returns (positions, values) of what `encode` made. Raises PeerFault for tensors that it cannot have made."""
+        """Returns (positions, values) of tensors that `encode` returned. Raises PeerFault for tensors that it cannot
+        have returned."""
         at = indices.decode(coded["indices"], elements)
         if self.codec is None:
             values = coded["values"]
@@ -137,7 +142,8 @@ class Operator:
 
 
 def sizes_at(at: Tensor, sizes: Sequence[int]) -> list[int]:
-    """Returns how many of the positions lie in each tensor of a model. at: [K] int64, ascending. sizes: of tensors."""
+    """Returns how many of the positions are in each tensor of a model. at: [K] int64, ascending. sizes: the sizes of
+    the tensors."""
     if at.numel() == sum(sizes):
         return list(sizes)
     ends = moved(torch.tensor(sizes, dtype=torch.int64).cumsum(0), at.device)
@@ -146,7 +152,8 @@ def sizes_at(at: Tensor, sizes: Sequence[int]) -> list[int]:
 
 
 def add_at(out: Tensor, at: Tensor, values: Tensor, scale: float = 1.0) -> None:
-    """out[at] += scale * values, in place. at: distinct positions; as many as `out` has are all of them, ascending."""
+    """Computes out[at] += scale * values, in place. at: distinct positions; if there are as many as in `out`, they must
+    be all of them, ascending."""
     if at.numel() == out.numel():
         out.add_(values, alpha=scale)
     else:

@@ -1,7 +1,7 @@
 """The `parameters:` section of an experiment: which parameters are shared, and in which fragments they are exchanged.
 
-`layout_of` turns it into an order of the parameters in the flat model, such that every fragment is one range of it and
-what is kept comes last.
+`layout_of` turns it into an order of the parameters in the flat model, such that every fragment is one range, and
+parameters that are kept come last.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 MAX_FRAGMENTS = 64
-"""A round's exchanges, of every fragment in every phase of the rule, are told apart by one byte."""
+"""The largest number of fragments: the exchanges of a round, one per fragment and phase, are numbered by one byte."""
 
 Path = tuple[str | int, ...]
 
@@ -59,7 +59,7 @@ class Part:
     every: int = 1
     offset: int = 0
     graph: Config | None = None
-    """None: the run's."""
+    """The config of the fragment's graph; None: the run's graph."""
 
 
 class Fragments(Component, abc.ABC):
@@ -70,7 +70,7 @@ class Fragments(Component, abc.ABC):
 
     @abc.abstractmethod
     def parts(self, num_nodes: int) -> Sequence[Part]:
-        """Returns the fragments; a pure function of the config and the number of nodes."""
+        """Returns the fragments, as a pure function of the config and the number of nodes."""
 
 
 def _form(value: Any) -> str:
@@ -115,7 +115,7 @@ class Named:
     """One trainable parameter."""
 
     names: tuple[str, ...]
-    """The one that it stands under first, then those of the modules that it is tied to."""
+    """The parameter's first name, followed by its names in other modules that it is tied to."""
     shape: tuple[int, ...]
 
     @property
@@ -137,22 +137,22 @@ def named(module: nn.Module) -> list[Named]:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the parameters of a model lie in its flat storage."""
+    """The positions of a model's parameters in its flat storage."""
 
     order: tuple[int, ...]
-    """Of the trainable parameters, as `FlatModel` takes it."""
+    """The order of the trainable parameters, as `FlatModel` takes it."""
     ranges: tuple[tuple[int, int], ...]
-    """[start, stop) of every fragment, without gaps; behind the last one lies what is kept."""
+    """[start, stop) of every fragment, without gaps; parameters that are kept follow behind the last one."""
     shapes: tuple[tuple[int, ...], ...]
-    """Of the parameters, in `order`."""
+    """The shapes of the parameters, in `order`."""
 
     @property
     def shared(self) -> int:
-        """How many parameters are shared, the first ones."""
+        """The number of shared parameters, which come first."""
         return self.ranges[-1][1]
 
     def shapes_in(self, start: int, stop: int) -> list[tuple[int, ...]]:
-        """Returns the shapes of the parameters in a range; one that the range cuts counts as a vector."""
+        """Returns the shapes of the parameters in a range; a parameter that is only partly in it counts as a vector."""
         found: list[tuple[int, ...]] = []
         at = 0
         for shape in self.shapes:
@@ -164,7 +164,7 @@ class Layout:
 
 
 def layout_of(config: ParametersConfig, parameters: Sequence[Named], num_nodes: int) -> Layout:
-    """Returns the layout of a model. config: without `problems_of` this model."""
+    """Returns the layout of a model. config: must have no `problems_of` for this model."""
     shared, kept = _split(config, parameters)
     groups = [shared]
     if isinstance(config.fragments, list):
@@ -184,13 +184,14 @@ def layout_of(config: ParametersConfig, parameters: Sequence[Named], num_nodes: 
 
 
 def _split(config: ParametersConfig, parameters: Sequence[Named]) -> tuple[list[int], list[int]]:
-    """Returns the places of the shared parameters and of those that are kept."""
+    """Returns the indices of the shared parameters and of those that are kept."""
     shared = [i for i, each in enumerate(parameters) if each.matches(config.share) and not each.matches(config.keep)]
     return shared, sorted(set(range(len(parameters))).difference(shared))
 
 
 def _owner(fragments: Sequence[FragmentConfig], parameter: Named) -> int:
-    """Returns which fragment has a parameter: the first that matches it; their number where none does."""
+    """Returns the index of the fragment that a parameter belongs to, which is the first with a matching pattern; the
+    number of fragments if none matches."""
     matching = (i for i, each in enumerate(fragments) if parameter.matches(each.patterns))
     return next(matching, len(fragments))
 
@@ -198,7 +199,7 @@ def _owner(fragments: Sequence[FragmentConfig], parameter: Named) -> int:
 def problems_of(
     config: ParametersConfig, parameters: Sequence[Named], num_nodes: int
 ) -> Iterator[tuple[Path, str, str]]:
-    """Yields what is wrong with a section for a model: (path below `parameters`, sentence, hint)."""
+    """Yields the errors of a `parameters` section for a model: (path below `parameters`, sentence, hint)."""
     patterns: list[tuple[Path, str]] = [(("share", i), each) for i, each in enumerate(config.share)]
     patterns += [(("keep", i), each) for i, each in enumerate(config.keep)]
     listed = config.fragments if isinstance(config.fragments, list) else []
@@ -230,7 +231,7 @@ def _place(fragment: int, pattern: int, config: FragmentConfig) -> Path:
 
 
 def _uncovered(listed: Sequence[FragmentConfig], shared: Sequence[Named]) -> Iterator[tuple[Path, str, str]]:
-    """Fragments without a parameter, and parameters without a fragment."""
+    """Yields errors for fragments without a parameter, and for parameters without a fragment."""
     owners = [_owner(listed, each) for each in shared]
     for i, each in enumerate(listed):
         if i in owners:

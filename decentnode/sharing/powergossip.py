@@ -27,7 +27,7 @@ class PowerGossipConfig(Config):
 
 @dataclass(frozen=True)
 class Matrix:
-    """One parameter of two or more dimensions, as a matrix [rows, columns] that begins at `start` in the model."""
+    """A parameter with two or more dimensions, as a matrix [rows, columns] that begins at `start` in the flat model."""
 
     start: int
     rows: int
@@ -39,10 +39,10 @@ class Matrix:
 
 @dataclass
 class EdgeFactors:
-    """State of an edge that both ends compute alike, up to rounding."""
+    """The state of an edge, which both of its nodes compute equally up to rounding."""
 
     turn: int
-    """Exchanges since the edge last started; even ones use right factors, odd ones left factors."""
+    """The number of exchanges since the edge last started; even ones use right factors, odd ones left factors."""
     factors: list[Tensor]
     """[columns, rank] or [rows, rank] per matrix, orthonormal columns."""
 
@@ -50,10 +50,10 @@ class EdgeFactors:
 class PowerGossip(Sharing):
     """X_i += W_ij P Q^T along each edge, P Q^T one step of power iteration on X_j - X_i (arXiv 2008.01425, alg. 1).
 
-    For each matrix only its product with the edge's factor is sent. Left and right factors alternate, and each is the
-    result of the exchange before: a power iteration that goes on from round to round. The two ends of an edge change
-    their models by opposite amounts, so that the mean is kept. Parameters with fewer than two dimensions, and matrices
-    with too few rows or columns, are sent as they are. After a lost payload an edge starts again.
+    For each matrix, only its product with the edge's factor is sent. Left and right factors alternate, and each is the
+    result of the previous exchange: a power iteration that continues from round to round. The two nodes of an edge
+    change their models by opposite amounts, so that the mean is preserved. Parameters with fewer than two dimensions,
+    and matrices with too few rows or columns, are sent whole. After a lost payload an edge starts again.
     """
 
     Config: ClassVar[type[component.Config]] = PowerGossipConfig
@@ -79,7 +79,8 @@ class PowerGossip(Sharing):
             start += size
 
     def _factors(self, uid: int, view: RoundView, turn: int) -> list[Tensor]:
-        """Returns random orthonormal factors, which both ends of the edge to `uid` draw from the same stream."""
+        """Returns random orthonormal factors, which both nodes of the edge to `uid` draw from the same random
+        stream."""
         low, high = sorted((uid, view.uid))
         draws = rng.stream(view.seed, low, view.purpose(f"powergossip {high}"), turn)
         return [
@@ -130,7 +131,8 @@ class PowerGossip(Sharing):
     def _mix_matrices(self, model: Tensor, uid: int, payload: Payload, view: RoundView) -> None:
         edge, own, offset = self.edges[uid], self._sent[uid], 0
         theirs = payload.tensors["products"]
-        if payload.scalars["turn"] != edge.turn:  # one end lost a payload that the other received: both start again
+        # one node of the edge lost a payload that the other received: both start again
+        if payload.scalars["turn"] != edge.turn:
             del self.edges[uid]
             return
         fresh, shares = list[Tensor](), list[Tensor]()
@@ -139,21 +141,22 @@ class PowerGossip(Sharing):
             offset += product.numel()
             change = factor @ found.t() if edge.turn % 2 else found @ factor.t()
             matrix.of(model).add_(change, alpha=view.weights[uid])
-            # The ends see differences of opposite sign: both take that of the higher uid's model minus the lower's, so
-            # that QR gives both the same next factor.
+            # The two nodes see differences of opposite sign: both use the higher uid's model minus the lower's, so that
+            # QR gives both the same next factor.
             canonical = found if uid > view.uid else -found
             q, r = torch.linalg.qr(canonical.double())
             fresh.append(q)
             shares.append(torch.stack(r.diagonal().abs().aminmax()))
-        # Where the difference has a lower rank, its directions would be rounding noise, which the ends do not share:
-        # those factors are drawn from the common stream again. The host waits for a GPU here, once.
+        # If the difference has a lower rank, some directions would be rounding noise, which differs between the two
+        # nodes: those factors are drawn from the common random stream again. The host waits once for a GPU here.
         spans = torch.stack(shares).tolist() if shares else []
         lacking = [index for index, (least, most) in enumerate(spans) if least <= 1e-12 * max(1e-300, most)]
         if lacking:
             drawn = self._factors(uid, view, edge.turn + 1)
             for index in lacking:
                 fresh[index] = drawn[index].to(fresh[index])
-        # In rows, as a checkpoint gives it back: last bits of a product may depend on how factors lie in memory.
+        # Contiguous, as after loading a checkpoint: the last bits of a product may depend on the memory layout of
+        # factors.
         self.edges[uid] = EdgeFactors(edge.turn + 1, [q.to(model.dtype).contiguous() for q in fresh])
 
     def payload_schema(self, elements: int, dtype: torch.dtype) -> dict[str, TensorSpec]:

@@ -20,10 +20,10 @@ from decentnode.sharing.requirements import Requirements
 class PushSum(Sharing):
     """Stochastic gradient push (Assran et al. 2019, arXiv 1811.10792, algorithm 1).
 
-    The model is the de-biased z = x / w. A node sends shares of x and of its weight w; what it keeps and what arrives
-    add up to the new x and w. The sums over all nodes of x and of w are kept on every graph: a share that certainly did
-    not arrive is taken back. Under an overlapped schedule this is overlap SGP with one step of staleness (algorithm 2
-    with tau = 1).
+    The model is the de-biased z = x / w. A node sends shares of x and of its weight w; the share that it keeps and
+    those that arrive add up to the new x and w. The sums of x and of w over all nodes are preserved on every graph: a
+    share that certainly did not arrive is taken back. Under an overlapped schedule this is overlap SGP with one step of
+    staleness (algorithm 2 with tau = 1).
     """
 
     Config: ClassVar[type[component.Config]] = FullConfig
@@ -34,9 +34,9 @@ class PushSum(Sharing):
         super().__init__(config)
         self.weight = 1.0
         self._weights: Tensor | None = None
-        """[N, 1] float64: w of all nodes, where this object holds them."""
+        """[N, 1] float64: w of all nodes if this object holds the models of all nodes, else None."""
         self.least_divisor = 0.0
-        """What steps of z = x / w are divided by where w is less; 0 is algorithm 1."""
+        """The least value by which local steps are divided instead of w; 0 as in algorithm 1."""
         self._back: list[Payload] = []
         self._start: Tensor | None = None
 
@@ -44,7 +44,7 @@ class PushSum(Sharing):
         self._start = model.clone()
 
     def adjust(self, model: Tensor, view: RoundView, loss: float) -> None:  # noqa: ARG002
-        """The update belongs to x, not to z: z <- z_0 + (z - z_0) / w."""
+        """Divides the update by w, as it belongs to x, not to z: z <- z_0 + (z - z_0) / w."""
         if self._start is not None and (self._weights is not None or self.weight != 1.0):
             model.sub_(self._start).div_(self._divisor(model)).add_(self._start)
         self._start = None
@@ -56,7 +56,7 @@ class PushSum(Sharing):
             model.add_(update / self._divisor(model))
 
     def _divisor(self, model: Tensor) -> Tensor | float:
-        """What local steps are divided by."""
+        """Returns the value by which local steps are divided."""
         return max(self.weight, self.least_divisor) if self._weights is None else self._weight_of(model)
 
     def _weight_of(self, model: Tensor) -> Tensor | float:

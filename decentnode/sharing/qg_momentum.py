@@ -24,10 +24,10 @@ class MomentumConfig(SharingConfig):
 class QuasiGlobalMomentum(Tensors, Full):
     """x' = W (x - u_t - lr_t b m),  m <- b m + (1 - b) (x - x') / lr_t (QG-DSGDm, arXiv 2102.04761, algorithm 1).
 
-    u_t is the update that the round's local steps made (d2.py), lr_t their learning rate. The momentum m has the unit
-    of gradients: when the learning rate falls, the step that m makes falls with it at once. A learning rate that rises
-    steeply (restarts of a schedule) makes that step as much larger. In a round with learning rate 0 m stays as it is.
-    The local optimizer should have no momentum of its own.
+    u_t is the total update of the round's local steps (d2.py), lr_t their learning rate. The momentum m has the unit of
+    gradients: if the learning rate decreases, the step along m decreases with it at once, and if it rises steeply
+    (restarts of a schedule), that step grows by the same factor. In a round with learning rate 0, m is not changed. The
+    local optimizer should have no momentum of its own.
     """
 
     Config: ClassVar[type[component.Config]] = MomentumConfig

@@ -28,10 +28,10 @@ class RandomFragmentsConfig(Config):
 class RandomFragments(Fragments):
     """A node sends as many bytes as with `random_regular` of this degree, but to up to `count` times as many others.
 
-    What it mixes comes from as many: Mosaic Learning (arXiv 2602.04352), and DivShare (arXiv 2410.12918) without its
-    asynchrony. Fragments are consecutive ranges of the parameters, in the order of the model, alike on all nodes. With
-    `every` above 1 fragments take turns as in Streaming DiLoCo (arXiv 2501.18512), and the bytes of a round fall by
-    that factor.
+    It also receives from as many nodes, as in Mosaic Learning (arXiv 2602.04352), and in DivShare (arXiv 2410.12918)
+    without its asynchrony. Fragments are consecutive ranges of the parameters in the order of the model, the same on
+    all nodes. With `every` above 1, fragments take turns as in Streaming DiLoCo (arXiv 2501.18512), and the bytes of a
+    round decrease by that factor.
     """
 
     Config: ClassVar[type[component.Config]] = RandomFragmentsConfig

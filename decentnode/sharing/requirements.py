@@ -1,4 +1,4 @@
-"""What a sharing rule declares of itself, as one frozen value."""
+"""The requirements that a sharing rule declares, as one frozen value."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from decentnode.payload import ScalarSpec
 
 @dataclass(frozen=True, kw_only=True)
 class Requirements:
-    """What a rule needs of the graph and of the round, and what may be done with its payloads.
+    """What a rule requires of the graph and the round, and what transports may do with its payloads.
 
     A rule's class has `requirements = Requirements(symmetric=True)`. A subclass changes its parent's value with
-    `dataclasses.replace(Parent.requirements, phases=2)`, and so does a wrapper with the value of the rule inside it:
-    what is not named stays as it is, also a field that is added later. A rule whose requirements follow from its config
-    sets `self.requirements` in its constructor.
+    `dataclasses.replace(Parent.requirements, phases=2)`, and a wrapper changes that of its inner rule in the same way;
+    fields that are not named, including ones added later, keep their values. A rule whose requirements depend on its
+    config sets `self.requirements` in its constructor.
     """
 
-    # -- of the graph and its mixing matrix W: a run on another graph is refused before it starts
+    # -- requirements of the graph and its mixing matrix W: a run on another graph is refused before it starts
 
     symmetric: bool = False
     """W must be symmetric, and the graph undirected."""
@@ -36,44 +36,44 @@ class Requirements:
     """The rule's Config has a key `groups` (machine, or lists of uids of one length), and the graph must treat all
     nodes of a group alike (graph/groups.py)."""
     star: bool = False
-    """The graph must have servers, each with clients (`Graph.servers`). Servers get no training samples, and the
-    models of the run are theirs: those of clients count in no mean over the nodes."""
+    """The graph must have servers, each with clients (`Graph.servers`). Servers get no training samples, and the run's
+    model is theirs: clients' models have no weight in means over the nodes."""
     overrides_topology: bool = False
-    """`plan` chooses other neighbors than the graph's."""
+    """`plan` chooses neighbors other than the graph's."""
 
-    # -- of the round
+    # -- requirements of the round
 
     phases: int = 1
-    """Exchanges per round, one after the other. `plan`, `outgoing` and `mix` are called for each of them with its
-    number in `view.phase`; what a node sends in a phase may depend on what it mixed in the phase before. All phases
-    have the same payload schema."""
+    """The number of exchanges per round, one after the other. `plan`, `outgoing` and `mix` are called for each of them
+    with its number in `view.phase`; what a node sends in a phase may depend on what it mixed in the previous phase. All
+    phases have the same payload schema."""
     steps_before: int = 0
-    """The phase before whose payloads the local steps are made; from 1 on they begin with what was mixed in the phases
-    before. `adjust` is called after them, `begin` before phase 0."""
+    """The phase before which the local steps are made; if it is not 0, they start from the model mixed in the earlier
+    phases. `adjust` is called after the steps, `begin` before phase 0."""
     sequential: bool = False
     """The rule uses `begin`, `adjust` or `finish`, which an overlapped schedule does not call."""
     gradient: bool = False
     """`direction` is called in every local step."""
     tolerates_missing: bool = True
-    """A payload that never arrives does no lasting harm when its weight returns to the receiver alone. Runs that would
-    go on without a payload are refused for other rules; a new generation of members starts with new rules."""
+    """A missing payload does no lasting harm if its weight is given to the receiver. For rules without this property,
+    runs that would continue without a payload are refused; a new membership generation starts with new rules."""
 
-    # -- what may be done with payloads
+    # -- what transports may do with payloads
 
     elementwise: bool = False
-    """Entry k of the mixed model depends on entry k of the model and of the payloads alone. The model is then mixed
+    """Entry k of the mixed model only depends on entry k of the model and of the payloads. The model is then mixed
     slice by slice while the rest is still arriving: `mix` gets a slice [a:b) of the model, and the same slice of every
-    payload's one tensor "x"."""
+    payload's only tensor "x"."""
     linear: bool = False
-    """mix is x <- w_ii x + sum_j w_ij payload_j["x"], and payload["x"] is the model. Where all neighbors have one
-    weight, a transport may then deliver the sum of the payloads (`own_contribution`, `mix_sum`)."""
+    """`mix` computes x <- w_ii x + sum_j w_ij payload_j["x"], and payload["x"] is the model. If all neighbors have the
+    same weight, a transport may then deliver the sum of the payloads (`own_contribution`, `mix_sum`)."""
     scalars: Mapping[str, ScalarSpec] = field(default_factory=dict)
-    """The numbers that a payload has beside its tensors. A payload whose numbers do not fit is refused before `unpack`.
-    Collective calls of torch.distributed carry no numbers: the payloads of a rule with any never go through them."""
+    """The numbers that a payload has beside its tensors. A payload whose numbers do not match is refused before
+    `unpack`. Collectives of torch.distributed cannot carry numbers, so that they are not used for rules with any."""
     compresses: bool = False
     """The rule applies its key `compression` itself; other rules are wrapped in `Compressed` (compressed.py)."""
     includes_self: frozenset[int] = frozenset()
-    """Phases in which `mix` must also receive the node's own payload, as its neighbors decode it, where a lossy codec
+    """The phases in which `mix` must also receive the node's own payload as its neighbors decode it, if a lossy codec
     changes it."""
 
     def __post_init__(self) -> None:
@@ -84,7 +84,8 @@ class Requirements:
                              f"not 0, got {self.steps_before}")  # fmt: skip
 
     def described(self) -> str:
-        """Returns what the rule needs of a run, in one sentence for its reference; empty where it needs nothing."""
+        """Returns what the rule requires of a run, in one sentence for its reference page; "" if it requires
+        nothing."""
         least = self.smallest_eigenvalue
         needs = ", ".join(text for needed, text in (
             (self.star, "a graph with servers (star)"),

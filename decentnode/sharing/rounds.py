@@ -1,4 +1,5 @@
-"""A rule and a graph together: rounds with an exchange, their edges, and whether these connect all nodes over time."""
+"""Combines a rule and a graph: the rounds with an exchange, their edges, and whether these connect all nodes over
+time."""
 
 from __future__ import annotations
 
@@ -10,17 +11,17 @@ from decentnode.graph.base import Graph, RoundView, view, view_at_rest
 from decentnode.sharing.base import Sharing
 
 LONGEST_REST = 4096
-"""Rounds without an exchange after which the search for the next one ends."""
+"""The number of rounds without an exchange after which the search for the next exchange ends."""
 EXCHANGES = 64
-"""Exchanges (but at least 16 periods of the graph) within which all nodes must be connected. So many random matchings
-of 4,096 nodes leave them in two parts with a probability far below 1e-9."""
+"""The number of exchanges (but at least 16 periods of the graph) within which all nodes must be connected. With this
+many random matchings, the probability that 4,096 nodes are not connected is far below 1e-9."""
 
 
 def rule_view(
     rule: Sharing, graph: Graph, uid: int, round: int, seed: int = 0, members: Collection[int] | None = None
 ) -> RoundView:
-    """Returns what node `uid` sees of `round` before the rule's `plan`: the graph's edges of this exchange, or no
-    neighbors in a round without an exchange."""
+    """Returns the view of node `uid` in `round` before the rule's `plan`: with the graph's edges of this exchange, or
+    without neighbors in a round without an exchange."""
     number = rule.exchange_number(round)
     if number is None:
         return view_at_rest(graph, uid, round, seed, members)
@@ -28,7 +29,8 @@ def rule_view(
 
 
 def exchange_rounds(rule: Sharing, first: int = 0) -> Iterator[int]:
-    """Yields the rounds from `first` on that have an exchange, ascending; ends after LONGEST_REST without one."""
+    """Yields the rounds from `first` on that have an exchange, ascending; ends after LONGEST_REST rounds without
+    one."""
     last = first
     for round in itertools.count(first):
         if rule.exchange_number(round) is not None:
@@ -39,15 +41,16 @@ def exchange_rounds(rule: Sharing, first: int = 0) -> Iterator[int]:
 
 
 def unheard(rule: Sharing, graph: Graph, seed: int = 0, fragment: int = 0) -> tuple[int, int] | None:
-    """Returns (a, b) where nothing of node b's model ever reaches node a, directly or over other nodes, in the rounds
-    in which the rule exchanges; None where every model reaches every node.
+    """Returns (a, b) such that node b's model never reaches node a, directly or through other nodes, in the rounds in
+    which the rule exchanges; None if every model reaches every node.
 
-    rule: after `set_machines`. fragment: whose exchanges these are; its graph is `graph`, and its turns are the rounds.
-    Edges of weight zero do not count, except for rules that mix by weights of their own.
+    rule: must have had `set_machines` called. fragment: the index of the fragment that is exchanged; `graph` is its
+    graph, and rounds are its turns. Edges of weight zero do not count, except for rules that have their own mixing
+    weights.
     """
     nodes = range(graph.num_nodes)
     if rule.requirements.star and not graph.servers:
-        return None  # refused for that
+        return None  # such a config is refused with another error
     own_weights = rule.requirements.column_stochastic or rule.requirements.tree or rule.requirements.star
     hears: list[set[int]] = [set() for _ in nodes]
     most = max(EXCHANGES, 16 * (graph.period or 0))
@@ -68,7 +71,7 @@ def unheard(rule: Sharing, graph: Graph, seed: int = 0, fragment: int = 0) -> tu
 
 
 def _unreached(edges: list[set[int]]) -> int | None:
-    """Returns the lowest node to which no path from node 0 leads; None where all are reached."""
+    """Returns the lowest node to which there is no path from node 0; None if all are reachable."""
     found, edge = {0}, {0}
     while edge:
         edge = {j for i in edge for j in edges[i]} - found

@@ -26,7 +26,7 @@ class SlowMo(Tensors, LocalSGD):
     """u <- b u + (x0 - x') / lr_t,  x0 <- x0 - a lr_t u at every exchange (arXiv 1910.00643, algorithm 1).
 
     x' is the mixed model, lr_t the learning rate of the round with the exchange. The momentum u has the unit of
-    gradients: when the learning rate falls, the step that u makes falls with it at once. In a round with learning rate
+    gradients: if the learning rate decreases, the step along u decreases with it at once. In a round with learning rate
     0 nodes only mix. With momentum 0 and outer_lr 1 this is local SGD.
     """
 

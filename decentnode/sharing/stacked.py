@@ -1,9 +1,9 @@
-"""Rules on the models of all nodes at once: one object, a row per node.
+"""Stacked rules: one rule object that processes the models of all nodes at once, a row per node.
 
-Most of what a rule does is the same for every entry of every model: it works on a stack [N, P] as it does on one model
-[P]. A rule that says so (`Hooks.STACKED`) is made once for all nodes; `begin`, `adjust` and `finish` get the stack, and
-`mix_stacked` is called instead of `outgoing` and `mix`. Rules that are linear and override none of these need not say
-it.
+Most operations of a rule are the same for every entry of every model, so that they work on a stack [N, P] as on one
+model [P]. A rule that declares this (`Hooks.STACKED`) is created once for all nodes; `begin`, `adjust` and `finish` get
+the stack, and `mix_stacked` is called instead of `outgoing` and `mix`. Linear rules that override none of these methods
+need not declare it.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Any
 from decentnode.sharing.hooks import Hooks
 
 AROUND = ("begin", "direction", "adjust", "finish", "advance")
-"""Methods that a linear rule without a stacked form of its own must not override."""
+"""Methods that a linear rule must not override if it does not declare a stacked form."""
 
 
 def has_stacked_form(rule: Any) -> bool:
-    """Whether one object of the rule can hold the state of all nodes.
+    """Returns whether one object of the rule can hold the state of all nodes.
 
-    A subclass has the form of its parent only where it says so itself, or adds no method: one that overrides `adjust`
-    may look at its own uid.
+    A subclass only inherits its parent's stacked form if it declares so itself or adds no method: one that overrides
+    `adjust` might depend on its own uid.
     """
     for each in type(rule).__mro__:
         if vars(each).get("STACKED"):

@@ -1,4 +1,4 @@
-"""The state for checkpoints of rules that keep tensors between rounds."""
+"""The checkpoint state of rules that keep tensors between rounds."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from decentnode.sharing.wrapper import Wrapper
 
 
 class Tensors:
-    """Mixin whose state is the attributes named in TENSORS, each a tensor or None."""
+    """A mixin whose state consists of the attributes named in TENSORS, each a tensor or None."""
 
     TENSORS: ClassVar[tuple[str, ...]] = ()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns copies of those that are tensors by now."""
+        """Returns copies of those attributes that are tensors."""
         found = {name: getattr(self, name) for name in self.TENSORS}
         return {name: tensor.clone() for name, tensor in found.items() if isinstance(tensor, Tensor)}
 
@@ -31,8 +31,9 @@ class Tensors:
 
 
 def left_out(rule: Sharing) -> list[str]:
-    """Returns the attributes with tensors, as Class.name, of a rule that has no `state_dict`, so that no checkpoint has
-    them. A rule whose tensors are of one round says so with `Tensors` and no names."""
+    """Returns the names, as Class.name, of tensor attributes that checkpoints leave out because the rule does not
+    implement `state_dict`. A rule whose tensors are only needed within a round declares this by deriving from `Tensors`
+    with empty TENSORS."""
     while isinstance(rule, Wrapper):
         rule = rule.rule
     if type(rule).state_dict is not Hooks.state_dict:

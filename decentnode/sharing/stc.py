@@ -1,4 +1,4 @@
-"""Sparse ternary compression of the difference between a model and its public copy."""
+"""Rule stc: sparse ternary compression of the difference between a model and its public copy."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ class Ternary(Operator):
 class STC(Choco):
     """CHOCO-SGD with sparse ternary compression (Sattler et al. 2019, arXiv 1903.02891, algorithm 1).
 
-    What one payload leaves out stays in x_i - h_i and is sent later: sent + residual == update. Likewise at the
-    receiver: the part of its neighbors' copies that a node has not moved to stays in sum_j W_ij (h_j - h_i).
+    What one payload leaves out remains in x_i - h_i and is sent later: sent + residual == update. The same holds at the
+    receiver: the part of its neighbors' copies to which a node has not moved yet remains in sum_j W_ij (h_j - h_i).
     """
 
     Config: ClassVar[type[component.Config]] = STCConfig

@@ -1,13 +1,14 @@
 """The default step (gamma) of rules with error feedback, found by simulating rounds without gradients.
 
-Theory has a bound for every contracting operator: with E||C(v) - v||^2 <= (1 - omega) ||v||^2, spectral gap delta and
+Theory gives a bound for every contracting operator: with E||C(v) - v||^2 <= (1 - omega) ||v||^2, spectral gap delta and
 beta = ||W - I||, the step gamma = delta^2 omega / (16 delta + delta^2 + 4 beta^2 + 2 delta beta^2 - 8 delta omega)
 contracts (Koloskova, Stich and Jaggi 2019, arXiv 1902.00340, theorem 2). On a ring of 16 with the largest tenth of the
-entries (omega 0.1) this is 3e-5, with which nodes train practically alone; 0.4 still contracts. So steps are tried from
-large to small: nodes with independent normal models exchange for 500 rounds without gradients, under the graph's mixing
-matrix, or for large graphs under a small matrix with a similar spectrum. The spectrum alone does not decide: the
-compression error of a star's hub reaches all nodes at once, so that a star and a ring with the same spectral gap need
-different steps. The result is a pure function of compressor, fraction and matrix: all nodes compute the same.
+entries (omega 0.1) this is 3e-5, with which nodes train practically without averaging, while 0.4 still contracts. So
+steps are tried from large to small in a simulation: nodes with independent normal models exchange for 500 rounds
+without gradients, with the graph's mixing matrix, or for large graphs with a small matrix of a similar spectrum. The
+spectrum alone does not determine the step: the compression error of a star's hub reaches all nodes at once, so that a
+star and a ring with the same spectral gap need different steps. The result is a pure function of compressor, fraction
+and matrix, so that all nodes compute the same.
 """
 
 from __future__ import annotations
@@ -31,31 +32,35 @@ from decentnode.graph.base import Graph
 from decentnode.sharing.operator import Operator
 
 Compress = Callable[[Tensor], Tensor]
-"""[N, D] -> [N, D]: every row as receivers decode it."""
+"""Maps [N, D] to [N, D]: each row to what receivers decode of it."""
 Round = Callable[[Tensor, Tensor, Tensor, float, Compress], None]
-"""(models [N, D], state [N, D], W - I [N, N], step, compress): one round of all nodes without gradients, in place."""
+"""(models [N, D], state [N, D], W - I [N, N], step, compress): makes one round of all nodes without gradients, in
+place."""
 
 ROUNDS = 500
 STEPS = tuple(float(f"{10 ** (-k / 10):.2g}") for k in range(-1, 21))
 """The steps that are tried: 1.3, 1.0, 0.79, 0.63 ... 0.01. The default is the one below the largest that contracts, at
 most 1."""
 SLACK = 1.25
-"""On graphs that mix too slowly to reach `enough` within ROUNDS, a step counts as contracting when it leaves at most so
-many times the distance that the best step leaves."""
+"""On graphs that mix too slowly to reach `enough` within ROUNDS, a step counts as contracting if the distance that it
+leaves is at most this many times that of the best step."""
 SURE, LOST = 1e-6, 10.0
-"""Fractions of the first distance at which a simulation ends early: consensus is sure, or the models diverge."""
+"""Fractions of the initial distance at which a simulation ends early, because consensus is certain, or because the
+models diverge."""
 PATIENCE = 4
-"""The search ends after so many steps in a row that are worse than the best one."""
+"""The search ends after this many consecutive steps that are worse than the best one."""
 MODES = 16
-"""Eigenvalues that represent a larger spectrum: evenly spaced among the sorted ones, both ends included."""
+"""The number of eigenvalues that represent a larger spectrum, evenly spaced among the sorted ones with both ends
+included."""
 OWN_MATRIX = 128
-"""Graphs of at most so many nodes are simulated with their own matrix."""
+"""Graphs of at most this many nodes are simulated with their own matrix."""
 ENTRIES = 1 << 14
-"""Entries of all models together; a step then takes some tenths of a second."""
+"""The number of entries of all simulated models together; testing a step then takes some tenths of a second."""
 MATRIX_ROUNDS = 32
-"""A graph that changes is simulated with the matrices of its first so many rounds in turn, at most its period."""
+"""A time-varying graph is simulated with the matrices of at most this many of its first rounds (and at most its period)
+in turn."""
 MAX_NODES = 512
-"""For graphs of more nodes no step is searched: their eigenvalues take seconds."""
+"""No step is searched for graphs of more nodes, whose eigenvalues take seconds to compute."""
 
 
 def matrices_of(graph: Graph) -> list[np.ndarray]:
@@ -85,25 +90,25 @@ def with_spectrum(eigenvalues: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Search:
-    """The search for one rule's step. A step counts as contracting when the next smaller one contracts as well: a step
-    of 1 may reach consensus only because terms happen to cancel."""
+    """The search for one rule's step. A step only counts as contracting if the next smaller one contracts as well,
+    because a step of 1 may reach consensus just because terms happen to cancel."""
 
     advance: Round
     operator: Operator
     enough: float = 0.02
-    """The fraction of the distance to the mean that may be left after ROUNDS."""
+    """The fraction of the initial distance to the mean that may be left after ROUNDS."""
     common: float = 0.0
-    """Norm of the part that all models have in common, relative to that in which they differ. It matters for rules that
-    compress the models themselves."""
+    """The norm of the part that all models have in common, relative to the part in which they differ. It matters for
+    rules that compress the models themselves."""
     state_per_matrix: bool = False
-    """Whether nodes keep a state for each of the graph's matrices, instead of one."""
+    """Whether nodes keep a separate state for each of the graph's matrices."""
 
     def largest(self, matrices: Sequence[np.ndarray]) -> float:
-        """Returns the largest of STEPS that contracts; the smallest of STEPS where none does."""
+        """Returns the largest of STEPS that contracts, or the smallest of STEPS if none does."""
         if len(matrices[0]) < 2:
             return STEPS[0]
         left = [distance_left(self, matrices, STEPS[0])]
-        worse: list[float] = []  # worse[k]: the larger distance left by STEPS[k] and STEPS[k + 1]
+        worse: list[float] = []  # worse[k]: the larger one of the distances left by STEPS[k] and STEPS[k + 1]
         for smaller in STEPS[1:]:
             left.append(distance_left(self, matrices, smaller))
             worse.append(max(left[-2:]))
@@ -115,16 +120,16 @@ class Search:
         return STEPS[next(k for k, each in enumerate(worse) if each <= SLACK * least)] if least < 1 else STEPS[-1]
 
     def default(self, largest: float) -> float:
-        """Returns the step below the largest that contracts, which leaves a fifth of it as a margin.
+        """Returns the next step below the largest that contracts, which leaves a margin of a fifth.
 
-        An operator that cannot send every entry several times within ROUNDS was not simulated long enough: its step is
-        at most that of `without_graph`.
+        If an operator cannot send every entry several times within ROUNDS, the simulation was too short, and the step
+        is at most that of `without_graph`.
         """
         step = min(1.0, next((step for step in STEPS if step < largest), STEPS[-1]))
         return step if self.operator.fraction * ROUNDS >= 5 else min(step, self.without_graph())
 
     def without_graph(self) -> float:
-        """Returns a step for a rule that is made without a graph; it contracts on rings, tori and complete graphs.
+        """Returns a step for a rule that is created without a graph; it contracts on rings, tori and complete graphs.
 
         It is a third of omega, the fraction of a normal vector's energy that the operator keeps, times `enough` for
         rules that compress the models themselves.
@@ -134,7 +139,7 @@ class Search:
 
 
 class Searched(Protocol):
-    """A rule with a search, or without one."""
+    """A rule class, which may have a `step_search`."""
 
     @classmethod
     def step_search(cls, config: Any) -> Search | None:
@@ -145,7 +150,8 @@ class Searched(Protocol):
 def largest_step(rule: type[Searched], config: Any, graph: Graph) -> float | None:
     """Returns the largest step with which a rule contracts on a graph, computed once per process.
 
-    None for rules without a `step_search`, graphs of more than MAX_NODES, and codecs whose library is missing.
+    Returns None for rules without a `step_search`, graphs of more than MAX_NODES nodes, and codecs whose library is
+    missing.
     """
     if graph.num_nodes > MAX_NODES:
         return None
@@ -160,14 +166,15 @@ def largest_step(rule: type[Searched], config: Any, graph: Graph) -> float | Non
     if graph.num_nodes > OWN_MATRIX and len({len(graph.neighbors(uid, 0)) for uid in range(graph.num_nodes)}) > 1:
         search = rule.step_search(config)
         assert search is not None
-        return min(largest, max(search.without_graph(), STEPS[-1]))  # a matrix with the same spectrum has no hubs
+        # the simulated matrix with the same spectrum has no hubs
+        return min(largest, max(search.without_graph(), STEPS[-1]))
     return largest
 
 
 @functools.lru_cache(64)
 def _largest(rule: type[Searched], config: Any, shape: tuple[int, ...], raw: bytes) -> float:
-    """Returns the step for mixing matrices of this shape and these float64 bytes: from the user's cache where it is
-    there, as every process of a run needs it and a search takes seconds."""
+    """Returns the step for mixing matrices given as a shape and float64 bytes. It is stored in the user's cache, as
+    every process of a run needs it and a search takes seconds."""
     name = _kept_name(rule, config, shape, raw)
     kept = user_cache.read(name) if name else None
     if kept is not None and kept in map(repr, STEPS):
@@ -181,8 +188,8 @@ def _largest(rule: type[Searched], config: Any, shape: tuple[int, ...], raw: byt
 
 
 def _kept_name(rule: type[Searched], config: Any, shape: tuple[int, ...], raw: bytes) -> str | None:
-    """Returns the name of the cached file: a hash of all that the step depends on. None where the rule or what it is
-    made of is a user's own class, whose source is not in the hash."""
+    """Returns the name of the cached file, a hash of everything that the step depends on. None if the rule or one of
+    its components is a user's own class, whose source is not in the hash."""
     settings = config.model_dump_json()
     if not rule.__module__.startswith("decentnode.") or re.search(r"[\w.]:[A-Za-z_]", settings):
         return None
@@ -192,7 +199,7 @@ def _kept_name(rule: type[Searched], config: Any, shape: tuple[int, ...], raw: b
 
 @functools.cache
 def _sources() -> str:
-    """Returns a hash of the source files that a search runs."""
+    """Returns a hash of the source files on which a search depends."""
     here = Path(__file__).parent
     files = sorted([*here.rglob("*.py"), *here.with_name("compression").rglob("*.py")])
     return hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()
@@ -201,7 +208,7 @@ def _sources() -> str:
 def distance_left(search: Search, matrices: Sequence[np.ndarray], step: float) -> float:
     """Returns the fraction of the distance to the mean that is left after ROUNDS; infinity if it grew beyond LOST."""
     n, compress = len(matrices[0]), search.operator.compressor()
-    # a pool of threads that is started here would be broken in processes that are forked later
+    # a thread pool that is started here would not work in processes that are forked later
     with native.torch_threads(1), torch.no_grad(), torch.device("cpu"):
         draws = torch.Generator().manual_seed(0)
         models = torch.randn(n, max(64, ENTRIES // n), generator=draws, dtype=torch.float32)

@@ -1,4 +1,5 @@
-"""Nodes send a random part of the model, which sender and receiver derive from the same random stream."""
+"""Rule subsample: nodes send a random part of the model, which sender and receiver derive from the same random
+stream."""
 
 from __future__ import annotations
 
@@ -54,7 +55,7 @@ class Subsample(Tensors, Sharing):
         self._elements = 0
         self._sent = torch.empty(0, dtype=torch.int64)
         self._drawn: tuple[tuple[int, int, int], Tensor] | None = None
-        """((seed, uid, round), positions) that were drawn last."""
+        """((seed, uid, round), positions) of the last draw."""
 
     def set_parameter_shapes(self, shapes: Sequence[tuple[int, ...]]) -> None:
         self._sizes = tuple(torch.Size(shape).numel() for shape in shapes)
@@ -74,7 +75,7 @@ class Subsample(Tensors, Sharing):
         return torch.cat(found)
 
     def _chosen(self, uid: int, view: RoundView) -> Tensor:
-        """As `chosen`, drawn once for `tensor_sizes` and `unpack`."""
+        """Returns what `chosen` returns; cached, as `tensor_sizes` and `unpack` both need it."""
         key = view.seed, uid, view.round
         if self._drawn is None or self._drawn[0] != key:
             self._drawn = key, self.chosen(self._elements, uid, view)

@@ -1,4 +1,4 @@
-"""Top-k: nodes send the entries that changed most; receivers use their own values for the rest."""
+"""Rule topk: nodes send the entries that changed most; receivers use their own values for the others."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ NOTHING = torch.empty(0), torch.empty(0, dtype=torch.int64)
 
 
 def mix_filled(own: Tensor, received: Mapping[int, tuple[Tensor, Tensor]], weights: Mapping[int, float]) -> None:
-    """own += sum_j w_j (v_j - own) at the indices of v_j, in place.
+    """Computes own += sum_j w_j (v_j - own) at the indices of v_j, in place.
 
-    This is the weighted mean in which the own value stands for every entry that source j did not send. All differences
-    are taken before the first is added. own: [C]. received: uid -> (indices [K], values [K]).
+    This is the weighted mean in which the node's own value replaces every entry that source j did not send. All
+    differences are computed before the first is added. own: [C]. received: uid -> (indices [K], values [K]).
     """
     if any(at.numel() == own.numel() for at, _ in received.values()):
-        # Whole models (K = C) need no gather: differences are taken to a copy of `own` in one pass, or with a single
-        # source to `own` itself.
+        # Whole models (K = C) need no gather: differences to a copy of `own`, or with a single source to `own` itself,
+        # are computed in one pass.
         before = own.clone() if len(received) > 1 else own
         for uid, (at, values) in received.items():
             was = before if at.numel() == own.numel() else before.index_select(0, at)
@@ -79,8 +79,8 @@ class TopKConfig(SharingConfig):
 class TopK(Tensors, Sharing):
     """Sends the model's values where it changed most (TopK of decentralizepy; Alistarh et al. 2018, arXiv 1809.10505).
 
-    Receivers replace the entries that were not sent with their own values, then average. The mean over the nodes is not
-    kept. Subclasses choose and mix entries in another basis (`transform`, `restore`).
+    Receivers replace the entries that were not sent by their own values, then average. The mean over the nodes is not
+    preserved. Subclasses choose and mix entries in another basis (`transform`, `restore`).
     """
 
     Config: ClassVar[type[component.Config]] = TopKConfig
@@ -91,25 +91,25 @@ class TopK(Tensors, Sharing):
         super().__init__(config)
         self.accumulate = config.accumulate
         self.reference: Tensor | None = None
-        """Each coefficient of the mixed model as of the round in which it was last sent; with accumulate training or
-        none, as of the last round. A score is the distance to it."""
+        """The coefficients of the mixed model, each from the round in which it was last sent; with `accumulate`
+        training or none, all from the last round. Scores are distances to it."""
         self.previous: Tensor | None = None
-        """With before_mixing: coefficients of the model after the last round."""
+        """With `cleared: before_mixing`, the coefficients of the model after the last round."""
         self.changes: Tensor | None = None
-        """With accumulate training: the sum of the changes by training since each coefficient was last sent."""
+        """With `accumulate: training`, the sum of each coefficient's changes by training since it was last sent."""
         self._own = torch.empty(0)
         self._in_model = False
         self._sent = torch.empty(0, dtype=torch.int64)
         self._all_sent = True
         self._dumps_scores = config.dump is not None and config.dump.scores
         self._chosen: dict[str, Tensor] = {}
-        """What dumps show beside the positions."""
+        """What dumps contain beside the positions."""
         self._sizes: list[int] = []
         self._decoded = NOTHING
-        """Coded indices and what they are decoded to: the last that were asked for."""
+        """The indices that were decoded last, encoded and decoded."""
 
     def set_parameter_shapes(self, shapes: Sequence[tuple[int, ...]]) -> None:
-        if type(self).transform is TopK.transform:  # in another basis, coefficients belong to no tensor
+        if type(self).transform is TopK.transform:  # in another basis, coefficients do not belong to parameter tensors
             self._sizes = [math.prod(shape) for shape in shapes]
 
     # -- the basis in which entries are chosen and mixed; here that of the model itself
@@ -118,7 +118,7 @@ class TopK(Tensors, Sharing):
         return model
 
     def restore(self, coefficients: Tensor, model: Tensor) -> None:
-        """Writes the model [P] from its coefficients; not called where `transform` returns the model itself."""
+        """Writes the model [P] from its coefficients; not called if `transform` returns the model itself."""
         model.copy_(coefficients)
 
     def score(self, change: Tensor) -> Tensor:
@@ -128,11 +128,11 @@ class TopK(Tensors, Sharing):
         return self.config.fraction
 
     def largest_fraction(self) -> float:
-        """Returns an upper bound of `fraction` over all rounds; payload sizes follow from it."""
+        """Returns an upper bound of `fraction` over all rounds, which determines payload sizes."""
         return self.config.fraction
 
     def count(self, fraction: float, coefficients: int) -> int:
-        """Returns how many of so many coefficients are sent."""
+        """Returns how many of `coefficients` coefficients are sent."""
         return coefficients if fraction >= self.config.full_from else select.count_of(fraction, coefficients)
 
     # -- the rule
@@ -143,7 +143,8 @@ class TopK(Tensors, Sharing):
             self.previous = self.reference.clone() if self.config.cleared == "before_mixing" else None
 
     def outgoing(self, model: Tensor, view: RoundView) -> dict[int, Payload]:
-        self.begin(model, view)  # an overlapped schedule asks for the initial model itself, which has not changed yet
+        # an overlapped schedule does not call `begin`; in its first round, the model is still the initial one
+        self.begin(model, view)
         self._own = own = self.transform(model)
         self._in_model = own is model
         change = self._change(own)
@@ -162,7 +163,7 @@ class TopK(Tensors, Sharing):
         return self._chosen if self._all_sent else {**self._chosen, "sent": self._sent}
 
     def _change(self, own: Tensor) -> Tensor:
-        """Returns what the scores of coefficients `own` [C] are made of, in a new tensor."""
+        """Returns the changes [C] from which the scores of the coefficients `own` [C] are computed, in a new tensor."""
         if self.config.scored == "value":
             return own.clone()
         assert self.reference is not None
@@ -177,7 +178,7 @@ class TopK(Tensors, Sharing):
         return values.contiguous()
 
     def values(self, numbers: Tensor) -> Tensor:
-        """The inverse of `numbers`. Raises PeerFault."""
+        """Returns the coefficients that `numbers` represent. Raises PeerFault if there are none."""
         return numbers
 
     def _positions(self, coded: Tensor) -> Tensor:
@@ -201,7 +202,7 @@ class TopK(Tensors, Sharing):
 
     def mix(self, model: Tensor, received: Mapping[int, Payload], view: RoundView) -> None:
         own, self._own = self._own, torch.empty(0)
-        # `own` is the model that was sent; in `mix_into` and under an overlapped schedule `model` is other memory.
+        # `own` is the model that was sent; in `mix_into` and under an overlapped schedule, `model` is different memory.
         if self._in_model:
             own = model if own.data_ptr() == model.data_ptr() else model.copy_(own)
         arrived = {uid: (payload.tensors["at"], payload.tensors["values"]) for uid, payload in received.items()}
@@ -211,7 +212,8 @@ class TopK(Tensors, Sharing):
             self.restore(own, model)
 
     def _note_sent(self, own: Tensor) -> None:
-        """After mixing, with coefficients `own` [C]: what was sent begins to change anew."""
+        """After mixing, reset the accumulated changes of the coefficients that were sent. own: [C], the mixed
+        coefficients."""
         if self.changes is not None:
             self.changes.index_fill_(0, self._sent, 0)
         if self.config.scored == "value":
@@ -234,5 +236,5 @@ class TopK(Tensors, Sharing):
         }
 
     def numbers_of(self, coefficients: int) -> int:
-        """Returns how many floats represent so many coefficients."""
+        """Returns how many floats represent `coefficients` coefficients."""
         return coefficients

@@ -1,4 +1,4 @@
-"""Any sharing rule whose mixing counts what nodes have trained on."""
+"""Wraps a sharing rule so that it weights payloads by the number of samples or tokens that their senders trained on."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from decentnode.sharing.wrapper import Wrapper
 
 Unit = Literal["samples", "tokens"]
 TRAINED = "trained"
-"""The scalar of a payload that says how much its sender has trained on."""
+"""The payload's scalar with the number of samples or tokens that its sender trained on."""
 MOST_TRAINED = 1 << 40
-"""Largest such number that is accepted: a peer that says more is not believed."""
+"""The largest number that is accepted from a peer."""
 
 
 def why_not(needs: Requirements) -> str:
-    """Returns what a rule needs that weights by samples or tokens do not give; "" where it can have them."""
+    """Returns the reason why a rule cannot be combined with weights by samples or tokens; "" if it can."""
     if needs.star:
         return "has weights of its own (weighted_by)"
     if needs.overrides_topology or needs.phases > 1:
@@ -33,19 +33,21 @@ def why_not(needs: Requirements) -> str:
 
 
 class Weighed(Wrapper):
-    """Mixes by w_ij n_j / sum_k w_ik n_k, over the payloads that came and the node's own, in place of w_ij.
+    """Mixes with the weights w_ij n_j / sum_k w_ik n_k, over the payloads that arrived and the node's own model,
+    instead of w_ij.
 
-    n_j is how many samples or tokens node j has trained on since the payload before; it comes with the payload. Rows
-    sum to one; columns do not, so that the mean of all models is kept only where all n_j are alike. Where nobody has
-    trained, it is w_ij. The numbers belong to whole payloads: a model is not mixed slice by slice while it arrives.
+    n_j is the number of samples or tokens that node j has trained on since its previous payload; the payload carries
+    it. Rows sum to one, but columns do not, so that the mean of all models is only preserved if all n_j are equal. If
+    all n_j are 0, the weights are w_ij. As the number arrives with the whole payload, a model is not mixed slice by
+    slice while it arrives.
     """
 
     def __init__(self, rule: Sharing, unit: Unit) -> None:
-        """rule: one of which `why_not` says nothing."""
+        """rule: a rule for which `why_not` returns ""."""
         super().__init__(rule)
         self._unit = unit
         self._trained = self._sent = 0
-        """Since the last payload; and what that one said."""
+        """What this node has trained on since its last payload, and the number in that payload."""
 
     def changed(self, inner: Requirements) -> Requirements:
         spec = ScalarSpec(int, low=0, high=MOST_TRAINED)
@@ -62,7 +64,7 @@ class Weighed(Wrapper):
             self._trained = 0
         told: dict[int, Payload] = {}
         made: dict[int, Payload] = {}
-        for uid, payload in found.items():  # one object for several neighbors stays one
+        for uid, payload in found.items():  # a payload shared by several neighbors stays one object
             if id(payload) not in made:
                 made[id(payload)] = replace(payload, scalars={**payload.scalars, TRAINED: self._sent})
             told[uid] = made[id(payload)]
@@ -82,7 +84,7 @@ class Weighed(Wrapper):
     def _weighed(
         self, received: Mapping[int, Payload], view: RoundView
     ) -> tuple[dict[int, Payload], RoundView]:
-        """Returns the payloads as the inner rule has them, and the view with the weights of what they count."""
+        """Returns the payloads without the scalar TRAINED, and the view with the weights that follow from it."""
         plain = {uid: _without(payload) for uid, payload in received.items()}
         counts = {uid: int(payload.scalars[TRAINED]) for uid, payload in received.items() if uid != view.uid}
         parts = {uid: view.weights[uid] * count for uid, count in counts.items()}
@@ -109,5 +111,5 @@ class Weighed(Wrapper):
 
 
 def _without(payload: Payload) -> Payload:
-    """Returns a payload as the inner rule knows it."""
+    """Returns a payload without the scalar TRAINED."""
     return replace(payload, scalars={name: each for name, each in payload.scalars.items() if name != TRAINED})

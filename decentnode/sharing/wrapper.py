@@ -1,4 +1,4 @@
-"""A sharing rule around another one."""
+"""The base class of sharing rules that wrap another one."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from decentnode.sharing.requirements import Requirements
 
 
 class Wrapper(Sharing):
-    """Does what the rule inside it does: a subclass overrides what it changes, and loses nothing that it does not name.
+    """Delegates every method to the inner rule; a subclass overrides the methods that it changes.
 
-    Requirements are the inner rule's, as `changed` returns them; every method calls the inner rule's.
+    Its requirements are the inner rule's, modified by `changed`.
     """
 
     def __init__(self, rule: Sharing) -> None:
@@ -26,7 +26,7 @@ class Wrapper(Sharing):
         self.requirements = self.changed(rule.requirements)
 
     def changed(self, inner: Requirements) -> Requirements:
-        """Returns the wrapper's requirements: `dataclasses.replace(inner, ...)` with what differs."""
+        """Returns the wrapper's requirements: `dataclasses.replace(inner, ...)` with the differing fields."""
         return inner
 
     def set_machines(self, machines: Sequence[Sequence[int]]) -> None:
@@ -40,7 +40,7 @@ class Wrapper(Sharing):
 
     def payload_schema(self, elements: int, dtype: torch.dtype) -> dict[str, TensorSpec]:
         schema = self.rule.payload_schema(elements, dtype)
-        self.requirements = self.changed(self.rule.requirements)  # a wrapper's numbers follow from the model's size
+        self.requirements = self.changed(self.rule.requirements)  # a wrapper's scalars may depend on the model's size
         return schema
 
     def exchange_number(self, round: int) -> int | None:

@@ -1,1 +1,1 @@
-"""Rules of a server and its clients: federated learning. `rounds.py` is what all of them have in common."""
+"""Sharing rules for servers and their clients (federated learning). `rounds.py` contains their common base class."""

@@ -38,7 +38,7 @@ class FedAdam(Federated):
         self.first: Tensor | None = None
         """m [P], on the server."""
         self.second: Tensor | None = None
-        """v [P], likewise."""
+        """v [P], on the server."""
 
     def step(self, model: Tensor, change: Tensor, view: RoundView) -> None:  # noqa: ARG002
         if self.first is None or self.second is None:
@@ -48,5 +48,5 @@ class FedAdam(Federated):
         model.addcdiv_(self.first, self.second.sqrt().add_(self.config.tau), value=self.config.server_lr)
 
     def remember(self, second: Tensor, square: Tensor) -> None:
-        """v takes in d^2, in place."""
+        """Updates v with d^2, in place."""
         second.mul_(self.config.beta2).add_(square, alpha=1.0 - self.config.beta2)

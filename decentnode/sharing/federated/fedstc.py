@@ -1,4 +1,4 @@
-"""Sparse ternary compression of messages from and to the server, with error feedback at both ends."""
+"""Rule fedstc: sparse ternary compression of messages from and to the server, with error feedback at both ends."""
 
 from __future__ import annotations
 
@@ -36,9 +36,10 @@ class FedSTC(FedAvg):
     """Clients send C(d_k + e_k) and keep the rest in e_k; the server sends C(x - h), which all add to their copies of h
     and train from (Sattler et al. 2019, arXiv 1903.02891, algorithm 2; x - h is its residual).
 
-    Every client gets every change of h, also one that takes no part: so all have one copy, for as many bytes as if each
-    fetched what it missed. One that missed a change says so by an empty answer, and gets all of h, as all do before the
-    first round. Servers give each other whole models.
+    Every client gets every change of h, also if it does not take part in the round, so that all clients have the same
+    copy; this costs as many bytes as if each fetched the changes that it missed. A client that missed a change reports
+    it by an empty answer and gets the whole h, as all clients do before the first round. Servers send each other whole
+    models.
     """
 
     Config: ClassVar[type[component.Config]] = FedSTCConfig
@@ -52,16 +53,16 @@ class FedSTC(FedAvg):
         super().__init__(config)
         self.operator = Ternary(config.entries)
         self.public: Tensor | None = None
-        """h [P]: on a client its copy; None before the first, and where a change was missed."""
+        """h [P], on a client its copy; None before the first round, and if a change was missed."""
         self.error: Tensor | None = None
         """e_k [P], on a client."""
         self.version = 0
-        """How many changes h has had."""
+        """The number of changes of h so far."""
         self.behind: set[int] = set()
-        """On a server: clients whose copy is not known to be h."""
+        """On a server: the clients whose copy may differ from h."""
         self._sent_at: Tensor | None = None
         self._sent_values: Tensor | None = None
-        """[K] each: what the last answer took from the error."""
+        """[K] each: the positions and values that the last answer subtracted from the error."""
         self._schema: dict[str, TensorSpec] = {}
 
     def set_parameter_shapes(self, shapes: Sequence[tuple[int, ...]]) -> None:
@@ -80,7 +81,7 @@ class FedSTC(FedAvg):
         return self._schema
 
     def _payload(self, tensors: Mapping[str, Tensor], like: Tensor, **scalars: int) -> Payload:
-        """Returns a payload with these tensors, and all others of the schema empty."""
+        """Returns a payload with these tensors, and with empty ones for the other names of the schema."""
         self._schema = self._schema or self.payload_schema(like.numel(), like.dtype)
         empty = {name: like.new_empty(0, dtype=spec.dtype) for name, spec in self._schema.items()}
         return Payload({**empty, **tensors}, scalars, self.operator.metadata)

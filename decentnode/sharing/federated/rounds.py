@@ -1,7 +1,7 @@
-"""A round of a server and its clients: the model goes down, clients train, their changes come up.
+"""The base class of federated rules: the server sends its model to clients, these train and send their changes back.
 
-Rules derive from `Federated`, and say what the server does with the mean change (`step`), and what else goes down and
-up.
+Rules derive from `Federated` and define the server's step along the mean change (`step`), and what else server and
+clients send.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ from decentnode.sharing.federated.sampling import count_of, sampled
 from decentnode.sharing.requirements import Requirements
 
 DOWN, UP, BETWEEN = range(3)
-"""The phases of a round. Clients train before UP; BETWEEN is that of several servers."""
+"""The phases of a round: from server to clients, from clients to server (clients train before it), and between several
+servers."""
 MOST_SAMPLES = 1 << 53
 
 
 class FederatedConfig(SharingConfig):
-    """Keys of all rules with a server."""
+    """The keys of all rules with a server."""
 
     fraction: float | None = Field(None, gt=0, le=1)
     """Fraction of a server's clients that take part in a round, at least one, drawn anew for each round. The others
@@ -61,11 +62,13 @@ class Federated(Sharing):
     """Clients train from the server's model x, and the server takes a step along the mean of their changes d_k.
 
     Phase DOWN: a server sends to all of its clients; those that take part in the round get the model, the others a
-    payload of empty tensors, so that nobody runs ahead of the server. Phase UP: clients send what the local steps
-    changed, one that has got no model an empty payload. Every payload has the same tensors, with P values each or none.
+    payload of empty tensors, so that no client runs ahead of the server. Phase UP: the clients that take part send the
+    change by their local steps, or an empty payload if they did not get the model. All payloads have the same tensors,
+    with P or no values each.
 
-    A client that did not get the model does not train in the round. An answer that came too late or not at all is left
-    out, and the client is told with the next model that it gets (`lost`): what it keeps of that round can be undone.
+    A client that did not get the model does not train in the round. An answer that arrives too late or not at all is
+    left out, and the client is told so with the next model that it gets (`lost`), so that it can undo its state changes
+    of that round.
     """
 
     Config: ClassVar[type[component.Config]] = FederatedConfig
@@ -76,55 +79,60 @@ class Federated(Sharing):
                  "lost": ScalarSpec(int, low=0, optional=True)},
     )  # fmt: skip
     NAMES: ClassVar[tuple[str, ...]] = ("x",)
-    """Of the tensors of a payload; "x" is the model or its change."""
+    """The names of a payload's tensors; "x" is the model or its change."""
     TENSORS: ClassVar[tuple[str, ...]] = ()
-    """Attributes of the rule that are tensors, or None, and belong to its state."""
+    """The attributes that belong to the rule's state, each a tensor or None."""
     SURVIVING: ClassVar[tuple[str, ...]] = ()
-    """Those of TENSORS that outlive a generation of members: what a server has learned of its own steps."""
+    """Those of TENSORS that outlive a membership generation: the state of the server's optimizer."""
     KEEPS: ClassVar[bool] = False
-    """Whether clients keep something that an answer which is lost leaves wrong."""
+    """Whether clients keep a state that is wrong after one of their answers was lost."""
 
     def __init__(self, config: FederatedConfig) -> None:
         super().__init__(config)
         if config.gossip_every is not None:
             self.requirements = replace(self.requirements, phases=3)
         self.samples = 0
-        """Training samples of this client."""
+        """The number of this client's training samples."""
         self.start: Tensor | None = None
-        """[P] on a client: the model that it got in this round; None where it got none."""
+        """[P] on a client: the model that it got in this round; None if it got none."""
         self._unheard: dict[int, int] = {}
-        """On a server: clients whose last answer did not come, and of which round that was."""
+        """On a server: client whose last answer did not arrive -> the round of that answer."""
         self._answered = -1
         """On a client: the round of its last answer."""
         self._elements = 0
         self._sizes: list[int] = []
         """Entries of each parameter tensor."""
 
-    # -- what a rule says -------------------------------------------------------------------------------------
+    # -- methods that rules override
+    # -------------------------------------------------------------------------------------
 
     def step(self, model: Tensor, change: Tensor, view: RoundView) -> None:
-        """The server's step: changes model [P] in place. change: [P], the mean of what clients changed."""
+        """Makes the server's step: changes model [P] in place. change: [P], the weighted mean of the clients'
+        changes."""
         raise NotImplementedError
 
     def given(self, model: Tensor) -> dict[str, Tensor]:
-        """Returns what a server sends to clients that take part: a tensor [P] for each of NAMES."""
+        """Returns what a server sends to clients that take part: name -> tensor [P] for each of NAMES."""
         return {"x": model}
 
     def take(self, tensors: Mapping[str, Tensor], view: RoundView) -> None:
-        """On a client that takes part, before it trains: what `given` returned. The model is set already."""
+        """Called on a client that takes part, before it trains, with what the server's `given` returned. The model is
+        set already."""
 
     def answer(self, change: Tensor, view: RoundView) -> dict[str, Tensor]:  # noqa: ARG002
-        """Returns what a client sends after it has trained. change: [P], what the local steps did to the model."""
+        """Returns the tensors that a client sends after it has trained. change: [P], the change of the model by the
+        local steps."""
         return {"x": change}
 
     def sum_up(self, means: Mapping[str, Tensor], answers: int, clients: int) -> None:
-        """On a server, before `step`: the means of all tensors, over so many answers of so many clients."""
+        """Called on a server before `step`. means: the means of all tensors by name. answers: the number of answers.
+        clients: the number of the server's clients."""
 
     def gathered(self, received: Mapping[int, Payload]) -> None:
-        """On a server: these answers came, empty ones among them."""
+        """Called on a server with the answers that arrived, including empty ones."""
 
     def answer_lost(self) -> None:
-        """On a client: the last answer did not count."""
+        """Called on a client if its last answer was lost."""
 
     # -- who exchanges with whom ------------------------------------------------------------------------------
 
@@ -132,16 +140,17 @@ class Federated(Sharing):
         self.samples = count
 
     def exchange_number(self, round: int) -> int:
-        """The number by which the graph of the servers is asked; a star among servers and clients never changes."""
+        """Returns the number of the exchange between servers, which selects their edges; the star of a server and its
+        clients never changes."""
         return round // (self.config.gossip_every or 1)
 
     def gossips(self, view: RoundView) -> bool:
-        """Whether servers mix their models in this round."""
+        """Returns whether servers mix their models in this round."""
         every = self.config.gossip_every
         return every is not None and (view.round + 1) % every == 0
 
     def server_of(self, view: RoundView) -> int:
-        """Returns the node's server; of a server itself."""
+        """Returns the uid of the node's server; for a server its own."""
         if view.uid in view.servers:
             return view.uid
         return next(uid for uid, clients in view.servers.items() if view.uid in clients)
@@ -176,7 +185,7 @@ class Federated(Sharing):
         return _with_edges(view, neighbors, sources, {source: 1.0 / len(sources) for source in sources})
 
     def plan_buffers(self, view: RoundView) -> RoundView:
-        """Nobody averages float buffers."""
+        """Returns a view without neighbors, as float buffers are not averaged."""
         return view.alone()
 
     def _between(self, view: RoundView) -> RoundView:
@@ -186,7 +195,8 @@ class Federated(Sharing):
         return _with_edges(view, others, others, {uid: view.between[uid] for uid in others})
 
     def wait_seconds(self, phase: int, timeout_seconds: float) -> float:
-        """A client waits for its server as long as that one may wait for slower clients."""
+        """Returns the longest wait in a phase: a client waits for its server as long as the server may wait for slower
+        clients."""
         deadline = self.config.deadline_seconds or 2 * timeout_seconds
         return {DOWN: timeout_seconds + deadline, UP: deadline}.get(phase, 2 * timeout_seconds + deadline)
 
@@ -196,7 +206,8 @@ class Federated(Sharing):
         return self.start is not None
 
     def steps_are_for(self, view: RoundView) -> int | None:
-        """A client's are for its server alone: once that one is in a later round, an answer counts for nothing."""
+        """Returns a client's server, which is the only node that uses its local steps: once the server is in a later
+        round, the answer is discarded."""
         return None if view.uid in view.servers else self.server_of(view)
 
     def leave_out(self, view: RoundView) -> None:  # noqa: ARG002
@@ -219,16 +230,16 @@ class Federated(Sharing):
         return dict.fromkeys(view.neighbors, self.reply(model, view))
 
     def nothing(self, model: Tensor) -> Payload:
-        """Returns an empty payload. model: [P], for its dtype and device."""
+        """Returns a payload of empty tensors. model: [P], determines their dtype and device."""
         return Payload({name: model.new_empty(0) for name in self.NAMES})
 
     def reply(self, model: Tensor, view: RoundView) -> Payload:
-        """Returns what a client that has trained sends."""
+        """Returns the payload that a client sends after it has trained."""
         assert self.start is not None
         return Payload(self.answer(model - self.start, view), {"samples": self.samples})
 
     def down(self, model: Tensor, view: RoundView) -> dict[int, Payload]:
-        """Returns what a server sends to its clients, the neighbors of `view`."""
+        """Returns the payloads that a server sends to its clients, the neighbors of `view`."""
         chosen, usual, nothing = self.takes_part(view), Payload(self.given(model)), self.nothing(model)
         found = {}
         for uid in view.neighbors:
@@ -256,27 +267,28 @@ class Federated(Sharing):
             mix_into(model, model, own, [(each.tensors["x"], view.between[uid]) for uid, each in full.items()])
 
     def hear(self, model: Tensor, payload: Payload, view: RoundView) -> None:
-        """On a client: a payload that is not empty came down. Sets model [P], and `start` where the client trains."""
+        """Processes a non-empty payload from the server on a client. Sets model [P], and `start` if the client
+        trains."""
         self.settle(payload)
         model.copy_(payload.tensors["x"])
         self.start = model.clone()
         self.take(payload.tensors, view)
 
     def settle(self, payload: Payload) -> None:
-        """On a client: what came down says whether the last answer counted."""
+        """On a client, calls `answer_lost` if the payload from the server says that the last answer was lost."""
         lost = payload.scalars.get("lost")
         if lost is not None and lost == self._answered:
             self.answer_lost()
         self._answered = -1
 
     def dense(self, payload: Payload) -> Mapping[str, Tensor]:
-        """On a server: the tensors [P] of an answer, by NAMES."""
+        """Returns, on a server, the dense tensors [P] of a client's answer by NAMES."""
         return payload.tensors
 
     def _gather(
         self, model: Tensor, received: Mapping[int, Payload], full: Mapping[int, Payload], view: RoundView
     ) -> None:
-        """Take the server's step. Raises PeerLost where too few clients answered."""
+        """Makes the server's step. Raises PeerLost if too few clients answered."""
         asked = self.takes_part(view)
         for uid in asked:
             if uid in full:
@@ -303,7 +315,7 @@ class Federated(Sharing):
     def tensor_sizes(
         self, payload: Payload, source: int, target: int, view: RoundView  # noqa: ARG002
     ) -> Mapping[str, Sequence[int]]:
-        """Tensors are as the model, or empty where the client takes no part, or got no model."""
+        """Returns the sizes of the model's parameter tensors for each tensor, or none if the payload is empty."""
         tensor = next(iter(payload.tensors.values()))
         return dict.fromkeys(self.NAMES, self._sizes if tensor.numel() else [])
 
@@ -332,7 +344,7 @@ class Federated(Sharing):
 def _with_edges(
     view: RoundView, neighbors: tuple[int, ...], sources: tuple[int, ...], weights: Mapping[int, float]
 ) -> RoundView:
-    """Returns the view with these edges; what is left of the weights is the node's own."""
+    """Returns the view with these edges; the rest of the weights up to one is the node's own."""
     row = dict(sorted({**weights, view.uid: 1.0 - sum(weights.values())}.items()))
     share = 1.0 / (1 + len(neighbors))
     return replace(view, neighbors=neighbors, sources=sources, weights=row, averaging_group=(),
@@ -340,8 +352,8 @@ def _with_edges(
 
 
 def _means(answers: Iterable[tuple[Mapping[str, Tensor], float]], whole: float) -> dict[str, Tensor]:
-    """Returns sum_k n_k d_k / sum_k n_k of every tensor [P], by name, added in the order of the answers (d_k, n_k).
-    whole: sum_k n_k."""
+    """Returns sum_k n_k d_k / sum_k n_k of every tensor [P] by name, added in the order of the answers (d_k, n_k);
+    zeros if `whole` is 0. whole: sum_k n_k."""
     totals: dict[str, Tensor] = {}
     for tensors, count in answers:
         for name, tensor in tensors.items():

@@ -1,4 +1,5 @@
-"""Which clients take part in a round: a pure function of the run's seed, so that everybody knows without a message."""
+"""Draws the clients that take part in a round, as a pure function of the run's seed, so that all nodes know them
+without communication."""
 
 from __future__ import annotations
 
@@ -8,8 +9,8 @@ from decentnode import rng
 
 
 def count_of(clients: int, fraction: float | None, count: int | None) -> int:
-    """Returns how many of so many clients take part in a round: `count`, or their fraction, rounded; at least one, and
-    all where neither is given."""
+    """Returns how many of `clients` clients take part in a round: `count`, or their `fraction` rounded, at least one;
+    all if neither is given."""
     if count is not None:
         return min(clients, count)
     return clients if fraction is None else max(1, round(fraction * clients))
@@ -17,7 +18,7 @@ def count_of(clients: int, fraction: float | None, count: int | None) -> int:
 
 @functools.lru_cache(maxsize=64)
 def sampled(clients: tuple[int, ...], count: int, seed: int, server: int, purpose: str, round: int) -> frozenset[int]:
-    """Returns `count` of a server's clients, drawn without replacement; all where there are no more."""
+    """Returns `count` of a server's clients, drawn without replacement; all of them if there are not more."""
     if count >= len(clients):
         return frozenset(clients)
     chosen = rng.stream(seed, server, purpose, round).choice(len(clients), count, replace=False)

@@ -25,11 +25,11 @@ class Scaffold(Federated):
     and the server takes x <- x + eta mean(y - x), c <- c + |S| / N mean(c_i' - c_i) over the |S| of N clients that
     answered (Karimireddy et al. 2020, arXiv 1910.06378, algorithm 1, option II).
 
-    c is the mean of all c_i: a client whose answer did not count takes its c_i back. The rule is for plain SGD with one
-    learning rate per round; with it (x - y) / (K lr) is the mean of the K gradients that were taken. Sends and keeps
-    two models. In a new generation of members c becomes the mean of the c_i of the clients that are there: some may be
-    gone, others have come without one or with that of a checkpoint, and answers of the round that was broken off may
-    or may not have counted.
+    c is the mean of all c_i: a client whose answer was lost restores its previous c_i. The rule is for plain SGD with
+    one learning rate per round, for which (x - y) / (K lr) is the mean of the K gradients. It sends and keeps two
+    tensors of the model's size. In a new membership generation, c becomes the mean of the c_i of the present clients:
+    some may be gone, others may have come without one or with that of a checkpoint, and answers of the interrupted
+    round may or may not have been used.
     """
 
     Config: ClassVar[type[component.Config]] = ScaffoldConfig
@@ -43,7 +43,7 @@ class Scaffold(Federated):
     def __init__(self, config: ScaffoldConfig) -> None:
         super().__init__(config)
         self.control: Tensor | None = None
-        """[P]: c on a server, c_i on a client."""
+        """[P] c on a server, c_i on a client."""
         self._before: Tensor | None = None
         """[P] on a client: c_i before the last answer."""
         self._correction: Tensor | None = None
