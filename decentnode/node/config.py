@@ -29,7 +29,7 @@ class EarlyStopConfig(BestConfig):
 
 
 class QuorumConfig(Settings):
-    """When a round goes on without neighbors that are late."""
+    """When a round continues without neighbors that are late."""
 
     share: float = Field(0.5, gt=0, le=1)
     """Share of the expected payloads that must have arrived, rounded up to a number of neighbors."""

@@ -21,8 +21,8 @@ from decentnode.sharing.step_size import Search
 
 class BeerConfig(ChocoConfig):
     form: Literal["semi_atc", "dsgt"] = "semi_atc"
-    """Where the step stands, as in `gradient_tracking`. semi_atc: nodes step, x <- x - lr v, and send what that made of
-    x. dsgt: they send x and step afterwards, as the paper has it, which is stable for smaller steps only."""
+    """When the step is made, as in `gradient_tracking`. semi_atc: nodes step, x <- x - lr v, and send the resulting x.
+    dsgt: they send x and step afterwards, as in the paper, which is stable only for smaller steps."""
 
 
 class Beer(Tensors, Sharing):

@@ -12,7 +12,7 @@ from decentnode.sharing.slowmo import OuterConfig, SlowMo
 
 class DiLoCoConfig(OuterConfig):
     every: int = Field(10, ge=1)
-    """Number of rounds per exchange: nodes exchange in the last one of every so many."""
+    """Number of rounds per exchange; nodes exchange in the last of these rounds."""
     outer_lr: float = Field(0.7, gt=0)
     """Learning rate of the outer optimizer."""
     outer_momentum: float = Field(0.9, ge=0, lt=1)

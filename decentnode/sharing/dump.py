@@ -10,7 +10,7 @@ from decentnode.config.component import Settings
 
 
 class DumpConfig(Settings):
-    """What nodes write of their choices into nodes/<uid>/dumps/ (docs/howto/dumps.rst)."""
+    """What nodes write about their choices to nodes/<uid>/dumps/ (docs/howto/dumps.rst)."""
 
     shared: bool = True
     """Write the positions of the entries that were sent, and how often each entry was sent in the whole run."""

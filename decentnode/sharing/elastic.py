@@ -20,7 +20,7 @@ from decentnode.sharing.state import Tensors
 
 class ElasticConfig(LocalSGDConfig):
     every: int = Field(1, ge=1)
-    """Number of rounds per exchange: nodes exchange in the last one of every so many."""
+    """Number of rounds per exchange; nodes exchange in the last of these rounds."""
     pull: float = Field(0.5, gt=0, lt=1)
     """How far a node moves toward its center at an exchange (alpha)."""
     center_pull: float | None = Field(None, gt=0, le=1)

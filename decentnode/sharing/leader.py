@@ -19,7 +19,7 @@ from decentnode.sharing.requirements import Requirements
 
 class LeaderConfig(LocalSGDConfig):
     every: int = Field(1, ge=1)
-    """Number of rounds per exchange: nodes exchange in the last one of every so many."""
+    """Number of rounds per exchange; nodes exchange in the last of these rounds."""
     pull: float = Field(0.1, gt=0, le=1)
     """How far a node moves toward the leader of its neighborhood at an exchange."""
     average: float = Field(0.5, ge=0, le=1)

@@ -13,7 +13,7 @@ from decentnode.sharing.full import Full
 
 class LocalSGDConfig(SharingConfig):
     every: int = Field(2, ge=1)
-    """Number of rounds per exchange: nodes exchange in the last one of every so many."""
+    """Number of rounds per exchange; nodes exchange in the last of these rounds."""
 
 
 class LocalSGD(Full):

@@ -22,7 +22,7 @@ from decentnode.sharing.state import Tensors
 
 class NoLoCoConfig(LocalSGDConfig):
     every: int = Field(3, ge=1)
-    """Number of rounds per exchange: nodes exchange in the last one of every so many."""
+    """Number of rounds per exchange; nodes exchange in the last of these rounds."""
     momentum: float = Field(0.5, ge=0, lt=1)
     """Momentum b of the outer optimizer."""
     pull: float = Field(0.7, gt=0, le=1)

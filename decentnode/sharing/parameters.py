@@ -81,7 +81,7 @@ class ParametersConfig(Settings):
     """Which parameters are shared, which stay the node's own, and in which fragments they are exchanged.
 
     Patterns are those of file names (`*`, `?`, `[...]`), matched against the names of `Module.named_parameters`;
-    `*` matches dots, too. Parameters that do not require gradients are no part of any of this."""
+    `*` matches dots, too. Parameters that do not require gradients are not affected by this section."""
 
     share: list[str] = Field(default=["*"], min_length=1)
     """Patterns of the parameters that are sent and mixed; all others stay local to the node."""

@@ -1,1 +1,1 @@
-"""What a node measures: evaluations and their course, totals, and when it did what."""
+"""What a node measures: evaluations and their progress over the run, totals over rounds, and traces."""
