@@ -285,7 +285,7 @@ class Node:
         self.communication.ask_after({})
         views, _ = self._rules.views(self.round, self.generation)
         cuts = self.schedule.cuts
-        cuts.holds = False
+        cuts.holds_back = False
         yield from self.schedule.drain(views[0][0])
         timeout_seconds = self.communication.config.timeout_seconds
         # the lowest member has the greatest number
@@ -296,7 +296,7 @@ class Node:
         (done, number), = gathered(mean.view(1, -1), contributors)
         self._ended = done > 0  # otherwise a stop was requested
         last = 1 + number if cuts.is_possible(number) else cuts.number
-        cuts.meet(max(last, self.config.rounds) if self._ended else last)
+        cuts.adopt(max(last, self.config.rounds) if self._ended else last)
 
     def makes_no_more(self) -> bool:
         """Whether no further round begins, because the run is over (the same on all nodes) or because of a stop."""

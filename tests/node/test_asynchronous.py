@@ -25,7 +25,7 @@ from decentnode.node.node import Node
 from decentnode.node.schedules.asynchronous.ad_psgd import ADPSGD
 from decentnode.node.schedules.asynchronous.copies import Copies, Copy
 from decentnode.node.schedules.asynchronous.gossip_async import GossipAsync
-from decentnode.node.schedules.asynchronous.push_sum import LEAST_WEIGHT, AsynchronousPushSum, _Sum
+from decentnode.node.schedules.asynchronous.push_sum import MIN_KEPT_WEIGHT, AsynchronousPushSum, _Sum
 from decentnode.payload import Payload
 from decentnode.sharing.base import Sharing
 from decentnode.simulate.world.history import History
@@ -102,8 +102,8 @@ class Watched(Copies):
 
     seen: list[tuple[dict[int, int], dict[int, float], dict[int, float]]] = []  # noqa: RUF012
 
-    def weighed(self, view: RoundView, weights_in: Any, among: Any = None) -> RoundView:
-        found = super().weighed(view, weights_in, among)
+    def weighted_view(self, view: RoundView, weights_in: Any, among: Any = None) -> RoundView:
+        found = super().weighted_view(view, weights_in, among)
         self.seen.append((self.ages(found), found.weights, view.weights))
         return found
 
@@ -209,7 +209,7 @@ def test_copies_of_nodes_that_are_neighbors_no_more_are_not_kept() -> None:
         schedule = node.schedule
         assert isinstance(schedule, GossipAsync)
         for copies in (schedule._copies, schedule._buffers):
-            assert 0 < len(copies.by_source) <= 6 and min(each.came for each in copies.by_source.values()) >= 22
+            assert 0 < len(copies.by_source) <= 6 and min(each.arrived_in for each in copies.by_source.values()) >= 22
 
 
 def test_what_came_in_a_round_has_the_weight_of_its_sources_round() -> None:
@@ -218,15 +218,15 @@ def test_what_came_in_a_round_has_the_weight_of_its_sources_round() -> None:
     rows = [graph.weights(0, round) for round in range(8)]
     assert [sorted(row) for row in rows[:3]] == [[0, 1], [0, 2], [0, 4]]
     copies, seen = Copies(age_weights=True), graph_view(graph, 0, 4)  # 2 is the source of round 4
-    assert copies.weighed(seen, rows.__getitem__).weights == {0: 1.0}
-    copies.take([Copy.of(Collected(1, 3, payload), 4)])
-    assert copies.weighed(seen, rows.__getitem__).weights == {0: 0.5, 1: 0.5}
-    copies.take([Copy.of(Collected(2, 1, payload), 2)])
-    found = copies.weighed(seen, rows.__getitem__)
+    assert copies.weighted_view(seen, rows.__getitem__).weights == {0: 1.0}
+    copies.store([Copy.of(Collected(1, 3, payload), 4)])
+    assert copies.weighted_view(seen, rows.__getitem__).weights == {0: 0.5, 1: 0.5}
+    copies.store([Copy.of(Collected(2, 1, payload), 2)])
+    found = copies.weighted_view(seen, rows.__getitem__)
     assert found.sources == (1, 2) and found.weights == pytest.approx({0: 0.5, 1: 3 / 8, 2: 1 / 8})  # 1/2, 1/6, scaled
-    assert copies.weighed(seen, rows.__getitem__, among=[2]).weights == pytest.approx({0: 5 / 6, 2: 1 / 6})
-    copies.take([Copy.of(Collected(7, 3, payload), 4)])
-    assert copies.weighed(seen, rows.__getitem__).sources == (1, 2), "7 was no neighbor in that round, whatever it says"
+    assert copies.weighted_view(seen, rows.__getitem__, among=[2]).weights == pytest.approx({0: 5 / 6, 2: 1 / 6})
+    copies.store([Copy.of(Collected(7, 3, payload), 4)])
+    assert copies.weighted_view(seen, rows.__getitem__).sources == (1, 2), "7 was no neighbor in that round"
 
 
 @pytest.mark.slow
@@ -245,9 +245,9 @@ def test_on_graphs_that_change_models_stay_as_near_as_in_synchronous_rounds(grap
 @pytest.mark.parametrize(("came", "number", "lag"), [(4, 4, 0.5), (4, 13, 0.05), (13, 4, 0.5), (4, 5, 0.25)])
 def test_what_a_faster_source_published_is_newer(came: int, number: int, lag: float) -> None:
     copies, payload = Copies(age_weights=True), Payload({"x": torch.zeros(3)})
-    copies.take([Copy.of(Collected(1, 3, payload), 3)], lag=0.5)
+    copies.store([Copy.of(Collected(1, 3, payload), 3)], lag=0.5)
     assert copies.by_source[1].lag == 0.5, "of a source of which nothing is known"
-    copies.take([Copy.of(Collected(1, number, payload), came)], lag=0.5)
+    copies.store([Copy.of(Collected(1, number, payload), came)], lag=0.5)
     assert copies.by_source[1].lag == pytest.approx(lag)
 
 
@@ -286,7 +286,7 @@ def test_push_sum_keeps_the_mass_whatever_the_network_does(seed: int) -> None:
     assert weight == pytest.approx(NODES, abs=1e-9)
     assert torch.allclose(total, started(made), atol=1e-5)
     weights = [each["push_sum_weight"] for each in made.records if each["kind"] == "round"]
-    assert min(weights) >= LEAST_WEIGHT - 1e-9 and spread(made.nodes) < 0.3
+    assert min(weights) >= MIN_KEPT_WEIGHT - 1e-9 and spread(made.nodes) < 0.3
 
 
 def stepped(rule: str, nodes: int, lr: float = 0.0, **options: Any) -> Made:
@@ -342,7 +342,7 @@ def test_a_neighbor_that_gives_nothing_back_gets_a_bounded_part() -> None:
             schedule._publish_round(round)  # type: ignore[attr-defined]
         for schedule in near:
             without_waits(schedule._mix_round(round))  # type: ignore[attr-defined]
-        given.append(near[0]._ahead(2))  # type: ignore[attr-defined]
+        given.append(near[0]._lead_over(2))  # type: ignore[attr-defined]
     weights = [schedule.rule.weight for schedule in near]  # type: ignore[attr-defined]
     assert given[:3] == pytest.approx([1 / 3, 5 / 9, 19 / 27]) and weights == pytest.approx([8 / 27] * 2)
     assert given[3:] == [given[2]] * 36, "19 / 27 is more than two shares of a weight of one"
@@ -356,7 +356,7 @@ def test_a_neighbor_that_gives_nothing_back_gets_a_bounded_part() -> None:
 
 @pytest.mark.parametrize("nodes", [12, 20])
 def test_nodes_with_many_neighbors_share(nodes: int) -> None:
-    """Where a node's own share is below LEAST_WEIGHT, none ever shared anything."""
+    """Where a node's own share is below MIN_KEPT_WEIGHT, none ever shared anything."""
     made = Made(make("complete", nodes=nodes), RULES["push_sum"], rounds=15, schedule="gossip_async", lr=0.0,
                 evaluate_every=0).in_process()  # fmt: skip
     assert spread(made.nodes) < 1e-3
@@ -405,7 +405,7 @@ def test_what_is_lost_is_sent_again_also_by_nodes_that_have_too_little_to_share(
             schedule._sent[uid] = _Sum(each.x + x, each.w + w)
         schedule.rule.weight -= 2 * w
     total, weight = mass(made)
-    assert weight == pytest.approx(3) and all(node.schedule.rule.weight < LEAST_WEIGHT + 1e-9  # type: ignore[attr-defined]
+    assert weight == pytest.approx(3) and all(node.schedule.rule.weight < MIN_KEPT_WEIGHT + 1e-9  # type: ignore[attr-defined]
                                               for node in made.nodes.values())  # fmt: skip
     make_rounds(made, 60)
     assert [node.schedule.rule.weight for node in made.nodes.values()] == pytest.approx([1.0] * 3)  # type: ignore[attr-defined]
@@ -499,7 +499,7 @@ def test_pairs_keep_the_mean_whatever_the_network_does(graph: str, seed: int) ->
     found = pairs(made)
     for uid, schedule in found.items():
         assert all(schedule.given[other] == found[other].taken[uid] for other in found) and not schedule.given[uid]
-        assert not any(pair.owes for pair in schedule._pairs.values())
+        assert not any(pair.is_unsettled for pair in schedule._pairs.values())
     rounds = [node.round for uid, node in made.nodes.items() if uid not in (1, 2, 4)]
     assert min(rounds) >= 119 and spread(made.nodes) < 0.4
     assert sum(schedule.given.total() for schedule in found.values()) > 100
@@ -522,7 +522,7 @@ def test_a_pair_averages_at_both_ends_or_at_neither_when_others_die(seed: int) -
     for uid in lived:
         for other in lived:
             assert found[uid].given[other] == found[other].taken[uid], (uid, other)
-        assert not any(pair.owes for other, pair in found[uid]._pairs.items() if other in lived)
+        assert not any(pair.is_unsettled for other, pair in found[uid]._pairs.items() if other in lived)
         rounds = made.nodes[uid].training.made  # type: ignore[attr-defined]
         assert rounds == list(range(len(rounds))), f"node {uid} jumps to another round in a new generation"
     assert spread(made.nodes) < 0.5
@@ -535,7 +535,7 @@ def test_what_a_stranger_may_say_changes_no_model() -> None:
     before = schedule.model.parameters.clone()
     for tensor, scalars in ((whole, {"offer": 0}), (whole, {"offer": 1.5}), (whole[:3], {"answer": 1}), (whole, {}),
                             (whole, {"decline": 1}), (whole, {"answer": 99}), (whole, {"other": 1})):  # fmt: skip
-        schedule._hear([Collected(1, 1, Payload({"x": tensor}, scalars))])
+        schedule._process_messages([Collected(1, 1, Payload({"x": tensor}, scalars))])
     assert torch.equal(schedule.model.parameters, before) and schedule.communication.counters.faults
 
 

@@ -120,7 +120,7 @@ def test_pairs_keep_their_sum_when_a_node_comes_between_them(seed: int) -> None:
     found = pairs(made)
     for uid, schedule in found.items():
         assert all(schedule.given[other] == found[other].taken[uid] for other in found)
-        assert not any(pair.owes for pair in schedule._pairs.values())
+        assert not any(pair.is_unsettled for pair in schedule._pairs.values())
     assert 4 not in found[0].view.neighbors, "the greater ring has other edges"
 
 

@@ -24,7 +24,7 @@ from decentnode.node.checkpoints.due_apart import MOST_UNASKED
 from decentnode.node.checkpoints.making import Checkpoints
 from decentnode.node.checkpoints.resume_agreement import ResumeFrom
 from decentnode.node.node import Node
-from decentnode.node.schedules.asynchronous.cuts import MOST, MOST_AHEAD, NUMBER, Cuts
+from decentnode.node.schedules.asynchronous.cuts import MAX_LEAD, MAX_NUMBER, NUMBER_SCALAR, Cuts
 from decentnode.node.schedules.asynchronous.push_sum import AsynchronousPushSum
 from decentnode.payload import Payload
 from decentnode.simulate.world.world import World
@@ -131,7 +131,7 @@ def test_no_checkpoint_has_received_what_another_one_has_not_sent(
 
         def unread(self: Cuts, found: Collected) -> tuple[Collected, int]:
             plain, number = read(self, found)
-            self.heard = max(self.heard, number)
+            self.highest_known = max(self.highest_known, number)
             return plain, 0
 
         monkeypatch.setattr(Cuts, "read", unread)
@@ -206,18 +206,18 @@ def test_a_number_that_is_none_is_a_fault_of_its_source(tmp_path: Path) -> None:
     schedule = made.nodes[0].schedule
     assert isinstance(schedule, AsynchronousPushSum)
     for number in (0, -1, 1.5, True, 1 << 60):
-        each = Collected(1, 1, Payload({"x": torch.ones(40)}, {"w": 1.0, NUMBER: number}))
-        assert list(schedule._admitted(each, 0)) == []
-    assert schedule.cuts.heard < 5 and schedule.communication.counters.faults["malformed_payload"] == 5
-    plain, = schedule._admitted(Collected(1, 1, Payload({"x": torch.ones(40)}, {"w": 1.0, NUMBER: 1})), 0)
+        each = Collected(1, 1, Payload({"x": torch.ones(40)}, {"w": 1.0, NUMBER_SCALAR: number}))
+        assert list(schedule._unmark_or_hold(each, 0)) == []
+    assert schedule.cuts.highest_known < 5 and schedule.communication.counters.faults["malformed_payload"] == 5
+    plain, = schedule._unmark_or_hold(Collected(1, 1, Payload({"x": torch.ones(40)}, {"w": 1.0, NUMBER_SCALAR: 1})), 0)
     assert plain.payload.scalars == {"w": 1.0}
 
 
 class Lying(Cuts):
     """Says other numbers than it is at."""
 
-    def marked(self, payload: Payload) -> Payload:
-        return replace(payload, scalars={**payload.scalars, NUMBER: self.made_up})
+    def mark(self, payload: Payload) -> Payload:
+        return replace(payload, scalars={**payload.scalars, NUMBER_SCALAR: self.made_up})
 
     @property
     def made_up(self) -> int:
@@ -225,13 +225,13 @@ class Lying(Cuts):
 
 
 class Huge(Lying):
-    made_up = MOST  # type: ignore[assignment]
+    made_up = MAX_NUMBER  # type: ignore[assignment]
 
 
 class Ahead(Lying):
     @property
     def made_up(self) -> int:
-        return min(self.number + 1, MOST)
+        return min(self.number + 1, MAX_NUMBER)
 
 
 class Climbing(Lying):
@@ -317,7 +317,7 @@ def test_numbers_that_are_made_up_neither_fill_disks_nor_use_themselves_up(
 def test_in_an_honest_run_every_number_is_believed(tmp_path: Path) -> None:
     made = Kept(tmp_path / "a", checkpoint={"every": 1}, **WAYS["push_sum"])
     made.until(LIMIT)
-    assert all(node.schedule.cuts.believes for node in made.nodes.values())
+    assert all(node.schedule.cuts.trusts_numbers for node in made.nodes.values())
     assert all(len(written(made, uid)) > 10 for uid in (0, 1, 5))
 
 
@@ -341,11 +341,11 @@ def test_a_member_that_says_nothing_holds_up_the_next_checkpoint_for_a_time_out_
 
 def test_numbers_beyond_all_that_a_run_can_have_count_for_nothing() -> None:
     cuts = Cuts(rounds=100, number=7)
-    for number, seen in ((8, 8), (100 + MOST_AHEAD, 100 + MOST_AHEAD), (101 + MOST_AHEAD, 0), (MOST, 0)):
-        plain, found = cuts.read(Collected(1, 1, Payload({"x": torch.ones(4)}, {"w": 1.0, NUMBER: number})))
+    for number, seen in ((8, 8), (100 + MAX_LEAD, 100 + MAX_LEAD), (101 + MAX_LEAD, 0), (MAX_NUMBER, 0)):
+        plain, found = cuts.unmark(Collected(1, 1, Payload({"x": torch.ones(4)}, {"w": 1.0, NUMBER_SCALAR: number})))
         assert found == seen and plain.payload.scalars == {"w": 1.0}
-    cuts.meet(5000)
-    assert cuts.is_possible(5000 + MOST_AHEAD) and not cuts.is_possible(5001 + MOST_AHEAD)
+    cuts.adopt(5000)
+    assert cuts.is_possible(5000 + MAX_LEAD) and not cuts.is_possible(5001 + MAX_LEAD)
 
 
 @pytest.mark.parametrize(("told", "due"), [

@@ -101,8 +101,8 @@ def test_a_copy_that_changes_while_it_is_kept_is_found(monkeypatch: pytest.Monke
     def damaged(self: Copies, view: Any) -> list[Copy]:
         found = of(self, view)
         for each in found:
-            if view.uid == 1 and view.round - each.came == 1:
-                next(iter(each.as_it_came.tensors.values())).view(-1)[:1].add_(1)
+            if view.uid == 1 and view.round - each.arrived_in == 1:
+                next(iter(each.as_published.tensors.values())).view(-1)[:1].add_(1)
         return found
 
     monkeypatch.setattr(Copies, "of", damaged)
@@ -113,4 +113,4 @@ def test_a_copy_that_changes_while_it_is_kept_is_found(monkeypatch: pytest.Monke
 def test_what_must_be_decoded_is_kept_as_it_came() -> None:
     raw, decoded = object(), object()
     found = Collected(3, 7, raw)  # type: ignore[arg-type]
-    assert Copy.of(found, 9).payload is raw and Copy.of(found, 9, decoded).as_it_came is raw  # type: ignore[arg-type]
+    assert Copy.of(found, 9).payload is raw and Copy.of(found, 9, decoded).as_published is raw  # type: ignore[arg-type]

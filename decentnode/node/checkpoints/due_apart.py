@@ -9,7 +9,7 @@ from decentnode.communication.base import Pending
 from decentnode.communication.run_state import Steps
 from decentnode.node.measuring.evaluation import mean_of
 from decentnode.node.resumable import Resumable
-from decentnode.node.schedules.asynchronous.cuts import MOST, Cuts
+from decentnode.node.schedules.asynchronous.cuts import MAX_NUMBER, Cuts
 
 MOST_UNASKED = 8
 """The number of checkpoints per generation, initiated by other nodes, that a node makes even if neither its own round
@@ -28,7 +28,7 @@ class DueApart:
 
     def __init__(self, node: Resumable, config: CheckpointConfig) -> None:
         self._node, self._config = node, config
-        self.cuts.holds, self.cuts.rounds = True, node.config.rounds
+        self.cuts.holds_back, self.cuts.rounds = True, node.config.rounds
         self.begin_period(clock.now())
         self._forget()
 
@@ -41,7 +41,7 @@ class DueApart:
         self._since, self._round = now, self._node.round
 
     def _forget(self) -> None:
-        self._began, self._unasked, self.cuts.believes = clock.now(), 0, True
+        self._began, self._unasked, self.cuts.trusts_numbers = clock.now(), 0, True
 
     def begin_generation(self) -> Steps[None]:
         """Let all members continue with the greatest checkpoint number that any of them has reached, as steps."""
@@ -53,7 +53,7 @@ class DueApart:
         timeout_seconds = node.communication.config.timeout_seconds
         found = yield from mean_of(pending, node.sharing.requirements.phases, timeout_seconds)
         numbers = [each for each, in agreement.gathered(*found)]
-        self.cuts.meet(max(each for each in (0, *numbers) if self.cuts.is_possible(each)))
+        self.cuts.adopt(max(each for each in (0, *numbers) if self.cuts.is_possible(each)))
 
     def begin_if_due(self, told: Pending | None) -> bool:
         """Returns whether a checkpoint is to be made now; if so, its number is in force from then on.
@@ -63,18 +63,18 @@ class DueApart:
         by_rounds = config.every is not None and node.round // config.every > self._round // config.every
         by_clock = config.minutes is not None and now - self._since >= 60 * config.minutes
         due = by_rounds or by_clock
-        if cuts.heard == cuts.number:
-            if not due or not node.round or node.uid != node.generation.members[0] or cuts.number >= MOST:
+        if cuts.highest_known == cuts.number:
+            if not due or not node.round or node.uid != node.generation.members[0] or cuts.number >= MAX_NUMBER:
                 return False
             if told is not None and not told.arrived and now - self._since < node.communication.config.timeout_seconds:
                 return False
-            cuts.heard = max(node.round, cuts.number + 1)
+            cuts.highest_known = max(node.round, cuts.number + 1)
         else:
             self._unasked += 1
-            cuts.believes = cuts.believes and self._unasked <= self._most_unasked(now)
-            if not (due or cuts.believes):
+            cuts.trusts_numbers = cuts.trusts_numbers and self._unasked <= self._most_unasked(now)
+            if not (due or cuts.trusts_numbers):
                 return False
-        cuts.number = cuts.heard
+        cuts.number = cuts.highest_known
         return True
 
     def _most_unasked(self, now: float) -> float:

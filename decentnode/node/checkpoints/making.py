@@ -320,7 +320,7 @@ class Checkpoints:
         where, restored = found.where, found.restored
         yield from go_on(node, restored, "" if found.manifest is None else found.manifest.cut.folder, where)
         if self._apart is not None:
-            self._apart.cuts.meet(found.number)
+            self._apart.cuts.adopt(found.number)
             self._apart.begin_period(clock.now())
         self._gone_on(found.manifest, where.round)
         node.record({

@@ -6,10 +6,10 @@ import torch
 
 from decentnode.communication.parts import Schema
 from decentnode.node.schedules.asynchronous.ad_psgd import ADPSGD, pair_schemas
-from decentnode.node.schedules.asynchronous.base import mailboxes
+from decentnode.node.schedules.asynchronous.base import mailbox_schemas
 from decentnode.node.schedules.asynchronous.epidemic import Epidemic
 from decentnode.node.schedules.asynchronous.gossip_async import GossipAsync
-from decentnode.node.schedules.asynchronous.push_sum import SUMS, AsynchronousPushSum
+from decentnode.node.schedules.asynchronous.push_sum import SUM_DTYPE, AsynchronousPushSum
 from decentnode.node.schedules.overlapped import Overlapped
 from decentnode.node.schedules.schedule import Schedule
 from decentnode.node.schedules.sequential import Sequential
@@ -30,7 +30,7 @@ def schedule_of(name: str, rule: Sharing) -> type[Schedule]:
 
 def sent_dtype(name: str, rule: Sharing, model: torch.dtype) -> torch.dtype:
     """Returns the dtype in which a rule sends tensors of the model's dtype, under a schedule."""
-    return SUMS if schedule_of(name, rule) is AsynchronousPushSum else model
+    return SUM_DTYPE if schedule_of(name, rule) is AsynchronousPushSum else model
 
 
 def payload_schema(name: str, rule: Sharing, elements: int, model: torch.dtype) -> dict[str, TensorSpec]:
@@ -43,4 +43,4 @@ def schemas_in(name: str, schemas: tuple[Schema, ...]) -> tuple[Schema, ...]:
     """Returns the schemas of a round's exchanges under a schedule. schemas: those under a synchronous schedule."""
     if name == "ad_psgd":
         return pair_schemas(schemas)
-    return mailboxes(schemas, 1) if SCHEDULES[name].asynchronous else schemas
+    return mailbox_schemas(schemas, 1) if SCHEDULES[name].asynchronous else schemas

@@ -19,14 +19,14 @@ from decentnode.node.schedules.schedule import Schedule
 from decentnode.payload import Payload, TensorSpec
 from decentnode.wire.generation import Generation
 
-KEPT = 8
+MAILBOX_CAPACITY = 8
 """The capacity of the mailbox per neighbor. At most an offer, its withdrawal, an answer and a confirmation are in
 flight from one node of a pair to the other; a message that is lost beyond that is requested again."""
 OFFER, WITHDRAW, ANSWER, DECLINE, APPLIED, CLOSED = "offer", "withdraw", "answer", "decline", "applied", "closed"
 KINDS = (OFFER, WITHDRAW, ANSWER, DECLINE, APPLIED, CLOSED)
 """The kinds of messages. Each carries the number of an offer: one of the sender's (offer, withdraw, applied), one of
 the receiver's (answer, decline), or the sender's last plus one (closed: it makes no further offers)."""
-LOOK_SECONDS = 0.5
+RETRY_SECONDS = 0.5
 """At the end of the run: how long to wait for a neighbor's message before it is requested again."""
 
 
@@ -54,7 +54,7 @@ class _Pair:
     """Whether the neighbor has announced that it makes no further offers."""
 
     @property
-    def owes(self) -> bool:
+    def is_unsettled(self) -> bool:
         """Whether an offer, an answer or a confirmation between the two nodes is not completed."""
         return self.open or self.unsaid or self.change is not None or bool(self.confirm)
 
@@ -83,7 +83,7 @@ class ADPSGD(Asynchronous):
         self._messages = 0
         self._answered_meanwhile = False
         """Whether this node has answered an offer since it made its own last one."""
-        self._refused: int | None = None
+        self._last_decliner: int | None = None
         """The neighbor that declined this node's last offer."""
         self.given: Counter[int] = Counter()
         """neighbor -> the number of its offers that were answered here."""
@@ -114,7 +114,7 @@ class ADPSGD(Asynchronous):
         found = yield from self.collect()
         started, sent = clock.now(), self.times.send
         with torch.no_grad():
-            self._hear(found)
+            self._process_messages(found)
             self._withdraw(round)
             self._offer(round)
         self.times.mix += clock.now() - started - (self.times.send - sent)
@@ -122,26 +122,26 @@ class ADPSGD(Asynchronous):
     def _pair(self, uid: int) -> _Pair:
         return self._pairs.setdefault(uid, _Pair())
 
-    def _say(self, uid: int, kind: str, number: int, model: Tensor | None = None) -> bool:
+    def _send_message(self, uid: int, kind: str, number: int, model: Tensor | None = None) -> bool:
         """Send a message to a neighbor. Returns whether it was sent."""
         self._messages += 1
         tensor = torch.empty(0, dtype=self.model.dtype, device=self.model.device) if model is None else model
         payload = Payload({"x": tensor}, {kind: number})
         return not self.publish(self._messages, {uid: payload})
 
-    def _hear(self, found: list[Collected]) -> None:
+    def _process_messages(self, found: list[Collected]) -> None:
         """Process messages from neighbors: first those that settle this node's own offers, then answer the neighbors'
         offers."""
         offers: dict[int, Collected] = {}
         for each in found:
-            said = _said(each.payload, self._elements)
-            if said is None:
+            message = _parse_message(each.payload, self._elements)
+            if message is None:
                 self.communication.counters.fault("malformed_payload", each.source, f"message {each.round}")
                 continue
-            kind, number = said
+            kind, number = message
             pair = self._pair(each.source)
             if kind in (ANSWER, DECLINE):
-                self._close(each, pair, kind, number)
+                self._settle_own_offer(each, pair, kind, number)
                 continue
             if kind == CLOSED:
                 pair.closed, number = True, number - 1
@@ -157,38 +157,38 @@ class ADPSGD(Asynchronous):
                 pair.unsaid = True
         for uid, offered in offers.items():
             self._answer(offered, self._pairs[uid])
-        self._say_unsaid()
+        self._send_pending_replies()
 
-    def _say_unsaid(self) -> None:
+    def _send_pending_replies(self) -> None:
         for uid, pair in self._pairs.items():
-            if pair.confirm and self._say(uid, APPLIED, pair.confirm):
+            if pair.confirm and self._send_message(uid, APPLIED, pair.confirm):
                 pair.confirm = 0
             if pair.unsaid:
                 kind = DECLINE if pair.change is None else ANSWER
-                pair.unsaid = not self._say(uid, kind, pair.settled, pair.change)
+                pair.unsaid = not self._send_message(uid, kind, pair.settled, pair.change)
 
-    def _close(self, said: Collected, pair: _Pair, kind: str, number: int) -> None:
+    def _settle_own_offer(self, message: Collected, pair: _Pair, kind: str, number: int) -> None:
         """Process a neighbor's answer to one of this node's offers, or its decline."""
-        uid = said.source
+        uid = message.source
         if number == pair.offered and pair.open:
             pair.open = False
             if kind == ANSWER:
-                self.record_new([said])
-                self._add(said.payload.tensors["x"], -1.0)
+                self.record_new_payloads([message])
+                self._add(message.payload.tensors["x"], -1.0)
                 self.taken[uid] += 1
             else:
-                self._refused = uid
+                self._last_decliner = uid
         if kind == ANSWER:
             pair.confirm = number
 
     def _answer(self, offered: Collected, pair: _Pair) -> None:
         """Average with the model that a neighbor offers; decline if this node waits for an answer itself and has
         answered another offer meanwhile."""
-        waits = any(each.open and not each.withdrawn for each in self._pairs.values())
-        if waits and self._answered_meanwhile:
+        is_waiting = any(each.open and not each.withdrawn for each in self._pairs.values())
+        if is_waiting and self._answered_meanwhile:
             return
         self._answered_meanwhile = True
-        self.record_new([offered])
+        self.record_new_payloads([offered])
         pair.change = (offered.payload.tensors["x"] - self._vector()).mul_(0.5)
         self._add(pair.change, 1.0)
         self.given[offered.source] += 1
@@ -199,20 +199,20 @@ class ADPSGD(Asynchronous):
         for uid, pair in self._pairs.items():
             if pair.open and round >= pair.due:
                 pair.withdrawn, pair.due = True, round + 2 * max(self.config.patience, round - pair.due)
-                self._say(uid, WITHDRAW, pair.offered)
+                self._send_message(uid, WITHDRAW, pair.offered)
 
     def _offer(self, round: int) -> None:
         """Offer the model to a random neighbor, unless an offer is active."""
         if self.communication.stopping or any(pair.open and not pair.withdrawn for pair in self._pairs.values()):
             return
-        free = [uid for uid in self.view.neighbors if not self._pair(uid).open]
-        others = [uid for uid in free if uid != self._refused] or free
-        self._refused = None
-        if not others:
+        available = [uid for uid in self.view.neighbors if not self._pair(uid).open]
+        candidates = [uid for uid in available if uid != self._last_decliner] or available
+        self._last_decliner = None
+        if not candidates:
             return
-        uid = others[int(self.view.rng("partner").integers(len(others)))]
+        uid = candidates[int(self.view.rng("partner").integers(len(candidates)))]
         pair = self._pair(uid)
-        if self._say(uid, OFFER, pair.offered + 1, self._vector()):
+        if self._send_message(uid, OFFER, pair.offered + 1, self._vector()):
             pair.offered, pair.open, pair.withdrawn = pair.offered + 1, True, False
             pair.due = round + self.config.patience
             self._answered_meanwhile = False
@@ -232,40 +232,40 @@ class ADPSGD(Asynchronous):
         Repeated requests can fill the mailbox of a neighbor that is still in a long round. As the mailbox only keeps
         the newest messages, `closed` is sent again after each repetition."""
         config, due, closed = self.communication.config, clock.now(), set[int]()
-        others = self._former.union(view.neighbors)
+        peers = self._former.union(view.neighbors)
         deadline = clock.now() + config.timeout_seconds
         while clock.now() < deadline:
-            again = clock.now() >= due
-            for uid in others:
+            is_retry = clock.now() >= due
+            for uid in peers:
                 pair = self._pair(uid)
-                if pair.open and (again or not pair.withdrawn):
+                if pair.open and (is_retry or not pair.withdrawn):
                     pair.withdrawn = True
-                    self._say(uid, WITHDRAW, pair.offered)
-                pair.unsaid = pair.unsaid or (again and pair.change is not None)
-                if again and (pair.owes or not pair.closed):
+                    self._send_message(uid, WITHDRAW, pair.offered)
+                pair.unsaid = pair.unsaid or (is_retry and pair.change is not None)
+                if is_retry and (pair.is_unsettled or not pair.closed):
                     closed.discard(uid)
-                if uid not in closed and self._say(uid, CLOSED, pair.offered + 1):
+                if uid not in closed and self._send_message(uid, CLOSED, pair.offered + 1):
                     closed.add(uid)
-            self._say_unsaid()
-            pairs = [self._pairs[uid] for uid in others]
-            if all(pair.closed and not pair.owes for pair in pairs) and closed.issuperset(others):
+            self._send_pending_replies()
+            pairs = [self._pairs[uid] for uid in peers]
+            if all(pair.closed and not pair.is_unsettled for pair in pairs) and closed.issuperset(peers):
                 return
-            if again:
-                due = clock.now() + LOOK_SECONDS
-            found = yield from self.collect(count=1, seconds=LOOK_SECONDS)
+            if is_retry:
+                due = clock.now() + RETRY_SECONDS
+            found = yield from self.collect(count=1, seconds=RETRY_SECONDS)
             with torch.no_grad():
-                self._hear(found)
+                self._process_messages(found)
 
     def succeed(self, former: Schedule, generation: Generation, lost: Collection[int]) -> None:  # noqa: ARG002
         if not isinstance(former, ADPSGD) or self.communication.uid in generation.fresh:
             return
-        stay = {*generation.members} - generation.fresh
-        self._pairs = {uid: pair for uid, pair in former._pairs.items() if uid in stay}
+        remaining = {*generation.members} - generation.fresh
+        self._pairs = {uid: pair for uid, pair in former._pairs.items() if uid in remaining}
         self._messages, self.given, self.taken = former._messages, former.given, former.taken
-        self._former = frozenset(stay - {self.communication.uid})
-        self._say_again()
+        self._former = frozenset(remaining - {self.communication.uid})
+        self._mark_for_resend()
 
-    def _say_again(self) -> None:
+    def _mark_for_resend(self) -> None:
         """Mark all unconfirmed messages to be sent again, as messages in flight are lost."""
         for pair in self._pairs.values():
             pair.unsaid, pair.due, pair.closed = pair.unsaid or pair.change is not None, 0, False
@@ -273,21 +273,21 @@ class ADPSGD(Asynchronous):
     def state_dict(self) -> dict[str, Any]:
         return {"pairs": {uid: dict(vars(pair)) for uid, pair in self._pairs.items()}, "messages": self._messages,
                 "given": dict(self.given), "taken": dict(self.taken), "former": sorted(self._former),
-                "answered_meanwhile": self._answered_meanwhile, "refused": self._refused}  # fmt: skip
+                "answered_meanwhile": self._answered_meanwhile, "refused": self._last_decliner}  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._pairs = {uid: _Pair(**each) for uid, each in state["pairs"].items()}
-        self._messages, self._refused = int(state["messages"]), state["refused"]
+        self._messages, self._last_decliner = int(state["messages"]), state["refused"]
         self._answered_meanwhile = bool(state["answered_meanwhile"])
         self._former = frozenset(state.get("former", ()))
         self.given, self.taken = Counter(state["given"]), Counter(state["taken"])
-        self._say_again()
+        self._mark_for_resend()
 
     def report(self) -> dict[str, float]:
         return {"averaged_pairs": self.given.total() + self.taken.total()}
 
 
-def _said(payload: Payload, elements: int) -> tuple[str, int] | None:
+def _parse_message(payload: Payload, elements: int) -> tuple[str, int] | None:
     """Returns the kind and the number of a message; None if it is not a valid one."""
     scalars: Mapping[str, int | float] = payload.scalars
     if len(scalars) != 1:
@@ -304,4 +304,4 @@ def pair_schemas(schemas: tuple[Schema, ...]) -> tuple[Schema, ...]:
     or nothing. schemas: that of the model, then that of its buffers if it has any."""
     elements = sum(schema.elements for schema in schemas)
     (spec,) = schemas[0].tensors.values()
-    return (Schema(elements, {"x": TensorSpec(spec.dtype, elements, exact=False)}, False, mailbox=KEPT),)
+    return (Schema(elements, {"x": TensorSpec(spec.dtype, elements, exact=False)}, False, mailbox=MAILBOX_CAPACITY),)

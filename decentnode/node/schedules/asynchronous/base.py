@@ -33,10 +33,10 @@ class Asynchronous(Schedule):
         """The newest float buffers of each neighbor."""
         self._round = -1
         """The current round, or between rounds the last one; -1 before the first."""
-        self._held: dict[int, list[Collected]] = {}
+        self._held_back: dict[int, list[Collected]] = {}
         """channel -> payloads of nodes that have made a checkpoint that this node has not made yet; held until the next
         round."""
-        self._heard: dict[int, float] = {}
+        self._last_arrivals: dict[int, float] = {}
         """source -> `clock.now()` when its last payload arrived, in this membership generation."""
 
     @property
@@ -60,10 +60,10 @@ class Asynchronous(Schedule):
         with torch.no_grad():
             self.fragment.adjust(model, self.update.loss)
         check()
-        yield from self._take_in()
+        yield from self._process_arrivals()
         self._publish_round(round)
 
-    def _take_in(self) -> Steps[None]:
+    def _process_arrivals(self) -> Steps[None]:
         """Process payloads that arrived during the local steps, before this node publishes, as steps. Here nothing."""
         return at_once(None)
 
@@ -76,12 +76,12 @@ class Asynchronous(Schedule):
     def finish(self) -> Steps[list[Mixed]]:
         yield from self._mix_round(self.view.round)
         now = clock.now()
-        self._heard = dict.fromkeys(self.view.sources, now) | self._heard
-        self.communication.ask_after(self._heard)
+        self._last_arrivals = dict.fromkeys(self.view.sources, now) | self._last_arrivals
+        self.communication.ask_after(self._last_arrivals)
         with torch.no_grad():
             self.fragment.finish_turn(self.model.parameters)
-        nobody = frozenset[int]()
-        return [Mixed(nobody, nobody)]
+        none_missing = frozenset[int]()
+        return [Mixed(none_missing, none_missing)]
 
     @abc.abstractmethod
     def _mix_round(self, round: int) -> Steps[None]:
@@ -94,7 +94,7 @@ class Asynchronous(Schedule):
             self.communication.history.published(round, channel, outgoing)
         if self.cuts.number:
             # a payload shared by several neighbors stays one object
-            marked = {id(each): self.cuts.marked(each) for each in outgoing.values()}
+            marked = {id(each): self.cuts.mark(each) for each in outgoing.values()}
             outgoing = {uid: marked[id(each)] for uid, each in outgoing.items()}
         started = clock.now()
         refused = self.communication.publish(round, outgoing, channel)
@@ -106,40 +106,40 @@ class Asynchronous(Schedule):
     ) -> Steps[list[Collected]]:
         """Take payloads out of the mailbox as `Communication.collect_steps` does, and add the seconds to `times`.
         Payloads that were published after a checkpoint that this node has not made yet are held back until it has."""
-        started, held = clock.now(), self._held.pop(channel, [])
+        started, held_back = clock.now(), self._held_back.pop(channel, [])
         found = yield from self.communication.collect_steps(
-            channel, count=max(0, count - len(held)), sources=sources, seconds=seconds
+            channel, count=max(0, count - len(held_back)), sources=sources, seconds=seconds
         )
         now = clock.now()
         self.times.wait += now - started
-        self._heard |= dict.fromkeys((each.source for each in found), now)
-        return [plain for each in [*held, *found] for plain in self._admitted(each, channel)]
+        self._last_arrivals |= dict.fromkeys((each.source for each in found), now)
+        return [unmarked for each in [*held_back, *found] for unmarked in self._unmark_or_hold(each, channel)]
 
-    def _admitted(self, each: Collected, channel: int) -> Iterable[Collected]:
+    def _unmark_or_hold(self, each: Collected, channel: int) -> Iterable[Collected]:
         """Yields the payload without the checkpoint number that marks it, unless it is held back or malformed."""
         cuts = self.cuts
         try:
-            plain, number = cuts.read(each)
+            unmarked, number = cuts.unmark(each)
         except ValueError as error:
             self.communication.counters.fault(MALFORMED, each.source, f"{error} from {each.source}")
             return
-        if cuts.holds and number > cuts.number:
-            cuts.heard = max(cuts.heard, number)
-            if cuts.believes:
-                self._held.setdefault(channel, []).append(each)
+        if cuts.holds_back and number > cuts.number:
+            cuts.highest_known = max(cuts.highest_known, number)
+            if cuts.trusts_numbers:
+                self._held_back.setdefault(channel, []).append(each)
                 return
-        yield plain
+        yield unmarked
 
-    def record(self, copies: Iterable[Copy], channel: int = 0) -> None:
+    def record_mixed(self, copies: Iterable[Copy], channel: int = 0) -> None:
         """Note in the node's history, if it keeps one, that these copies are about to be mixed."""
         history, round = self.communication.history, self._round
         if history is not None:
-            told = ((each.source, each.round, round - each.came, each.as_it_came) for each in copies)
-            history.mixed_copies(round, channel, told)
+            records = ((each.source, each.round, round - each.arrived_in, each.as_published) for each in copies)
+            history.mixed_copies(round, channel, records)
 
-    def record_new(self, found: Iterable[Collected], channel: int = 0) -> None:
-        """Like `record`, for payloads that are mixed in the round in which they were taken out of the mailbox."""
-        self.record((Copy.of(each, self._round) for each in found), channel)
+    def record_new_payloads(self, found: Iterable[Collected], channel: int = 0) -> None:
+        """Like `record_mixed`, for payloads that are mixed in the round in which they were taken out of the mailbox."""
+        self.record_mixed((Copy.of(each, self._round) for each in found), channel)
 
     def publish_buffers(self, round: int) -> None:
         """Publish the float buffers to the neighbors if they are averaged."""
@@ -148,22 +148,22 @@ class Asynchronous(Schedule):
             self.publish(round, dict.fromkeys(self.view.neighbors, payload), self.buffer_channel)
 
     def mix_buffers(self, among: Collection[int] | None = None) -> Steps[None]:
-        """Mix the newest float buffers that arrived, with the weights of `Copies.weighed`, as steps. among: use only
-        those of these nodes; None: of all."""
+        """Mix the newest float buffers that arrived, with the weights of `Copies.weighted_view`, as steps. among: use
+        only those of these nodes; None: of all."""
         if not self.averages_buffers or not self.model.buffers.numel():
             return
         copies = self._buffers
         found = yield from self.collect(self.buffer_channel)
-        copies.take(Copy.of(each, self.view.round) for each in found)
+        copies.store(Copy.of(each, self.view.round) for each in found)
         copies.drop_older(self.view.round, self.config.max_age)
-        seen = copies.weighed(self.view, self.weights_in, among)
-        self.record(copies.of(seen), self.buffer_channel)
+        seen = copies.weighted_view(self.view, self.weights_in, among)
+        self.record_mixed(copies.of(seen), self.buffer_channel)
         mixed = self.model.buffers * seen.weights[seen.uid]
         for uid, payload in copies.payloads(seen).items():
             mixed.add_(payload.tensors["x"], alpha=seen.weights[uid])
         self.model.buffers.copy_(mixed)
 
 
-def mailboxes(schemas: tuple[Schema, ...], kept: int) -> tuple[Schema, ...]:
-    """Returns the schemas of the same payloads in mailboxes that keep the newest `kept` payloads of each source."""
-    return tuple(replace(schema, elementwise=False, mailbox=kept) for schema in schemas)
+def mailbox_schemas(schemas: tuple[Schema, ...], capacity: int) -> tuple[Schema, ...]:
+    """Returns the schemas of the same payloads in mailboxes that keep the newest `capacity` payloads of each source."""
+    return tuple(replace(schema, elementwise=False, mailbox=capacity) for schema in schemas)

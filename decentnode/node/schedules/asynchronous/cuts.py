@@ -14,53 +14,53 @@ from dataclasses import dataclass, replace
 from decentnode.communication.parts import Collected
 from decentnode.payload import Payload, ScalarSpec
 
-NUMBER = "checkpoint"
+NUMBER_SCALAR = "checkpoint"
 """The name of the payload's scalar that carries the number."""
-MOST = 1 << 48
+MAX_NUMBER = 1 << 48
 """The greatest number. A run only reaches it if a node invented one; the run then makes no further checkpoints."""
-MOST_AHEAD = 1024
+MAX_LEAD = 1024
 """A number that exceeds both the node's own number and the rounds of the run by more than this was invented by a node.
 It is ignored, as it would leave no numbers for further checkpoints."""
-_SPEC = ScalarSpec(int, 1, MOST)
+_SPEC = ScalarSpec(int, 1, MAX_NUMBER)
 
 
 @dataclass
 class Cuts:
     """The checkpoint numbers that one node knows; they only grow."""
 
-    holds: bool = False
+    holds_back: bool = False
     """Whether payloads may be held back: the run makes checkpoints, and is not ending."""
     number: int = 0
     """The number of this node's last checkpoint; 0 before the first."""
-    heard: int = 0
+    highest_known: int = 0
     """The greatest number that this node has received or used."""
     rounds: int = 0
     """The number of rounds of the run, as checkpoint numbers are rounds of the lowest member, or the next free number
     if that is greater."""
-    believes: bool = True
+    trusts_numbers: bool = True
     """Whether payloads with a greater number are held back until this node has made that checkpoint. False once others
     have initiated more checkpoints than the run can have, as their numbers are then meaningless."""
 
-    def meet(self, number: int) -> None:
+    def adopt(self, number: int) -> None:
         """Adopt the number that other nodes have reached, without making a checkpoint."""
-        self.number = self.heard = min(number, MOST)
+        self.number = self.highest_known = min(number, MAX_NUMBER)
 
-    def marked(self, payload: Payload) -> Payload:
+    def mark(self, payload: Payload) -> Payload:
         """Returns the payload marked with the number of this node's last checkpoint."""
-        return replace(payload, scalars={**payload.scalars, NUMBER: self.number})
+        return replace(payload, scalars={**payload.scalars, NUMBER_SCALAR: self.number})
 
-    def read(self, found: Collected) -> tuple[Collected, int]:
+    def unmark(self, found: Collected) -> tuple[Collected, int]:
         """Returns a payload without its mark, and the number that it was marked with; 0 if it has no mark or an
         impossible number. Raises ValueError if the mark is malformed."""
-        if NUMBER not in found.payload.scalars:
+        if NUMBER_SCALAR not in found.payload.scalars:
             return found, 0
         scalars = dict(found.payload.scalars)
-        number = scalars.pop(NUMBER)
+        number = scalars.pop(NUMBER_SCALAR)
         if not _SPEC.accepts(number):
-            raise ValueError(f"{NUMBER} of {number}")
+            raise ValueError(f"{NUMBER_SCALAR} of {number}")
         plain = replace(found, payload=replace(found.payload, scalars=scalars))
         return plain, int(number) if self.is_possible(int(number)) else 0
 
     def is_possible(self, number: int) -> bool:
         """Returns whether a node that follows the protocol can have reached this number."""
-        return number <= max(self.rounds, self.number) + MOST_AHEAD
+        return number <= max(self.rounds, self.number) + MAX_LEAD

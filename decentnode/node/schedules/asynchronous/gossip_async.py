@@ -17,7 +17,7 @@ from decentnode.node.schedules.asynchronous.copies import Copies, Copy
 from decentnode.node.schedules.asynchronous.motion import Motion
 from decentnode.sharing.decoding import decode
 
-LAG = 0.5
+AVERAGE_LAG = 0.5
 """The average lag, in rounds, of a model that arrives during a node's local steps: it was published half a round before
 their end, as the start of one node's round falls anywhere within that of another one."""
 
@@ -28,16 +28,16 @@ class GossipAsync(Asynchronous):
     W_ij(a) = W_ij / (1 + a), or W_ij without `age_weights`, if a <= max_age, else 0; the rest of the weight goes to the
     node itself, so that every row of W sums to one. The mean of all models is not preserved. On a time-varying graph, W
     is that of i's round, except for an x_j that arrived in this round, for which it is that of j's round
-    (`Copies.weighed`): if models were only mixed in rounds in which j is a neighbor, they would arrive too late for the
-    round that they were meant for.
+    (`Copies.weighted_view`): if models were only mixed in rounds in which j is a neighbor, they would arrive too late
+    for the round that they were meant for.
 
     m_i is the average movement of i's model per round, measured after its local steps (`Motion`), and lag_ij the number
     of rounds ago that j published a model that arrived in this round. This correction is needed because averages with
     older models take back a part of every step. The lag is not measured: a model that arrived during i's local steps is
-    assumed to be LAG rounds old, or less in proportion as j is faster than i. A model that arrived after the local
-    steps, or that is mixed again, is not corrected, and neither is any without `advance_copies`. With four neighbors of
-    equal speed, models make .9 of the progress of a synchronous round with the correction, and .7 without it. The
-    transmission time of a model is not taken into account.
+    assumed to be AVERAGE_LAG rounds old, or less in proportion as j is faster than i. A model that arrived after the
+    local steps, or that is mixed again, is not corrected, and neither is any without `advance_copies`. With four
+    neighbors of equal speed, models make .9 of the progress of a synchronous round with the correction, and .7 without
+    it. The transmission time of a model is not taken into account.
 
     A node whose neighbors made at least two rounds during its last one publishes after mixing: x_i <- sum_j W_ij x_j +
     u_i, where x_i in the sum is the model before the local steps and u_i their update. Otherwise it would publish steps
@@ -56,14 +56,14 @@ class GossipAsync(Asynchronous):
 
     def _begin(self, round: int, check: Callable[[], None]) -> Steps[None]:
         lags = self._copies.lags(round - 1)
-        is_slow = self._motion is not None and bool(lags) and sum(lags) <= LAG / 2 * len(lags)
+        is_slow = self._motion is not None and bool(lags) and sum(lags) <= AVERAGE_LAG / 2 * len(lags)
         self._before = self.model.parameters.clone() if is_slow else None
         yield from super()._begin(round, check)
 
-    def _take_in(self) -> Steps[None]:
+    def _process_arrivals(self) -> Steps[None]:
         if self._motion is not None:
-            self._motion.follow(self.model.parameters)
-            self._copies.take(self._decoded((yield from self.collect())), lag=LAG)
+            self._motion.update(self.model.parameters)
+            self._copies.store(self._decode_all((yield from self.collect())), lag=AVERAGE_LAG)
 
     def _publish_round(self, round: int) -> None:
         if self._before is None:
@@ -75,33 +75,33 @@ class GossipAsync(Asynchronous):
 
     def _mix_round(self, round: int) -> Steps[None]:
         copies, config, view, model = self._copies, self.config, self.view, self.model.parameters
-        copies.take(self._decoded((yield from self.collect())))
-        late = self._late()
-        if late and config.stale == "wait":
-            found = yield from self.collect(sources=late, seconds=config.wait_seconds)
-            copies.take(self._decoded(found))
+        copies.store(self._decode_all((yield from self.collect())))
+        stale = self._stale_neighbors()
+        if stale and config.stale == "wait":
+            found = yield from self.collect(sources=stale, seconds=config.wait_seconds)
+            copies.store(self._decode_all(found))
         started = clock.now()
         copies.drop_older(view.round, config.max_age)
-        seen = copies.weighed(view, self.weights_in)
-        self._ages = copies.ages(seen)
-        self.record(copies.of(seen))
+        used_view = copies.weighted_view(view, self.weights_in)
+        self._ages = copies.ages(used_view)
+        self.record_mixed(copies.of(used_view))
         with torch.no_grad():
             update = None if self._before is None else torch.sub(model, self._before, out=self._before)
-            self.sharing.mix(model, copies.payloads(seen), seen)
-            if self._motion is not None and (lag := copies.mean_lag(seen)):
-                model.add_(self._motion.mean, alpha=lag)
+            self.sharing.mix(model, copies.payloads(used_view), used_view)
+            if self._motion is not None and (mean_lag := copies.mean_lag(used_view)):
+                model.add_(self._motion.mean, alpha=mean_lag)
             if update is not None:
-                model.add_(update, alpha=1 - seen.weights[view.uid])
+                model.add_(update, alpha=1 - used_view.weights[view.uid])
         self.times.mix += clock.now() - started
-        yield from self.mix_buffers(seen.sources)
+        yield from self.mix_buffers(used_view.sources)
         if update is not None:
             self._publish_model(round)
 
-    def _late(self) -> list[int]:
+    def _stale_neighbors(self) -> list[int]:
         """Returns the neighbors whose newest model is older than `max_age` rounds."""
         return [uid for uid, age in self._copies.ages(self.view).items() if age > self.config.max_age]
 
-    def _decoded(self, found: Collection[Collected]) -> Iterable[Copy]:
+    def _decode_all(self, found: Collection[Collected]) -> Iterable[Copy]:
         """Yields the decoded payloads as copies; those that cannot be decoded are counted as faults and left out."""
         for each in found:
             try:
