@@ -1,4 +1,4 @@
-"""Rule beer: gradient tracking whose models and trackers are sent as compressed differences."""
+"""BEER: gradient tracking whose models and trackers are sent as compressed differences."""
 
 from __future__ import annotations
 

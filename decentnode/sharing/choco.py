@@ -1,4 +1,4 @@
-"""Rule choco (CHOCO-SGD): nodes mix public copies of their models, which are updated by compressed differences."""
+"""CHOCO-SGD: nodes mix public copies of their models, which are updated by compressed differences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rule d2 (D2, exact diffusion): gossip averaging whose bias on unequal data is corrected by the update of the last
+"""D2 and exact diffusion: gossip averaging whose bias on unequal data is corrected by the update of the last
 round.
 
 Here and in the other rules that correct local steps, u_t is the total update of the local steps of round t: the model

@@ -1,4 +1,4 @@
-"""Rule elastic: every node is pulled toward a center of its own, and the centers are mixed by gossip."""
+"""Elastic averaging: every node is pulled toward a center of its own, and the centers are mixed by gossip."""
 
 from __future__ import annotations
 

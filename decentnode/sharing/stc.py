@@ -1,4 +1,4 @@
-"""Rule stc: sparse ternary compression of the difference between a model and its public copy."""
+"""Sparse ternary compression of the difference between a model and its public copy."""
 
 from __future__ import annotations
 

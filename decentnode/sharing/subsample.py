@@ -1,4 +1,4 @@
-"""Rule subsample: nodes send a random part of the model, which sender and receiver derive from the same random
+"""Nodes send a random part of the model, which sender and receiver derive from the same random
 stream."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rule topk: nodes send the entries that changed most; receivers use their own values for the others."""
+"""Top-k: nodes send the entries that changed most; receivers use their own values for the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Task classification: one of several classes for each sample."""
+"""One of several classes for each sample."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Task next_token: predicts the next token (character, word or word piece) of a text."""
+"""The next token (a character, word or word piece) of a text."""
 
 from __future__ import annotations
 

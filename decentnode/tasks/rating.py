@@ -1,4 +1,4 @@
-"""Task rating: how much a user likes an item."""
+"""How much a user likes an item."""
 
 from __future__ import annotations
 

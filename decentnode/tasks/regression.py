@@ -1,4 +1,4 @@
-"""Task regression: one or several numbers for each sample."""
+"""One or several numbers for each sample."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Task translation: the translation of a text, token by token."""
+"""The translation of a text, token by token."""
 
 from __future__ import annotations
 

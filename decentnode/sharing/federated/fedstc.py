@@ -1,4 +1,4 @@
-"""Rule fedstc: sparse ternary compression of messages from and to the server, with error feedback at both ends."""
+"""Sparse ternary compression of messages from and to the server, with error feedback at both ends."""
 
 from __future__ import annotations
 
