@@ -11,8 +11,8 @@ from decentnode import clock, system
 from decentnode.communication.base import Communication
 from decentnode.faults import ClockJump, Course, FullDisk, InEffect, Kill, Pause, Plan, Slow
 
-Ask = Callable[[int], None]
-"""ask(index): request this fault of the plan from a process that outlives the node; not blocking."""
+RequestFault = Callable[[int], None]
+"""request(index): request this fault of the plan from a process that outlives the node; not blocking."""
 KILLED_SECONDS = 10.0
 """How long a node that has requested its own kill waits for it before it continues with the round."""
 
@@ -21,21 +21,21 @@ class NodeFaults:
     """Injects the faults of one node. Its caller calls `begin` once the node has joined the run, and `enter` before
     each of its rounds."""
 
-    def __init__(self, plan: Plan, communication: Communication, ask: Ask) -> None:
+    def __init__(self, plan: Plan, communication: Communication, request: RequestFault) -> None:
         """plan: the resolved fault plan."""
-        self._communication, self._ask = communication, ask
+        self._communication, self._request = communication, request
         kinds = Kill, Pause, Slow, FullDisk, ClockJump
-        self._course = Course(plan, communication.uid, kinds, self._began)
+        self._course = Course(plan, communication.uid, kinds, self._on_begin)
         self._lock = threading.Lock()
         """Protects `_course`, which every thread reads that writes a file or asks for the time of day."""
-        self._untold: list[InEffect] = []
-        self._killed = False
-        self._jumped = 0.0
+        self._unreported: list[InEffect] = []
+        self._kill_requested = False
+        self._jumped_seconds = 0.0
         self._hooks: list[tuple[list[Any], Any]] = []
-        places: list[tuple[type, list[Any], Any]] = [
+        hook_lists: list[tuple[type, list[Any], Any]] = [
             (FullDisk, system.full_disks, self._disk_is_full), (ClockJump, clock.jumps, self._jump),
         ]  # fmt: skip
-        for kind, hooks, hook in places:
+        for kind, hooks, hook in hook_lists:
             if any(isinstance(each, kind) and each.concerns(communication.uid) for each in plan):
                 hooks.append(hook)
                 self._hooks.append((hooks, hook))
@@ -63,9 +63,9 @@ class NodeFaults:
             self._course.in_effect(clock.now())
         if self._communication.fault_course is not None:
             self._communication.fault_course.enter(round)
-        self._tell()
-        if self._killed:
-            self._killed = False
+        self._report()
+        if self._kill_requested:
+            self._kill_requested = False
             clock.sleep(KILLED_SECONDS)
 
     def slow_down(self, seconds: float) -> float:
@@ -80,22 +80,22 @@ class NodeFaults:
             clock.sleep((factor - 1) * seconds)
         return clock.now() - now
 
-    def _began(self, found: InEffect) -> None:
-        fault = found.fault
+    def _on_begin(self, active: InEffect) -> None:
+        fault = active.fault
         if isinstance(fault, Kill | Pause):
             if fault.at_round is not None:
-                self._ask(found.index)
-                self._killed |= isinstance(fault, Kill)
+                self._request(active.index)
+                self._kill_requested |= isinstance(fault, Kill)
             return
         if isinstance(fault, ClockJump):
-            self._jumped += fault.by_seconds
-        self._untold.append(found)
+            self._jumped_seconds += fault.by_seconds
+        self._unreported.append(active)
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         """Report the faults that began since the previous round. The lock must not be held, as logging asks for the
         time of day."""
-        untold, self._untold = self._untold, []
-        for each in untold:
+        unreported, self._unreported = self._unreported, []
+        for each in unreported:
             self._communication.counters.on_event("fault", None, each.fault.told)
 
     def _disk_is_full(self) -> bool:
@@ -105,4 +105,4 @@ class NodeFaults:
     def _jump(self) -> float:
         with self._lock:
             self._course.in_effect(clock.now())
-            return self._jumped
+            return self._jumped_seconds

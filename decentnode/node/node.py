@@ -24,7 +24,7 @@ from decentnode.metrics.dealt import packed
 from decentnode.metrics.figures import overflowed
 from decentnode.node.checkpoints.handover import deal_samples
 from decentnode.node.config import NodeConfig
-from decentnode.node.generations.beginning import NodeGenerations
+from decentnode.node.generations.transition import NodeGenerations
 from decentnode.node.measuring.course import Course
 from decentnode.node.measuring.evaluation import Evaluator, mean_of
 from decentnode.node.orders import NodeOrders
@@ -119,7 +119,7 @@ class Node:
         self._ended = False
         self.rounds = NodeRounds(uid, config, self.training, self.communication, self._rules,
                                  sampling=parts.sampling, record=record)  # fmt: skip
-        self.generations = NodeGenerations(self, self._rules, self.rounds.trained, parts.sampling)
+        self.generations = NodeGenerations(self, self._rules, self.rounds.work, parts.sampling)
         self._orders = NodeOrders(self, self.communication)
 
     @property
@@ -135,7 +135,7 @@ class Node:
     @property
     def within_round(self) -> bool:
         """Whether a round has begun and is not finished."""
-        return self.rounds.within
+        return self.rounds.is_within_round
 
     def _weight(self) -> float | None:
         """Returns the weight of this node's model in the merged model; None if all models have the same weight."""
@@ -203,7 +203,7 @@ class Node:
             self.rounds.abandon()
             if self.communication.history is not None:
                 self.communication.history.left(self.round, str(reason))
-            if self.schedule.trained == self.round:  # interrupted after its local steps, which are not repeated
+            if self.schedule.last_trained_round == self.round:  # interrupted after its local steps: do not repeat these
                 self.training.finish_round()
                 self.round += 1
             work = self._work(first=self.generations.regroup())
@@ -310,7 +310,7 @@ class Node:
         without: further members whose state is lost, so that none of it is kept."""
         self._rules.lost |= without
         self._rules.renew(replace(self.generation, fresh=self.generation.fresh | without))
-        return self._rules.at(self.round, self.generation)
+        return self._rules.rules_at(self.round, self.generation)
 
     # -- one round --------------------------------------------------------------------------------------------
 
@@ -364,7 +364,7 @@ class Node:
         """
         if self.schedule.asynchronous and (self.round or ordered):
             self.doing = "evaluation"
-            self.evaluation, self.evaluated = self._evaluator.alone(), self.round
+            self.evaluation, self.evaluated = self._evaluator.evaluate_locally(), self.round
             self._record_evaluation(merged=False)
             return
         try:

@@ -15,7 +15,7 @@ from decentnode.wire.orders import MEET_ROUNDS, MEET_SECONDS, Action
 logger = logging.getLogger(__name__)
 
 
-class Obedient(Protocol):
+class OrderableNode(Protocol):
     """The part of `Node` that `NodeOrders` uses; see `Node` for the docstrings."""
 
     round: int
@@ -34,10 +34,10 @@ class NodeOrders:
     """Accepts requests from any thread or signal handler, and carries them out between rounds on the training
     thread."""
 
-    def __init__(self, node: Obedient, communication: Communication) -> None:
+    def __init__(self, node: OrderableNode, communication: Communication) -> None:
         self._node, self._communication = node, communication
         self._stop_asked = self._leave_asked = False
-        self._obeyed: float | None = None
+        self._last_round_began: float | None = None
         """`clock.now()` when the last round began."""
 
     # -- any thread -------------------------------------------------------------------------------------------
@@ -87,33 +87,34 @@ class NodeOrders:
         after it began to wait."""
         node, communication, since = self._node, self._communication, clock.now()
         timeout_seconds = communication.config.timeout_seconds
-        until, held, stops_at = since + timeout_seconds, False, math.inf
-        longest = timeout_seconds if self._obeyed is None else max(timeout_seconds, since - self._obeyed)
-        while (what := communication.next_step(node.round)) != "begin":
+        deadline, was_paused, stops_at = since + timeout_seconds, False, math.inf
+        last_round_began = since if self._last_round_began is None else self._last_round_began
+        longest_round = max(timeout_seconds, since - last_round_began)
+        while (next_step := communication.next_step(node.round)) != "begin":
             if self.stopping() or self.leaving:
                 break
-            if what == "evaluate":
+            if next_step == "evaluate":
                 if node.evaluated != node.round:
                     if communication.history is not None:
                         communication.history.ordered(node.round)
                     yield from node.evaluate_between(ordered=True)
-                self._tell("evaluated")
+                self._record_action("evaluated")
                 communication.order_obeyed(node.round)
                 continue
-            stands = what in ("hold", "meet")
-            if stands and not held:
-                held = True
-                self._tell("paused")
-            if what == "meet":
-                stops_at = min(stops_at, clock.now() + MEET_SECONDS + MEET_ROUNDS * longest)
+            is_paused = next_step in ("hold", "meet")
+            if is_paused and not was_paused:
+                was_paused = True
+                self._record_action("paused")
+            if next_step == "meet":
+                stops_at = min(stops_at, clock.now() + MEET_SECONDS + MEET_ROUNDS * longest_round)
                 if clock.now() >= stops_at and not self._stop_asked:
                     logger.warning("the node that ordered the run to stop is silent: this node stops the run")
                     self.ask_stop()
-            node.doing = "paused" if stands else "agreeing on an order"
-            yield from communication.order_steps(node.round, until)
-        self._obeyed = clock.now()
-        if held and not self.stopping():
-            self._tell("resumed")
+            node.doing = "paused" if is_paused else "agreeing on an order"
+            yield from communication.order_steps(node.round, deadline)
+        self._last_round_began = clock.now()
+        if was_paused and not self.stopping():
+            self._record_action("resumed")
 
-    def _tell(self, what: str) -> None:
-        self._node.record({"kind": "control", "what": what, "round": self._node.round, "time": clock.wall()})
+    def _record_action(self, action: str) -> None:
+        self._node.record({"kind": "control", "what": action, "round": self._node.round, "time": clock.wall()})

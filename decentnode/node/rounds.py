@@ -15,14 +15,14 @@ from decentnode.errors import Diverged, PeerLost
 from decentnode.graph.base import RoundView
 from decentnode.node.config import NodeConfig
 from decentnode.node.faults import NodeFaults
-from decentnode.node.generations.merging import Work
+from decentnode.node.generations.merging import TrainingWork
 from decentnode.node.measuring.totals import RoundTotals
 from decentnode.node.measuring.trace import NodeTrace
 from decentnode.node.rules import NodeRules
 from decentnode.node.sampling import Sampling
 from decentnode.node.schedules.buffers import BufferExchange
 from decentnode.node.schedules.dumps import Dumps
-from decentnode.node.schedules.fragment_exchange import Mixed
+from decentnode.node.schedules.fragment_exchange import ExchangeOutcome
 from decentnode.sharing.hooks import Hooks
 from decentnode.training.base import Training
 from decentnode.wire.generation import Generation
@@ -42,37 +42,37 @@ class NodeRounds:
     ) -> None:
         """sampling: finds the neighbors of each round, in place of the rules' graphs. record: called once per round."""
         self.totals = RoundTotals(communication.counters)
-        self.trained = Work()
+        self.work = TrainingWork()
         self.sampling = sampling
         self.faults: NodeFaults | None = None
         """Faults to inject in rounds that begin from now on."""
         self.dumps: Dumps | None = None
         """Writes which coefficients the rule chose to send."""
         self.trace: NodeTrace | None = None
-        self.within = False
+        self.is_within_round = False
         """Whether a round has begun and is not finished."""
         self._uid, self._config, self._training, self._communication = uid, config, training, communication
         self._rules, self._record = rules, record
         training.keep_sum = config.check_finite
         self._buffers = BufferExchange(averaged=config.buffers == "average" and not rules.schedule.asynchronous)
         self._buffer_view: RoundView
-        self._started = self._idle = 0.0
+        self._started = self._idle_at_start = 0.0
         self._missing: frozenset[int] = frozenset()
         self._lost: frozenset[int] = frozenset()
 
     def begin(self, round: int, among: Generation) -> Steps[None]:
         """Make the local steps, unless the rule schedules them for a later phase, and begin the exchange with members
         of `among`, as steps."""
-        schedule, self.within = self._rules.schedule, True
+        schedule, self.is_within_round = self._rules.schedule, True
         if self.faults is not None:
             self.faults.enter(round)
         if self.trace is not None:
             schedule.make_times = self.trace.begin(round)
-        self._started, self._idle = clock.now(), self._communication.idle_seconds or 0.0
+        self._started, self._idle_at_start = clock.now(), self._communication.idle_seconds or 0.0
         views, self._buffer_view = self._rules.views(round, among)
         if self.sampling is not None:
             yield from self.sampling.round(round)
-            views = [[self.sampling.seen(view) for view in each] for each in views]
+            views = [[self.sampling.with_sampled_neighbors(view) for view in each] for each in views]
         schedule.weights_in = functools.partial(self._rules.weights_in, among)
         self._missing = self._lost = frozenset()
         yield from schedule.begin(round, views, lambda: self._after_steps(round))
@@ -94,28 +94,28 @@ class NodeRounds:
         schedule = self._rules.schedule
         mixed = yield from schedule.finish()
         yield from self._buffers.mix(self._buffer_view, schedule)
-        self.within = False
+        self.is_within_round = False
         self._training.finish_round()
         if self.dumps is not None:
             schedule.dump(round, self.dumps)
         self._account_missing(round, schedule.sharing.requirements.phases - 1, mixed)
-        self._tell(round)
+        self._record_round(round)
         if self.trace is not None:
             self.trace.end(round)
 
     def abandon(self) -> None:
         """Abandon the current round, as nothing of it will arrive any more."""
-        self.within = False
+        self.is_within_round = False
         self._rules.schedule.abandon()
         self._buffers.abandon()
 
-    def _tell(self, round: int) -> None:
+    def _record_round(self, round: int) -> None:
         schedule, counters = self._rules.schedule, self._communication.counters
         times, update = schedule.times, schedule.update
         idle = self._communication.idle_seconds
         # while this node waited, the thread stepped other nodes: only the time that it slept is lost
         if idle is not None:
-            times.wait = min(times.wait, idle - self._idle)
+            times.wait = min(times.wait, idle - self._idle_at_start)
         seconds = clock.now() - self._started
         self.totals.add(seconds, times, self._lost)
         self._record({
@@ -133,7 +133,7 @@ class NodeRounds:
 
     def _after_steps(self, round: int) -> None:
         schedule = self._rules.schedule
-        self.trained.add(schedule.update.samples)
+        self.work.add(schedule.update.samples)
         if self.faults is not None:
             schedule.times.train += self.faults.slow_down(schedule.times.train)
         if self._config.check_finite and not math.isfinite(self._sum_of_model()):
@@ -143,29 +143,29 @@ class NodeRounds:
         """Returns the sum of all parameters. Uses the sum that the training returned with its loss, unless rules may
         have changed the model since: computing it here makes the host wait for the GPU once more."""
         schedule = self._rules.schedule
-        told = schedule.update.parameters_sum
-        if told is None or any(type(each.rule).adjust is not Hooks.adjust for each in schedule.fragments):
+        known_sum = schedule.update.parameters_sum
+        if known_sum is None or any(type(each.rule).adjust is not Hooks.adjust for each in schedule.fragments):
             return float(self._training.model.parameters.sum())
-        return told
+        return known_sum
 
-    def _account_missing(self, round: int, phase: int, mixed: Sequence[Mixed]) -> None:
+    def _account_missing(self, round: int, phase: int, mixed: Sequence[ExchangeOutcome]) -> None:
         """Account for the nodes from which nothing arrived in one phase. Raises PeerLost with `node.missing: fail`."""
         missing = frozenset(uid for each in mixed for uid in each.missing)
         lost = frozenset(uid for each in mixed for uid in each.missing - each.departed)
         self._missing |= missing
         self._lost |= lost
         if lost and self._config.missing != "return_weight":
-            self._miss(round, phase, lost)
+            self._handle_lost(round, phase, lost)
         if missing:
             logger.warning("round %d: continued without node %s", round, names(sorted(missing)))
 
-    def _miss(self, round: int, phase: int, lost: frozenset[int]) -> None:
+    def _handle_lost(self, round: int, phase: int, lost: frozenset[int]) -> None:
         """Handle lost neighbors without which the round may not continue: report them as suspects with `node.missing:
         regroup`, and raise PeerLost with `fail`."""
-        nothing, why = f"nothing from node {names(sorted(lost))} in round {round}", self._communication.why_broken(lost)
+        what, why = f"nothing from node {names(sorted(lost))} in round {round}", self._communication.why_broken(lost)
         if self._config.missing == "regroup":
-            self._communication.suspect(lost, f"{nothing}: {why}" if why else nothing)
+            self._communication.suspect(lost, f"{what}: {why}" if why else what)
             return
         within = (f" within {self._rules.schedule.timeout_seconds(phase):g} s (communication.timeout_seconds"
                   f"{f' for each of {phase + 1} phases' if phase else ''})")  # fmt: skip
-        raise PeerLost(f"node {self._uid}: {nothing}{f': {why}' if why else within}", sorted(lost))
+        raise PeerLost(f"node {self._uid}: {what}{f': {why}' if why else within}", sorted(lost))

@@ -38,24 +38,26 @@ class NodeRules:
         self.lost: set[int] = set()
         """Nodes that were members since the rules were created and lost their state, including those that came back
         without it."""
-        self._take(rules)
+        self._install(rules)
 
     @property
     def sharing(self) -> Sharing:
         """The sharing rule of the first fragment; the rules of the other fragments have the same requirements."""
         return self.schedule.sharing
 
-    def _take(self, sharing: Rules) -> None:
+    def _install(self, sharing: Rules) -> None:
         config, training, communication = self._config, self._training, self._communication
         rules = (sharing,) if isinstance(sharing, Sharing) else tuple(sharing)
         for rule in rules:
             rule.set_samples(training.num_samples)
-        count, groups = len(self.fragments), config.missing == "fail"
-        pairs = list(zip(self.fragments, rules, strict=True))
-        self._planners = Planners(self._uid, self._seed, pairs, buffers=self._buffers, averaging_groups=groups)
+        num_fragments, groups = len(self.fragments), config.missing == "fail"
+        fragments_and_rules = list(zip(self.fragments, rules, strict=True))
+        self._planners = Planners(
+            self._uid, self._seed, fragments_and_rules, buffers=self._buffers, averaging_groups=groups
+        )
         self.schedule = schedule_of(config.schedule, rules[0])(
-            training, [FragmentExchange(*pair, communication, num_fragments=count, averaging_groups=groups)
-                       for pair in pairs],
+            training, [FragmentExchange(*pair, communication, num_fragments=num_fragments, averaging_groups=groups)
+                       for pair in fragments_and_rules],
             communication, averaging_groups=groups, in_background=config.mix_in_background,
             averages_buffers=config.buffers == "average", asynchronous=config.asynchronous,
         )  # fmt: skip
@@ -64,15 +66,15 @@ class NodeRules:
         """Replace the rules with new ones, which keep only the state that outlives a membership generation. generation:
         the one that begins."""
         assert self._renew is not None
-        former, made = self.schedule, self._renew()
-        rules = (made,) if isinstance(made, Sharing) else made
+        old_schedule, created = self.schedule, self._renew()
+        rules = (created,) if isinstance(created, Sharing) else created
         for rule, part in zip(rules, self.fragments, strict=True):  # a payload may arrive before the rule has sent one
             payload_schema(self._config.schedule, rule, part.elements, self._training.model.dtype)
-        self._take(rules)
-        self.schedule.cuts = former.cuts
-        self.schedule.succeed(former, generation, frozenset(self.lost))
+        self._install(rules)
+        self.schedule.cuts = old_schedule.cuts
+        self.schedule.succeed(old_schedule, generation, frozenset(self.lost))
         self.lost.clear()
-        for fragment, before in zip(self.schedule.fragments, former.fragments, strict=True):
+        for fragment, before in zip(self.schedule.fragments, old_schedule.fragments, strict=True):
             fragment.rule.succeed(before.rule)
 
     def views(self, round: int, among: Generation) -> tuple[list[list[RoundView]], RoundView]:
@@ -88,7 +90,7 @@ class NodeRules:
         """Returns what `Planners.neighbors_from` returns for the current learning rate."""
         return self._planners.neighbors_from(round, among, self._training.learning_rate)
 
-    def at(self, round: int, among: Generation) -> list[tuple[Sharing, Tensor, RoundView]]:
+    def rules_at(self, round: int, among: Generation) -> list[tuple[Sharing, Tensor, RoundView]]:
         """Returns the rules, each with its part of the model and its view of the round's first phase."""
         views, _ = self.views(round, among)
         model = self._training.model.parameters
@@ -103,8 +105,8 @@ class NodeRules:
 
     def load_state_dict(self, state: Sequence[dict[str, Any]]) -> None:
         """Restores what `state_dict` returned. Raises ValueError if the state belongs to other rules or fragments."""
-        count = len(self.schedule.fragments)
-        for fragment, each in zip(self.schedule.fragments, state[:count], strict=True):
+        num_fragments = len(self.schedule.fragments)
+        for fragment, each in zip(self.schedule.fragments, state[:num_fragments], strict=True):
             fragment.load_state_dict(each)
-        for each in state[count:]:
+        for each in state[num_fragments:]:
             self.schedule.load_state_dict(each)

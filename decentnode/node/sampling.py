@@ -24,9 +24,9 @@ from decentnode.samplers.messages import MALFORMED, shuffle_of, tables_of
 
 logger = logging.getLogger(__name__)
 
-KEPT = 8
+MAILBOX_CAPACITY = 8
 """The capacity of the mailbox per source, which is more messages than a node sends to another one in a round."""
-_KIND = ScalarSpec(int, 0, 3)
+_KIND_SPEC = ScalarSpec(int, 0, 3)
 """The kind of a message: 1 for an answer, plus 2 for a shuffle between nearby nodes."""
 
 
@@ -37,7 +37,7 @@ def schema_of(sampler: Sampler) -> Schema:
                "ages": TensorSpec(torch.int64, longest, exact=False)}  # fmt: skip
     if elements:
         tensors["profiles"] = TensorSpec(torch.float32, longest * elements, exact=False)
-    return Schema(longest, tensors, elementwise=False, mailbox=KEPT)
+    return Schema(longest, tensors, elementwise=False, mailbox=MAILBOX_CAPACITY)
 
 
 class Sampling:
@@ -56,13 +56,13 @@ class Sampling:
     def round(self, round: int) -> Steps[None]:
         """At the beginning of a round, process and answer the messages that have arrived, and begin the round's
         shuffles, as steps. Does not wait for messages."""
-        found = yield from self._communication.collect_steps(self._channel)
-        said = self._profile(round)
-        if said is not None:
-            self.sampler.profile = said
-        for each in found:
+        messages = yield from self._communication.collect_steps(self._channel)
+        profile = self._profile(round)
+        if profile is not None:
+            self.sampler.profile = profile
+        for each in messages:
             try:
-                answer = self.sampler.receive(each.source, self._read(each), round)
+                answer = self.sampler.receive(each.source, self._parse(each), round)
             except PeerFault as fault:
                 logger.warning("round %d: refused a shuffle of node %d: %s", round, each.source, fault)
                 self._communication.counters.fault(fault.reason, each.source, str(fault))
@@ -72,7 +72,7 @@ class Sampling:
         for uid, message in self.sampler.begin(round).items():
             self._send(uid, message)
 
-    def seen(self, view: RoundView) -> RoundView:
+    def with_sampled_neighbors(self, view: RoundView) -> RoundView:
         """Returns the view of a round with the sampler's targets as neighbors, and without sources, as no payload is
         expected from a particular node."""
         targets = tuple(uid for uid in self.sampler.targets(view.round) if uid in view.members)
@@ -91,9 +91,9 @@ class Sampling:
         self._sent += 1  # used in place of the round, as a node may send several messages in one round
         self._communication.publish(self._sent, {uid: payload}, self._channel)
 
-    def _read(self, each: Collected) -> Shuffle:
+    def _parse(self, each: Collected) -> Shuffle:
         kind = each.payload.scalars.get("kind")
-        if not _KIND.accepts(kind):
+        if not _KIND_SPEC.accepts(kind):
             raise PeerFault(MALFORMED, f"kind of {kind} from {each.source}")
         assert isinstance(kind, int)
         tables = {name: tensor.cpu().numpy() for name, tensor in each.payload.tensors.items()}

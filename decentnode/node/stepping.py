@@ -10,9 +10,9 @@ from decentnode import clock, logs
 from decentnode.communication.run_state import Steps, Wait
 from decentnode.communication.shared_process import SharedProcess
 
-Ended = Callable[[int, BaseException | None], None]
+OnEnded = Callable[[int, BaseException | None], None]
 
-LOOK_EVERY = 4
+STEPS_PER_CHECK = 4
 """The number of nodes that are stepped between two checks for announcements from neighbors in other processes. A check
 lets other threads run and takes about 80 us, while a node's queue has room for ten announcements: while one process
 steps four of its nodes, another one steps about four as well, each of which announces at most one payload to it. What
@@ -20,7 +20,7 @@ does not fit into the queue takes a slower path."""
 
 
 @dataclass
-class _Stepped:
+class _SteppedNode:
     """A node's steps, and the wait that they are suspended in."""
 
     steps: Steps[None]
@@ -36,11 +36,11 @@ class Stepping:
     results are bitwise equal to those of a thread per node. Used from the training thread of the process.
     """
 
-    def __init__(self, process: SharedProcess, nodes: Mapping[int, Steps[None]], ended: Ended) -> None:
+    def __init__(self, process: SharedProcess, nodes: Mapping[int, Steps[None]], ended: OnEnded) -> None:
         """nodes: the return value of `Node.steps` by uid. ended: called with a uid and the exception that ended the
         node, or None if it finished; no node is stepped during the call."""
         self._process, self._ended = process, ended
-        self._nodes = {uid: _Stepped(steps) for uid, steps in sorted(nodes.items())}
+        self._nodes = {uid: _SteppedNode(steps) for uid, steps in sorted(nodes.items())}
 
     def run(self) -> None:
         """Step the nodes until all of them have ended. Blocking."""
@@ -57,15 +57,15 @@ class Stepping:
             with logs.of_node(uid):
                 if self._step(uid, node):
                     stepped += 1
-                    if stepped % LOOK_EVERY == 0:
+                    if stepped % STEPS_PER_CHECK == 0:
                         self._process.look()
                 elif node.wait is not None:
                     deadline = min(deadline, node.wait.deadline)
-        if stepped % LOOK_EVERY:
+        if stepped % STEPS_PER_CHECK:
             self._process.look()
         return None if stepped else deadline
 
-    def _step(self, uid: int, node: _Stepped) -> bool:
+    def _step(self, uid: int, node: _SteppedNode) -> bool:
         """Step a node unless it waits. Returns whether it was stepped."""
         try:
             if node.wait is None:

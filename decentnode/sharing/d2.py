@@ -1,5 +1,4 @@
-"""D2 and exact diffusion: gossip averaging whose bias on unequal data is corrected by the update of the last
-round.
+"""D2 and exact diffusion: gossip averaging whose bias on unequal data is corrected by the update of the last round.
 
 Here and in the other rules that correct local steps, u_t is the total update of the local steps of round t: the model
 after them is x_t - u_t. With one step of plain SGD, u_t = lr g_t. Written with u_t, a rule is also valid for changing

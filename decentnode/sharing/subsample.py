@@ -1,5 +1,4 @@
-"""Nodes send a random part of the model, which sender and receiver derive from the same random
-stream."""
+"""Nodes send a random part of the model, which sender and receiver derive from the same random stream."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from decentnode.communication.run_state import RunState
 from decentnode.errors import NodeFailed, PeerLost
 from decentnode.node.config import NodeConfig
 from decentnode.node.node import Node, NodeParts
-from decentnode.node.schedules.background import LEAST_ELEMENTS, BackgroundMixer, supported, worthwhile
+from decentnode.node.schedules.background import LEAST_ELEMENTS, BackgroundMixer, is_supported, is_worthwhile
 from decentnode.payload import TensorSpec
 from decentnode.tensors import BLOCK_ELEMENTS
 from decentnode.training.base import Direction, Update
@@ -52,8 +52,8 @@ def test_a_large_model_can_be_mixed_in_the_background_where_nodes_are_processes(
     schemas = (Schema(8, {"x": TensorSpec(torch.float32, 8)}, True),)
     with nodes(transport, 2, schemas, start=False) as made:
         for node in made:
-            assert supported(node, torch.empty(LEAST_ELEMENTS)) == (transport != "inproc")
-            assert not supported(node, torch.empty(LEAST_ELEMENTS - 1)), "a thread would cost more than it saves"
+            assert is_supported(node, torch.empty(LEAST_ELEMENTS)) == (transport != "inproc")
+            assert not is_supported(node, torch.empty(LEAST_ELEMENTS - 1)), "a thread would cost more than it saves"
 
 
 def turn(
@@ -86,7 +86,7 @@ def test_models_larger_than_the_window_come_whole_while_local_steps_run(transpor
     behind: list[bool] = []
 
     def until_all_came(communication: Communication, round: int) -> None:
-        behind.append(4 * elements > communication.ahead_bytes and worthwhile(communication, torch.empty(elements)))
+        behind.append(4 * elements > communication.ahead_bytes and is_worthwhile(communication, torch.empty(elements)))
         deadline = time.monotonic() + 30
         while communication.counters.edge(1 - communication.uid).payload_bytes_received < 4 * elements * (round + 1):
             assert time.monotonic() < deadline, "the rest waits for the window"
@@ -105,7 +105,7 @@ def test_every_rule_gives_the_same_bits_whoever_mixes(rule: str) -> None:
     found = []
     for behind in (False, True):
         built, _ = turn("ipc", BLOCK_ELEMENTS + 11, lambda communication, round: None, 4, rule, behind)
-        assert all(node.schedule._mixes_in_background == behind for node in built)  # type: ignore[attr-defined]
+        assert all(node.schedule._uses_background_mixing == behind for node in built)  # type: ignore[attr-defined]
         found.append([node.training.model.parameters for node in built])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 

@@ -20,7 +20,7 @@ from decentnode.communication.run_state import Steps, at_once, without_waits
 from decentnode.errors import CheckpointError
 from decentnode.faults import Faults, Kill, Restart
 from decentnode.node.checkpoints import due_by_minutes
-from decentnode.node.checkpoints.due_apart import MOST_UNASKED
+from decentnode.node.checkpoints.due_asynchronously import MOST_UNASKED
 from decentnode.node.checkpoints.making import Checkpoints
 from decentnode.node.checkpoints.resume_agreement import ResumeFrom
 from decentnode.node.node import Node
@@ -327,7 +327,7 @@ class Silent(Kept):
     def make(self, uid: int, make_communication: Callable[[tuple[Schema, ...]], Communication]) -> Node:
         node = super().make(uid, make_communication)
         if uid == 3:
-            node.checkpoints._tell_all = lambda: at_once(None)  # type: ignore[union-attr, method-assign]
+            node.checkpoints._exchange_reports = lambda: at_once(None)  # type: ignore[union-attr, method-assign]
         return node
 
 
@@ -361,6 +361,7 @@ def test_what_is_no_number_in_a_mean_neither_ends_the_node_nor_its_checkpoints(
     node: Any = SimpleNamespace(round=40)
     asked = due_by_minutes.DueByMinutes(node, 1.0)
     asked.begin_generation()
-    asked._poll = node
+    asked._pending_poll = node
     assert without_waits(asked.is_due()) == due
-    assert asked._ask_at is not None and 40 < asked._ask_at <= 40 + due_by_minutes.MOST_ROUNDS_BETWEEN_POLLS
+    asked_at = asked._next_poll_round
+    assert asked_at is not None and 40 < asked_at <= 40 + due_by_minutes.MOST_ROUNDS_BETWEEN_POLLS

@@ -16,7 +16,7 @@ from decentnode.faults import Faults, Kill, Link
 from decentnode.metrics.history import History
 from decentnode.node.config import NodeConfig
 from decentnode.node.node import Node, NodeParts
-from decentnode.node.sampling import KEPT, Sampling, Sketch, schema_of
+from decentnode.node.sampling import MAILBOX_CAPACITY, Sampling, Sketch, schema_of
 from decentnode.node.schedules.asynchronous.epidemic import Epidemic
 from decentnode.payload import Payload
 from decentnode.samplers.base import Surroundings
@@ -214,7 +214,7 @@ def test_what_no_sampler_sends_is_counted_and_dropped() -> None:
     transport.publish(2, {0: Payload({name: each[:1] for name, each in wrong.items()}, {"kind": 7})}, channel)
     list(sampling.round(0))
     assert nodes[0].communication.counters.faults["malformed_shuffle"] == 2
-    assert transport.schemas[channel].mailbox == KEPT  # type: ignore[attr-defined]
+    assert transport.schemas[channel].mailbox == MAILBOX_CAPACITY  # type: ignore[attr-defined]
 
 
 def test_who_comes_back_between_two_sketches_tells_of_its_model() -> None:

@@ -254,7 +254,7 @@ def test_mixing_in_the_background_gives_the_same_bits() -> None:
     before, behind = (Built(FULL, graph, SPECS, mix_in_background=each, **options)  # type: ignore[arg-type]
                       for each in (False, True))  # fmt: skip
     assert torch.equal(before.models, behind.models)
-    assert behind.nodes[0].schedule._mixes_in_background  # type: ignore[attr-defined]
+    assert behind.nodes[0].schedule._uses_background_mixing  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -86,9 +86,9 @@ def test_mixing_behind_the_local_steps_gives_the_same_bits(transport: str) -> No
     elements = 2 * BLOCK_ELEMENTS + 77
     graph = make("regular", nodes=6, degree=3)
     twin = run(graph, 4, elements=elements, schedule="overlapped")
-    assert not any(node.schedule._mixes_in_background for node in twin)  # type: ignore[attr-defined]
+    assert not any(node.schedule._uses_background_mixing for node in twin)  # type: ignore[attr-defined]
     behind = run(graph, 4, transport, elements=elements, schedule="overlapped", mix_in_background=True)
-    assert all(node.schedule._mixes_in_background for node in behind)  # type: ignore[attr-defined]
+    assert all(node.schedule._uses_background_mixing for node in behind)  # type: ignore[attr-defined]
     assert np.array_equal(models(twin), models(behind))
 
 

@@ -195,7 +195,7 @@ def ran(case: Case, lr: float = LR, lossy: bool = False) -> Left:
     assert all(gap == (1, [2]) for gap in gaps) and (lossy or not gaps), "nothing is missing but what was lost"
     if case.schedule == "background" and case.rule in ("full", "choco", "push_sum"):
         for node in nodes:  # a GPU does not need it
-            assert node.schedule._mixes_in_background == node.training.model.parameters.is_cpu  # type: ignore[attr-defined]
+            assert node.schedule._uses_background_mixing == node.training.model.parameters.is_cpu  # type: ignore[attr-defined]
     assert nodes[0].merged is not None
     return Left(
         torch.stack([node.training.model.parameters.clone() for node in nodes]),

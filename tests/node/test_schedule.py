@@ -15,7 +15,7 @@ from decentnode.errors import PeerLost
 from decentnode.graph.base import averaging_group_of
 from decentnode.node.config import NodeConfig
 from decentnode.node.node import Node, NodeParts
-from decentnode.node.schedules.fragment_exchange import FragmentExchange, Mixed, RoundTimes
+from decentnode.node.schedules.fragment_exchange import ExchangeOutcome, FragmentExchange, RoundTimes
 from decentnode.node.schedules.overlapped import Overlapped
 from decentnode.node.schedules.schedule import Schedule
 from decentnode.node.schedules.sequential import Sequential
@@ -85,7 +85,7 @@ def begin(plan: Schedule, check: Callable[[], None] = lambda: None) -> None:
     without_waits(plan.begin(seen.round, [[seen]], check))
 
 
-def one_round(plan: Schedule) -> Mixed:
+def one_round(plan: Schedule) -> ExchangeOutcome:
     begin(plan)
     (outcome,) = without_waits(plan.finish())
     return outcome

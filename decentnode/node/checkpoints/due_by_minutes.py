@@ -35,48 +35,48 @@ class DueByMinutes:
 
     def begin_generation(self) -> None:
         """Discard a poll of the previous generation's members, and begin a new interval."""
-        self._poll: Pending | None = None
-        self._ask_at: int | None = -1
+        self._pending_poll: Pending | None = None
+        self._next_poll_round: int | None = -1
         """The round after which the next poll takes place; -1: after the next round; None: there are no further
         polls."""
-        self._polled: tuple[float, int] | None = None
+        self._last_poll: tuple[float, int] | None = None
         self.begin_period(clock.now())
 
     def begin_period(self, now: float) -> None:
         """Begin a new interval: a checkpoint is made at time `now`, and the next one is due `minutes` later."""
-        self._since = now
+        self._interval_began = now
 
     def is_due(self) -> Steps[bool]:
         """Returns the lowest member's answer of one round ago, as steps. Blocks until all members have contributed to
         it."""
-        poll, self._poll = self._poll, None
-        if poll is None:
+        pending_poll, self._pending_poll = self._pending_poll, None
+        if pending_poll is None:
             return False
-        found = yield from mean_unless_ending(self._node, poll, "when a checkpoint is due by minutes any more")
+        found = yield from mean_unless_ending(self._node, pending_poll, "when a checkpoint is due by minutes any more")
         if found is None:
-            self._ask_at = None
+            self._next_poll_round = None
             return False
         mean, contributors = found
         due, rounds = agreement.gathered(mean.view(1, -1), contributors)[0]
-        self._ask_at = self._node.round + min(max(1, rounds), MOST_ROUNDS_BETWEEN_POLLS)
+        self._next_poll_round = self._node.round + min(max(1, rounds), MOST_ROUNDS_BETWEEN_POLLS)
         return due > 0
 
-    def ask(self) -> None:
+    def begin_poll_if_due(self) -> None:
         """Begin a poll if one is scheduled before this round: the lowest member tells whether a checkpoint is due after
         the coming round, and in how many rounds the next poll is to take place. Not blocking."""
         node = self._node
-        if self._ask_at not in (-1, node.round):
+        if self._next_poll_round not in (-1, node.round):
             return
-        now, word = clock.now(), torch.zeros(2, dtype=torch.float64)
+        now, answer = clock.now(), torch.zeros(2, dtype=torch.float64)
         if node.uid == node.generation.members[0]:
             period = self._period_seconds
-            left = period - (now - self._since)
-            due = left <= 0
-            if self._polled is None or node.round <= self._polled[1]:
+            seconds_left = period - (now - self._interval_began)
+            due = seconds_left <= 0
+            if self._last_poll is None or node.round <= self._last_poll[1]:
                 rounds = 1
             else:
-                per_round = max(1e-9, (now - self._polled[0]) / (node.round - self._polled[1]))
-                rounds = int(max(period / POLLS_PER_PERIOD, (period if due else left) / 2) / per_round)
-            self._polled = now, node.round
-            word[0], word[1] = float(due), min(max(1, rounds), MOST_ROUNDS_BETWEEN_POLLS)
-        self._poll = node.communication.mean(f"checkpoint/due-{node.round}", word)
+                per_round = max(1e-9, (now - self._last_poll[0]) / (node.round - self._last_poll[1]))
+                rounds = int(max(period / POLLS_PER_PERIOD, (period if due else seconds_left) / 2) / per_round)
+            self._last_poll = now, node.round
+            answer[0], answer[1] = float(due), min(max(1, rounds), MOST_ROUNDS_BETWEEN_POLLS)
+        self._pending_poll = node.communication.mean(f"checkpoint/due-{node.round}", answer)

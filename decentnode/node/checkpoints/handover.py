@@ -10,7 +10,7 @@ import torch
 
 from decentnode import clock
 from decentnode.communication.run_state import Steps
-from decentnode.node.measuring.course import SIZE
+from decentnode.node.measuring.course import NUM_NUMBERS
 from decentnode.node.measuring.evaluation import begin_mean, mean_of
 from decentnode.node.resumable import Resumable
 
@@ -40,7 +40,7 @@ def agree_on_course(node: Resumable, without: frozenset[int], key: str) -> Steps
     if node.config.early_stop is None:
         return
     giver = min(uid for uid in node.generation.members if uid not in without)
-    numbers = node.course.numbers() if node.uid == giver else [0.0] * SIZE
+    numbers = node.course.numbers() if node.uid == giver else [0.0] * NUM_NUMBERS
     pending = begin_mean(node.communication, key, torch.tensor(numbers, dtype=torch.float64), closing=True)
     timeout_seconds = node.communication.config.timeout_seconds
     mean, contributors = yield from mean_of(pending, node.sharing.requirements.phases, timeout_seconds)

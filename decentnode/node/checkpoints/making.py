@@ -20,7 +20,7 @@ from decentnode.communication.base import Pending
 from decentnode.communication.run_state import Steps
 from decentnode.errors import PeerLost
 from decentnode.node.checkpoints.checkpoint_mean import mean_unless_ending
-from decentnode.node.checkpoints.due_apart import DueApart
+from decentnode.node.checkpoints.due_asynchronously import DueAsynchronously
 from decentnode.node.checkpoints.due_by_minutes import DueByMinutes
 from decentnode.node.checkpoints.going_on import evaluate_if_due, go_on, take_own
 from decentnode.node.checkpoints.resume_agreement import ResumeFrom, read_agreed_cut
@@ -31,14 +31,14 @@ from decentnode.sharing.state import left_out
 
 logger = logging.getLogger(__name__)
 
-MOST_UNKNOWN = 4
+MAX_UNCONFIRMED = 4
 """The greatest number of checkpoints beyond `keep` that are kept while other nodes have not stored theirs yet."""
 
-PROBLEM_TEXT = 200
+MAX_PROBLEM_CHARACTERS = 200
 """The greatest length, in characters, of the error text in the closing figures that says why a checkpoint is
 missing."""
 
-TOLD_SECONDS = 1.0
+REPORT_SECONDS = 1.0
 """The longest wait, under an asynchronous schedule, for the other nodes' reports on the previous checkpoint. A node
 that follows the protocol has sent its report before the next checkpoint is initiated."""
 
@@ -66,7 +66,7 @@ class CheckpointFigures:
 
     def miss(self, problem: str) -> None:
         self.missed += 1
-        self.problem = problem[:PROBLEM_TEXT]
+        self.problem = problem[:MAX_PROBLEM_CHARACTERS]
 
 
 class Checkpoints:
@@ -75,7 +75,7 @@ class Checkpoints:
 
     All members of a generation make their checkpoints after the same rounds. With `every` these follow from the round
     number, with `minutes` from what the lowest member decides (due_by_minutes.py). Under an asynchronous schedule, each
-    node makes a checkpoint after its own round (due_apart.py).
+    node makes a checkpoint after its own round (due_asynchronously.py).
 
     A checkpoint is removed when there are `keep` newer ones, except for the newest one that all nodes are known to
     have: with each checkpoint, the nodes tell each other in a mean whether the previous one is on their disks.
@@ -100,23 +100,23 @@ class Checkpoints:
         """The cuts of this node's checkpoints, stored or being written, the newest first."""
         self._copies: dict[Cut, tuple[int, float, float]] = {}
         """(the node's round, copy_seconds, wait_seconds) of each checkpoint that is being written."""
-        self._whole = {*self._cuts}
-        self._known_to_all: Cut | None = None
+        self._stored = {*self._cuts}
+        self._newest_known_to_all: Cut | None = None
         """The newest cut of which every node is known to have its checkpoint."""
         best = self.config.best
         self._best = None if best is None else Best.of(best, node.training, "node.checkpoint.best")
         self._best_cut: Cut | None = None
         minutes = self.config.minutes
-        apart = self.enabled and node.schedule.asynchronous
-        self._apart = DueApart(node, self.config) if apart else None
-        self._by_minutes = None if apart or minutes is None else DueByMinutes(node, minutes)
-        self._forget()
+        is_asynchronous = self.enabled and node.schedule.asynchronous
+        self._due_asynchronously = DueAsynchronously(node, self.config) if is_asynchronous else None
+        self._due_by_minutes = None if is_asynchronous or minutes is None else DueByMinutes(node, minutes)
+        self._reset()
 
     def closing_figures(self) -> dict[str, float | int | str]:
         """Returns the cost of checkpoints, with the names of summary.json; empty if there were no checkpoints."""
         found = self.figures
         return {} if not (found.count or found.missed) else {
-            "checkpoints": found.count, "checkpoints_kept": len(self._whole.intersection(self._cuts)),
+            "checkpoints": found.count, "checkpoints_kept": len(self._stored.intersection(self._cuts)),
             "bytes_checkpoints": found.bytes,
             "checkpoint_copy_seconds": found.copy_seconds, "checkpoint_wait_seconds": found.wait_seconds,
             "checkpoint_cpu_seconds": found.cpu_seconds,
@@ -128,40 +128,40 @@ class Checkpoints:
     def begin_generation(self) -> Steps[None]:
         """Discard exchanges about checkpoints with the previous generation's members, and agree on the next checkpoint
         number with the new ones, as steps."""
-        self._forget()
-        if self._apart is not None:
-            yield from self._apart.begin_generation()
+        self._reset()
+        if self._due_asynchronously is not None:
+            yield from self._due_asynchronously.begin_generation()
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self._last_round = -1
-        self._before: Cut | None = None
+        self._previous_cut: Cut | None = None
         """The previous checkpoint of the same members."""
-        self._told: tuple[Pending, Cut | None] | None = None
-        if self._by_minutes is not None:
-            self._by_minutes.begin_generation()
+        self._last_report: tuple[Pending, Cut | None] | None = None
+        if self._due_by_minutes is not None:
+            self._due_by_minutes.begin_generation()
 
     def between_rounds(self) -> Steps[None]:
         """Make a checkpoint if one is due, as steps; to be called before every round. Blocks while the state is copied,
         and while the previous checkpoint is still being written."""
         if not self.enabled:
             return
-        self._collect()
-        if self._apart is not None:
-            if self._apart.begin_if_due(None if self._told is None else self._told[0]):
-                yield from self._tell_all()
+        self._record_results()
+        if self._due_asynchronously is not None:
+            if self._due_asynchronously.begin_if_due(None if self._last_report is None else self._last_report[0]):
+                yield from self._exchange_reports()
                 self._cut(regular=True, best=False)
             return
         round = self.node.round
-        due = (yield from self._by_minutes.is_due()) if self._by_minutes is not None else False
+        due = (yield from self._due_by_minutes.is_due()) if self._due_by_minutes is not None else False
         if round and round != self._last_round:
             due = due or bool(self.config.every and round % self.config.every == 0)
             best = self._is_best()
             if due:
-                yield from self._tell_all()
+                yield from self._exchange_reports()
             if due or best:
                 self._cut(regular=due, best=best)
-        if self._by_minutes is not None:
-            self._by_minutes.ask()
+        if self._due_by_minutes is not None:
+            self._due_by_minutes.begin_poll_if_due()
 
     def after_the_last(self) -> None:
         """Make the checkpoint after the last round, from which the run can be resumed after a stop or with more rounds.
@@ -172,8 +172,8 @@ class Checkpoints:
         newer one.
         """
         node = self.node
-        if self.enabled and node.round and (node.round != self._last_round or self._apart is not None):
-            self._collect()
+        if self.enabled and node.round and (node.round != self._last_round or self._due_asynchronously is not None):
+            self._record_results()
             patience_seconds = STOP_SECONDS if node.communication.stopping else None
             self._cut(regular=True, best=False, patience_seconds=patience_seconds)
 
@@ -189,26 +189,26 @@ class Checkpoints:
         """Wait until everything given to the writer is on the disk, for at most `timeout_seconds`. Idempotent."""
         if not self._writer.close(timeout_seconds):
             logger.warning("gave up on a checkpoint that was still being written after %.0f s", timeout_seconds)
-        self._collect()
+        self._record_results()
 
-    def _tell_all(self) -> Steps[None]:
+    def _exchange_reports(self) -> Steps[None]:
         """Tell all nodes whether the previous checkpoint is on this node's disk, and process what they reported last
         time."""
         waited = clock.now()
         self._writer.wait(self.node.communication.config.timeout_seconds / 2)
         self.figures.wait_seconds += clock.now() - waited
-        self._collect()
-        told, before = self._told, self._before
-        whole = before is not None and before in self._whole
-        mean = torch.tensor([float(whole)], dtype=torch.float64)
-        self._told = self.node.communication.mean(f"checkpoint/whole-{self.cut.round}", mean), before
-        if told is not None:
-            pending, cut = told
-            patience_seconds = None if self._apart is None else TOLD_SECONDS
+        self._record_results()
+        last_report, previous_cut = self._last_report, self._previous_cut
+        is_stored = previous_cut is not None and previous_cut in self._stored
+        mean = torch.tensor([float(is_stored)], dtype=torch.float64)
+        self._last_report = self.node.communication.mean(f"checkpoint/whole-{self.cut.round}", mean), previous_cut
+        if last_report is not None:
+            pending, cut = last_report
+            patience_seconds = None if self._due_asynchronously is None else REPORT_SECONDS
             what = "which checkpoint all of them have"
             found = yield from mean_unless_ending(self.node, pending, what, patience_seconds)
             if found is not None and cut is not None and float(found[0]) * found[1] > found[1] - 0.5:
-                self._known_to_all = cut  # all contributors have stored it completely
+                self._newest_known_to_all = cut  # all contributors have stored it completely
 
     def _cut(self, *, regular: bool, best: bool, patience_seconds: float | None = None) -> None:
         """Copy the state and give it to the writer. regular: whether all nodes make a checkpoint now. best: whether
@@ -216,15 +216,15 @@ class Checkpoints:
         written; half of the time-out if None."""
         node, waited = self.node, clock.now()
         half = node.communication.config.timeout_seconds / 2
-        free = self._writer.wait(half if patience_seconds is None else min(half, patience_seconds))
+        writer_is_free = self._writer.wait(half if patience_seconds is None else min(half, patience_seconds))
         started = clock.now()
         self.figures.wait_seconds += started - waited
         self._last_round = node.round
-        if self._by_minutes is not None:
-            self._by_minutes.begin_period(started)
-        if self._apart is not None:
-            self._apart.begin_period(started)
-        if not free:
+        if self._due_by_minutes is not None:
+            self._due_by_minutes.begin_period(started)
+        if self._due_asynchronously is not None:
+            self._due_asynchronously.begin_period(started)
+        if not writer_is_free:
             self.figures.miss("the one before was still being written")
             logger.warning("no checkpoint after round %d: the one before is still being written", node.round)
             return
@@ -240,27 +240,28 @@ class Checkpoints:
         if best:
             self._mark_best(cut)
         if regular:
-            self._before = cut
-        gone = self._surplus()
-        self._cuts = [each for each in self._cuts if each not in gone]
-        self._whole.intersection_update(self._cuts)
-        self._writer.do(*(functools.partial(store.remove, self._folder, each.folder, node.uid) for each in gone))
+            self._previous_cut = cut
+        removed = self._checkpoints_to_remove()
+        self._cuts = [each for each in self._cuts if each not in removed]
+        self._stored.intersection_update(self._cuts)
+        self._writer.do(*(functools.partial(store.remove, self._folder, each.folder, node.uid) for each in removed))
 
-    def _surplus(self) -> list[Cut]:
+    def _checkpoints_to_remove(self) -> list[Cut]:
         """Returns the checkpoints to be removed. The best one and the newest one that all nodes are known to have are
-        always kept, and so are up to `keep` + MOST_UNKNOWN that are newer than the latter. There are only more of these
-        if another node cannot write its checkpoints."""
-        known = self._known_to_all
+        always kept, and so are up to `keep` + MAX_UNCONFIRMED that are newer than the latter. There are only more of
+        these if another node cannot write its checkpoints."""
+        known = self._newest_known_to_all
         newer = sum(known is None or each.age > known.age for each in self._cuts)
         protected = {each for each in (known, self._best_cut) if each is not None}
-        return store.surplus(self._cuts, max(self.config.keep, min(newer, self.config.keep + MOST_UNKNOWN)), protected)
+        count = max(self.config.keep, min(newer, self.config.keep + MAX_UNCONFIRMED))
+        return store.surplus(self._cuts, count, protected)
 
     @property
     def cut(self) -> Cut:
         """The cut to which a checkpoint made now belongs."""
         node = self.node
         now = node.generation
-        round = node.round if self._apart is None else self._apart.cuts.number
+        round = node.round if self._due_asynchronously is None else self._due_asynchronously.cuts.number
         return Cut(node.communication.run_id.hex(), round, now.number, now.origin.hex(), tuple(now.members))
 
     def _is_best(self) -> bool:
@@ -278,19 +279,19 @@ class Checkpoints:
         mark = functools.partial(store.mark_best, self._folder, self.node.uid, cut, best.figure, best.value)
         self._writer.do(mark)
 
-    def _collect(self) -> None:
+    def _record_results(self) -> None:
         """Record the results of all writes that ended since the last call."""
         for each in self._writer.results():
-            self._note(each)
+            self._record_result(each)
 
-    def _note(self, written: Written) -> None:
+    def _record_result(self, written: Written) -> None:
         round, copied, waited = self._copies.pop(written.cut, (written.cut.round, 0.0, 0.0))
         if written.problem:
             self._cuts = [cut for cut in self._cuts if cut != written.cut]
             self.figures.miss(written.problem)
             self.node.record({"kind": "checkpoint", "round": round, "problem": written.problem})
             return
-        self._whole.add(written.cut)
+        self._stored.add(written.cut)
         figures = self.figures
         figures.count += 1
         figures.bytes += written.bytes
@@ -319,10 +320,10 @@ class Checkpoints:
         found = yield from read_agreed_cut(node, self._resume)
         where, restored = found.where, found.restored
         yield from go_on(node, restored, "" if found.manifest is None else found.manifest.cut.folder, where)
-        if self._apart is not None:
-            self._apart.cuts.adopt(found.number)
-            self._apart.begin_period(clock.now())
-        self._gone_on(found.manifest, where.round)
+        if self._due_asynchronously is not None:
+            self._due_asynchronously.cuts.adopt(found.number)
+            self._due_asynchronously.begin_period(clock.now())
+        self._finish_resuming(found.manifest, where.round)
         node.record({
             "kind": "resumed", "round": where.round, "time": clock.wall(), "without": where.without,
             "problems": found.problems[:20], "rule": "anew" if where.without else "restored",
@@ -332,7 +333,7 @@ class Checkpoints:
         if restored is not None:
             restored.put_streams(node)
 
-    def _gone_on(self, manifest: Manifest | None, round: int) -> None:
+    def _finish_resuming(self, manifest: Manifest | None, round: int) -> None:
         self._last_round, self.resuming = round, False
         self._resumed(manifest, round)
         if manifest is not None:
@@ -347,8 +348,8 @@ class Checkpoints:
             return
         cut = manifest.cut
         self._cuts = [cut, *(each for each in self._cuts if each != cut)]
-        self._known_to_all = cut
-        self._whole.add(cut)
+        self._newest_known_to_all = cut
+        self._stored.add(cut)
         self._adopt_best(manifest)
 
     def _adopt_best(self, newest: Manifest) -> None:
@@ -366,7 +367,7 @@ class Checkpoints:
             logger.warning("the best checkpoint could not be kept: %s", error)
             return
         self._cuts = [*self._cuts, *([found.cut] if found.cut not in self._cuts else [])]
-        self._whole.add(found.cut)
+        self._stored.add(found.cut)
         best.value, best.round = mark["value"], mark["round"]
         self._mark_best(found.cut)
 

@@ -14,14 +14,14 @@ from decentnode.node.resumable import Resumable
 
 
 @dataclass(frozen=True)
-class Done:
+class WorkTotals:
     """The totals of a node's training so far."""
 
     rounds: int = 0
     samples: int = 0
 
 
-class Work:
+class TrainingWork:
     """Tracks how much a node has trained since it was separated from other nodes, which is the weight of its model when
     they merge.
 
@@ -30,30 +30,30 @@ class Work:
     """
 
     def __init__(self) -> None:
-        self._done = Done()
-        self._parted: dict[int, Done] = {}
+        self._totals = WorkTotals()
+        self._totals_at_separation: dict[int, WorkTotals] = {}
         """uid of an absent node -> this node's totals when it was separated from that node."""
 
     def add(self, samples: int) -> None:
         """Count a finished round and the number of samples trained on in it."""
-        self._done = Done(self._done.rounds + 1, self._done.samples + samples)
+        self._totals = WorkTotals(self._totals.rounds + 1, self._totals.samples + samples)
 
-    def part(self, gone: Collection[int]) -> None:
+    def mark_separated(self, absent: Collection[int]) -> None:
         """Remember the current totals for nodes that are not members of the new generation."""
-        for uid in gone:
-            self._parted.setdefault(uid, self._done)
+        for uid in absent:
+            self._totals_at_separation.setdefault(uid, self._totals)
 
-    def since_parted(self, come: Collection[int], weights: MergeWeights) -> float:
+    def work_since_separation(self, returning: Collection[int], weights: MergeWeights) -> float:
         """Returns the work (in the unit `weights`) since this node was separated from the first of the returning nodes
-        `come`; 0 if it was not separated from any of them."""
-        then = min((self._parted[uid] for uid in come if uid in self._parted), key=lambda done: done.rounds,
-                   default=self._done)  # fmt: skip
-        return float(getattr(self._done, weights) - getattr(then, weights))
+        `returning`; 0 if it was not separated from any of them."""
+        known = [self._totals_at_separation[uid] for uid in returning if uid in self._totals_at_separation]
+        at_separation = min(known, key=lambda totals: totals.rounds, default=self._totals)
+        return float(getattr(self._totals, weights) - getattr(at_separation, weights))
 
-    def meet(self, members: Collection[int]) -> None:
+    def mark_reunited(self, members: Collection[int]) -> None:
         """Forget the separation from `members`, which share a model with this node again."""
         for uid in members:
-            self._parted.pop(uid, None)
+            self._totals_at_separation.pop(uid, None)
 
 
 def merge_models(node: Resumable, fresh: Collection[int], weight: float, key: str) -> Steps[float]:
@@ -68,13 +68,13 @@ def merge_models(node: Resumable, fresh: Collection[int], weight: float, key: st
     model, shared = node.training.model, node.shared
     with_buffers = node.config.buffers == "average" or node.uid in fresh
     own = torch.cat([model.parameters[:shared], model.buffers.to(model.dtype)]).double()
-    for attempt, each in enumerate((weight, 1.0)):
-        counted = 0.0 if node.uid in fresh else each
-        sent = torch.zeros(own.numel() + 1, dtype=torch.float64, device=own.device)
-        if counted:  # infinity times zero would be NaN
-            torch.mul(own, counted, out=sent[:-1])
-            sent[-1] = counted
-        pending = begin_mean(node.communication, f"{key}-{attempt}", sent, closing=True)
+    for attempt, candidate_weight in enumerate((weight, 1.0)):
+        own_weight = 0.0 if node.uid in fresh else candidate_weight
+        contribution = torch.zeros(own.numel() + 1, dtype=torch.float64, device=own.device)
+        if own_weight:  # infinity times zero would be NaN
+            torch.mul(own, own_weight, out=contribution[:-1])
+            contribution[-1] = own_weight
+        pending = begin_mean(node.communication, f"{key}-{attempt}", contribution, closing=True)
         timeout_seconds = node.communication.config.timeout_seconds
         mean, contributors = yield from mean_of(pending, node.sharing.requirements.phases, timeout_seconds)
         total = float(mean[-1])
@@ -85,4 +85,4 @@ def merge_models(node: Resumable, fresh: Collection[int], weight: float, key: st
         model.parameters[:shared].copy_(merged[:shared])
         if with_buffers:
             model.buffers.copy_(merged[shared:])
-    return counted / (total * contributors)
+    return own_weight / (total * contributors)

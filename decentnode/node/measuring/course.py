@@ -84,8 +84,8 @@ class Course:
             return
         self._last = round
         self.best.take(figures, round)
-        value, least = self.best.read(figures), self._stop.min_delta if self._stop is not None else 0.0
-        if value is not None and self.best.improves(value, self._reference, least):
+        value, min_delta = self.best.read(figures), self._stop.min_delta if self._stop is not None else 0.0
+        if value is not None and self.best.improves(value, self._reference, min_delta):
             self._reference, self.evaluations_since = value, 0
         elif self._stop is not None and round > self._stop.after:
             self.evaluations_since += 1
@@ -94,11 +94,11 @@ class Course:
         """Returns the entries of the node's closing figures about the best evaluation and early stopping."""
         if self.best.value is None:
             return {}
-        found: dict[str, float | int | str] = {
+        entries: dict[str, float | int | str] = {
             "best_figure": self.best.figure, "best_value": self.best.value, "best_round": self.best.round,
         }
-        return found if self._stop is None else {
-            **found, "evaluations_since_best": self.evaluations_since, "stopped_early": int(self.over),
+        return entries if self._stop is None else {
+            **entries, "evaluations_since_best": self.evaluations_since, "stopped_early": int(self.over),
         }  # fmt: skip
 
     def state_dict(self) -> dict[str, Any]:
@@ -111,9 +111,9 @@ class Course:
             self.load_numbers(state["numbers"])
 
     def numbers(self) -> list[float]:
-        """Returns the state as SIZE finite numbers, in a form that nodes can send to each other."""
-        known = float(self.best.value is not None), float(self._reference is not None)
-        return [*known, self.best.value or 0.0, self._reference or 0.0, float(self.best.round),
+        """Returns the state as NUM_NUMBERS finite numbers, in a form that nodes can send to each other."""
+        has_values = float(self.best.value is not None), float(self._reference is not None)
+        return [*has_values, self.best.value or 0.0, self._reference or 0.0, float(self.best.round),
                 float(self.evaluations_since), float(self._last)]  # fmt: skip
 
     def load_numbers(self, numbers: Sequence[float]) -> None:
@@ -125,7 +125,7 @@ class Course:
         self.best.round, self.evaluations_since, self._last = (round(each) for each in rest)
 
 
-SIZE = 7
+NUM_NUMBERS = 7
 """The length of `Course.numbers()`."""
 
 

@@ -21,7 +21,7 @@ from decentnode.training.base import EvaluatedSplit, Evaluation, Training
 
 
 @dataclass(frozen=True)
-class Evaluated:
+class EvaluationResult:
     """The result of one evaluation."""
 
     merged: Tensor
@@ -50,7 +50,7 @@ class Evaluator:
         self._training, self._communication = training, communication
         self._recompute, self._phases, self._shared, self._weight = recompute, phases, shared, weight
 
-    def evaluate(self, key: str, closing: bool, share: tuple[int, int]) -> Steps[Evaluated]:
+    def evaluate(self, key: str, closing: bool, share: tuple[int, int]) -> Steps[EvaluationResult]:
         """Evaluate the local model, the merged model and the consensus distance, as steps. Each mean over all nodes is
         waited for at most `communication.timeout_seconds`.
 
@@ -62,44 +62,48 @@ class Evaluator:
         """
         training, communication = self._training, self._communication
         timeout = communication.config.timeout_seconds
-        model, measured = training.model, self._measure()
-        if measured.numel() and training.num_samples:
-            training.load_statistics(measured)
-        average = self._average()
-        own = self._of_shared(torch.cat([model.parameters, model.buffers.to(model.dtype)]))
-        sent = own if average is None else torch.cat([own, self._of_shared(average)])
-        pending = begin_mean(communication, f"{key}/model", self._weighted(sent), closing)
+        model, moments = training.model, self._measure_statistics()
+        if moments.numel() and training.num_samples:
+            training.load_statistics(moments)
+        average = self._moving_average()
+        own = self._shared_part(torch.cat([model.parameters, model.buffers.to(model.dtype)]))
+        contribution = own if average is None else torch.cat([own, self._shared_part(average)])
+        pending = begin_mean(communication, f"{key}/model", self._contribution(contribution), closing)
         # lets the other nodes of this process begin the mean before this one spends time on its local evaluation
         yield None
         splits = training.evaluated
-        told = [SplitFigures(split, training.task) for split in splits]
-        local = [training.evaluate(split.name) for split in splits]  # while the mean is in flight
+        split_figures = [SplitFigures(split, training.task) for split in splits]
+        local_evaluations = [training.evaluate(split.name) for split in splits]  # while the mean is in flight
         if average is not None:
-            told.append(SplitFigures(replace(splits[0], prefix=EMA.prefix), training.task))
-            with self._holding(average):
-                local.append(training.evaluate(splits[0].name))
+            split_figures.append(SplitFigures(replace(splits[0], prefix=EMA.prefix), training.task))
+            with self._model_replaced_by(average):
+                local_evaluations.append(training.evaluate(splits[0].name))
         mean, contributors = yield from mean_of(pending, self._phases, timeout)
-        mean, weight = self._of_all(mean, own.dtype)
-        merged = yield from self._merged(mean[: own.numel()], None, f"{key}/statistics", closing)
-        of_merged = self._evaluate_merged(merged, share, splits)
+        mean, weight = self._weighted_mean(mean, own.dtype)
+        merged = yield from self._merged_model(mean[: own.numel()], None, f"{key}/statistics", closing)
+        merged_evaluations = self._evaluate_merged(merged, share, splits)
         distance, norm = squared_distance(own[: self._shared], merged[: self._shared])
         distance *= weight
         merged_average = None
         if average is not None:
-            rest = mean[own.numel() :]
-            merged_average = yield from self._merged(rest, average, f"{key}/average-statistics", closing)
-            of_merged += self._evaluate_merged(merged_average, share, splits[:1])
-        packed = [value for each, *both in zip(told, local, of_merged, strict=True) for value in each.packed(*both)]
+            mean_of_averages = mean[own.numel() :]
+            merged_average = yield from self._merged_model(
+                mean_of_averages, average, f"{key}/average-statistics", closing
+            )
+            merged_evaluations += self._evaluate_merged(merged_average, share, splits[:1])
+        packed = [value
+                  for each, *pair in zip(split_figures, local_evaluations, merged_evaluations, strict=True)
+                  for value in each.packed(*pair)]  # fmt: skip
         sums = torch.tensor([distance, *packed], dtype=torch.float64)
         pending = begin_mean(communication, f"{key}/figures", sums, closing)
         mean, _ = yield from mean_of(pending, self._phases, timeout)
-        figures = figures_of(told, local, mean.tolist(), contributors, norm)
+        figures = figures_of(split_figures, local_evaluations, mean.tolist(), contributors, norm)
         if training.has_validation:
             validation = training.evaluate("validation")
             figures |= {f"validation_{name}": value for name, value in validation.metrics.items()}
-        return Evaluated(merged, figures, average, merged_average)
+        return EvaluationResult(merged, figures, average, merged_average)
 
-    def _weighted(self, own: Tensor) -> Tensor:
+    def _contribution(self, own: Tensor) -> Tensor:
         """Returns this node's contribution to the mean over all nodes: `own` [E], or if nodes have different weights,
         [w own, w] [E + 1] in float64. In float64, the model of a single node with all the weight comes out of the mean
         unchanged."""
@@ -111,9 +115,9 @@ class Evaluator:
             found[-1] = self._weight
         return found
 
-    def _of_all(self, mean: Tensor, dtype: torch.dtype) -> tuple[Tensor, float]:
-        """Converts the mean over all nodes of what `_weighted` returned. Returns the weighted mean [E], and this node's
-        weight divided by the mean weight. Raises PeerLost if no node has a positive weight."""
+    def _weighted_mean(self, mean: Tensor, dtype: torch.dtype) -> tuple[Tensor, float]:
+        """Converts the mean over all nodes of what `_contribution` returned. Returns the weighted mean [E], and this
+        node's weight divided by the mean weight. Raises PeerLost if no node has a positive weight."""
         if self._weight is None:
             return mean, 1.0
         weight = float(mean[-1])
@@ -121,12 +125,12 @@ class Evaluator:
             raise PeerLost("no server is left, whose model would be the run's")
         return (mean[:-1] / weight).to(dtype), self._weight / weight
 
-    def alone(self) -> dict[str, float]:
+    def evaluate_locally(self) -> dict[str, float]:
         """Evaluate the local model without communication. Returns its figures."""
         training = self._training
-        measured = self._measure()
-        if measured.numel() and training.num_samples:
-            training.load_statistics(measured)
+        moments = self._measure_statistics()
+        if moments.numel() and training.num_samples:
+            training.load_statistics(moments)
         figures: dict[str, float] = {}
         for split in training.evaluated:
             figures |= SplitFigures(split, training.task).named(training.evaluate(split.name).metrics)
@@ -135,47 +139,47 @@ class Evaluator:
             figures |= {f"validation_{name}": value for name, value in validation.metrics.items()}
         return figures
 
-    def _average(self) -> Tensor | None:
+    def _moving_average(self) -> Tensor | None:
         """Returns the node's moving average [P + B] of its models, with BatchNorm statistics measured for it if they
         are recomputed; None if no moving average is kept."""
         average = self._training.average()
         if average is None or not self._recompute:
             return average
-        with self._holding(average):
-            measured = self._measure()
-            if measured.numel() and self._training.num_samples:
-                self._training.load_statistics(measured)
+        with self._model_replaced_by(average):
+            moments = self._measure_statistics()
+            if moments.numel() and self._training.num_samples:
+                self._training.load_statistics(moments)
             model = self._training.model
             return torch.cat([model.parameters, model.buffers.to(model.dtype)])
 
-    def _of_shared(self, whole: Tensor) -> Tensor:
+    def _shared_part(self, whole: Tensor) -> Tensor:
         """Returns the part of a model [P + B] that leaves the node: shared parameters, then float buffers."""
         kept = slice(self._shared, self._training.model.num_parameters)
         return whole if kept.start == kept.stop else torch.cat([whole[: kept.start], whole[kept.stop :]])
 
-    def _merged(
+    def _merged_model(
         self, mean: Tensor, own: Tensor | None, key: str, closing: bool
     ) -> Steps[Tensor]:
-        """Returns the whole merged model [P + B], as steps, from the mean of what `_of_shared` returned. own: the [P +
-        B] model of this node from which the unshared parameters are taken; the current model if None."""
+        """Returns the whole merged model [P + B], as steps, from the mean of what `_shared_part` returned. own: the [P
+        + B] model of this node from which the unshared parameters are taken; the current model if None."""
         model = self._training.model
         kept = (model.parameters if own is None else own)[self._shared : model.num_parameters]
         merged = mean
         if kept.numel():
             merged = torch.cat([mean[: self._shared], kept.to(mean.device), mean[self._shared :]])
         if self._recompute:
-            merged = yield from self._recomputed(merged, key, closing)
+            merged = yield from self._with_recomputed_statistics(merged, key, closing)
         return merged
 
-    def _recomputed(self, merged: Tensor, key: str, closing: bool) -> Steps[Tensor]:
+    def _with_recomputed_statistics(self, merged: Tensor, key: str, closing: bool) -> Steps[Tensor]:
         """Returns the merged model [P + B] with BatchNorm statistics measured over the data of all nodes, as steps."""
-        with self._holding(merged):
-            measured = self._measure()
-        if not measured.numel():
+        with self._model_replaced_by(merged):
+            moments = self._measure_statistics()
+        if not moments.numel():
             return merged
-        pending = begin_mean(self._communication, key, measured, closing)
+        pending = begin_mean(self._communication, key, moments, closing)
         mean, _ = yield from mean_of(pending, self._phases, self._communication.config.timeout_seconds)
-        with self._holding(merged):
+        with self._model_replaced_by(merged):
             self._training.load_statistics(mean)
             model = self._training.model
             return torch.cat([model.parameters, model.buffers.to(model.dtype)])
@@ -185,10 +189,10 @@ class Evaluator:
     ) -> list[Evaluation]:
         """Returns the evaluations of the merged model by split; of splits that all nodes have, only on this node's
         part."""
-        with self._holding(merged):
+        with self._model_replaced_by(merged):
             return [self._training.evaluate(split.name, share if split.shared else (0, 1)) for split in splits]
 
-    def _measure(self) -> Tensor:
+    def _measure_statistics(self) -> Tensor:
         """Returns the BatchNorm statistics of the current model over the node's own samples; empty if they are not
         recomputed."""
         if not self._recompute:
@@ -196,7 +200,7 @@ class Evaluator:
         return self._training.measure_statistics()
 
     @contextlib.contextmanager
-    def _holding(self, merged: Tensor) -> Iterator[None]:
+    def _model_replaced_by(self, merged: Tensor) -> Iterator[None]:
         """Loads `merged` [P + B] into the training's model for the duration of a block, and restores the model's own
         values afterwards."""
         model = self._training.model
@@ -227,18 +231,18 @@ class SplitFigures:
             return sums + [0.0] * (1 + len(self._names))
         return [*sums, 1.0, *(local.metrics[name] for name in self._names)]
 
-    def over_nodes(self, means: Iterator[float], nodes: int) -> dict[str, float]:
+    def unpack_means(self, means: Iterator[float], nodes: int) -> dict[str, float]:
         """Returns <metric>_mean and <metric>_merged. means: an iterator over the means of what the nodes packed, from
         which this split's values are taken. nodes: the number of contributing nodes."""
-        merged = self._evaluated(means, nodes)
+        merged = self._metrics_of(means, nodes)
         if self._split.pooled:
-            mean = self._evaluated(means, nodes)
+            mean = self._metrics_of(means, nodes)
         else:
-            told, *every = itertools.islice(means, 1 + len(self._names))
-            mean = {name: value / told for name, value in zip(self._names, every, strict=True)} if told else {}
+            fraction, *values = itertools.islice(means, 1 + len(self._names))  # the fraction of nodes that had samples
+            mean = {name: value / fraction for name, value in zip(self._names, values, strict=True)} if fraction else {}
         return self.named(mean, "_mean") | self.named(merged, "_merged")
 
-    def _evaluated(self, means: Iterator[float], nodes: int) -> dict[str, float]:
+    def _metrics_of(self, means: Iterator[float], nodes: int) -> dict[str, float]:
         return self._task.evaluated({name: nodes * next(means) for name in self._task.all_sums})
 
     def named(self, metrics: Mapping[str, float], ending: str = "") -> dict[str, float]:
@@ -247,15 +251,16 @@ class SplitFigures:
 
 
 def figures_of(
-    told: Sequence[SplitFigures], local: Sequence[Evaluation], mean: Sequence[float], nodes: int, norm: float
+    split_figures: Sequence[SplitFigures], local_evaluations: Sequence[Evaluation], mean: Sequence[float], nodes: int,
+    norm: float,
 ) -> dict[str, float]:
     """Returns the figures of an evaluation. mean: the means over `nodes` nodes of the squared distance to the merged
-    model and then of what each of `told` packed. norm: the squared norm of the merged model."""
+    model and then of what each of `split_figures` packed. norm: the squared norm of the merged model."""
     rms = math.sqrt(mean[0])
     figures: dict[str, float] = {}
     means = iter(mean[1:])
-    for each, found in zip(told, local, strict=True):
-        figures |= each.named(found.metrics) | each.over_nodes(means, nodes)
+    for each, found in zip(split_figures, local_evaluations, strict=True):
+        figures |= each.named(found.metrics) | each.unpack_means(means, nodes)
     return figures | {"consensus_distance": rms / max(math.sqrt(norm), 1e-30), "consensus_rms": rms,
                       "contributors": nodes}  # fmt: skip
 
@@ -318,7 +323,7 @@ def squared_distance(x: Tensor, mean: Tensor) -> tuple[float, float]:
     """
     total = torch.zeros(2, dtype=torch.float64, device=x.device)
     for start, stop in blocks(0, x.numel(), x.device):
-        far = mean[start:stop].double()
-        total[1] += far.square().sum()
-        total[0] += far.sub_(x[start:stop]).square().sum()
+        difference = mean[start:stop].double()
+        total[1] += difference.square().sum()
+        total[0] += difference.sub_(x[start:stop]).square().sum()
     return float(total[0]), float(total[1])

@@ -17,14 +17,14 @@ LEAST_ELEMENTS = BLOCK_ELEMENTS
 takes to start a thread."""
 
 
-def worthwhile(communication: Communication, model: Tensor) -> bool:
+def is_worthwhile(communication: Communication, model: Tensor) -> bool:
     """Returns whether to mix in the background if the config does not specify it. It is worthwhile if the node has a
     second core, or if a payload is larger than what neighbors send before the receiver takes chunks from its inbox: the
     rest of such a payload would only arrive after the local steps."""
     return torch.get_num_threads() > 1 or model.nbytes > communication.ahead_bytes
 
 
-def supported(communication: Communication, model: Tensor) -> bool:
+def is_supported(communication: Communication, model: Tensor) -> bool:
     """Returns whether mixing in the background is possible. A GPU does not need it: its kernels are queued, and the
     training thread does not wait for them."""
     return communication.concurrent and model.device.type == "cpu" and model.numel() >= LEAST_ELEMENTS

@@ -33,9 +33,9 @@ class Dumps:
         """parameters: the names and shapes of the parameters, in their order in the model."""
         self._folder, self._config = folder, config
         self._names = [{"name": name, "shape": list(shape)} for name, shape in parameters]
-        self._left = config.most_megabytes * 1e6
+        self._bytes_left = config.most_megabytes * 1e6
         self._counts: dict[int, Tensor] = {}
-        self._full = False
+        self._limit_reached = False
 
     def take(self, round: int, fragment: int, chosen: Mapping[str, Tensor], coefficients: int) -> None:
         """Write and count what a rule chose in a round. chosen: what `Sharing.chosen_entries` returned; in rounds in
@@ -46,7 +46,7 @@ class Dumps:
             counts[chosen["sent"].cpu()] += 1
         wanted = {"sent"} if self._config.shared else set[str]()
         wanted |= {"change", "value"} if self._config.scores else set()
-        tensors = {name: _plain(tensor) for name, tensor in chosen.items() if name in wanted}
+        tensors = {name: _to_storable(tensor) for name, tensor in chosen.items() if name in wanted}
         if round % self._config.every == 0 and tensors:
             self._write(f"{round:08d}-{fragment}.safetensors", tensors)
 
@@ -57,10 +57,10 @@ class Dumps:
 
     def _write(self, name: str, tensors: Mapping[str, Tensor], *, bounded: bool = True) -> None:
         size = sum(tensor.nbytes for tensor in tensors.values())
-        if self._full and bounded:
+        if self._limit_reached and bounded:
             return
-        if bounded and size > self._left:
-            self._full = True
+        if bounded and size > self._bytes_left:
+            self._limit_reached = True
             logger.warning("dumps have reached sharing.dump.most_megabytes (%g): no more are written",
                            self._config.most_megabytes)  # fmt: skip
             return
@@ -75,10 +75,10 @@ class Dumps:
         except OSError as error:
             logger.warning("a dump could not be written: %s", error)
             return
-        self._left -= size if bounded else 0
+        self._bytes_left -= size if bounded else 0
 
 
-def _plain(tensor: Tensor) -> Tensor:
+def _to_storable(tensor: Tensor) -> Tensor:
     """Returns a contiguous copy on the CPU, with complex numbers as two columns."""
-    found = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    return found.detach().to("cpu").contiguous()
+    storable = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return storable.detach().to("cpu").contiguous()

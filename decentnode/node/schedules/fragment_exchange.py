@@ -48,7 +48,7 @@ class RoundTimes:
 
 
 @dataclass
-class Mixed:
+class ExchangeOutcome:
     """The outcome of one exchange: which sources are missing, as uids."""
 
     missing: frozenset[int]
@@ -69,33 +69,33 @@ class Slice:
     exchange: Exchange
     total: Tensor | None = None
 
-    def mix(self, sharing: Sharing, model: Tensor, place: Tensor | None = None) -> RoundView:
-        """Mix the payloads with `model` [P], in place or into `place` [P]. Returns the view that was used, which lacks
+    def mix(self, sharing: Sharing, model: Tensor, slot: Tensor | None = None) -> RoundView:
+        """Mix the payloads with `model` [P], in place or into `slot` [P]. Returns the view that was used, which lacks
         sources whose payloads were overwritten while they were read."""
         part = slice(self.start, self.stop)
         x = model[part]
-        out = x if place is None else place[part]
+        out = x if slot is None else slot[part]
         if self.total is not None:
             sharing.mix_sum(out, x, self.total, self.view)
         elif self.exchange.in_place:
-            return self._mix_apart(sharing, x, out)
-        elif place is None:
+            return self._mix_in_scratch(sharing, x, out)
+        elif slot is None:
             sharing.mix(x, self.received, self.view)
         else:
             sharing.mix_into(out, x, self.received, self.view)
         return self.view
 
-    def _mix_apart(self, sharing: Sharing, x: Tensor, out: Tensor) -> RoundView:
+    def _mix_in_scratch(self, sharing: Sharing, x: Tensor, out: Tensor) -> RoundView:
         """Mix into memory other than the model's: the payloads are in the neighbors' shared memory and may be
         overwritten while they are read, in which case the slice is mixed again without those that were."""
         received, view = self.received, self.view
-        apart = torch.empty_like(x) if out is x else out
-        sharing.mix_into(apart, x, received, view)
+        scratch = torch.empty_like(x) if out is x else out
+        sharing.mix_into(scratch, x, received, view)
         while spoiled := self.exchange.spoiled() & received.keys():
             received, view = {uid: p for uid, p in received.items() if uid not in spoiled}, view.without(spoiled)
-            sharing.mix_into(apart, x, received, view)
+            sharing.mix_into(scratch, x, received, view)
         if out is x:
-            x.copy_(apart)
+            x.copy_(scratch)
         return view
 
 
@@ -119,7 +119,7 @@ class FragmentExchange:
         self._views: Sequence[RoundView] = ()
         self._device = torch.device("cpu")
         """The model's device; set when something is sent."""
-        self._covers: bool | None = None
+        self._is_whole_model: bool | None = None
         """Whether the fragment is the whole flat model; set with the first tensor."""
         self._in_turn = False
         """Whether the rule's `begin` was called for the current turn."""
@@ -154,9 +154,9 @@ class FragmentExchange:
 
     def part(self, flat: Tensor) -> Tensor:
         """Returns the fragment's part of a tensor [P], as a view."""
-        if self._covers is None:
-            self._covers = self.fragment.elements == flat.numel()
-        return flat if self._covers else flat[self.fragment.start : self.fragment.stop]
+        if self._is_whole_model is None:
+            self._is_whole_model = self.fragment.elements == flat.numel()
+        return flat if self._is_whole_model else flat[self.fragment.start : self.fragment.stop]
 
     # -- local steps
 
@@ -214,17 +214,17 @@ class FragmentExchange:
         coefficients = self.rule.coefficients(self.fragment.elements)
         dumps.take(round, self.fragment.index, self.rule.chosen_entries(), coefficients)
 
-    def sends_from(self, model: Tensor) -> bool:
+    def sends_memory_of(self, model: Tensor) -> bool:
         """Returns whether a payload is the memory of `model` [P] itself, not a copy."""
-        lies_at = model.data_ptr()
-        return any(payload.tensors["x"].data_ptr() == lies_at for payload in self._outgoing.values())
+        address = model.data_ptr()
+        return any(payload.tensors["x"].data_ptr() == address for payload in self._outgoing.values())
 
     def slices(self, timeout_seconds: float, times: RoundTimes) -> Iterator[Slice | Wait | None]:
         """Yields slices of the fragment as their payloads arrive, in blocks (`tensors.blocks`), with a view in which
         the weights of missing sources are given to the node itself. Between slices it blocks, or yields waits as
         `Exchange.steps` does; the time is added to `times.wait`."""
         exchange, view, record = self.exchange, self.view, self._record
-        now, missing = view, frozenset[int]()
+        current_view, missing = view, frozenset[int]()
         waiting, wait = clock.now(), 0.0
         for arrival in exchange.steps(timeout_seconds):
             if not isinstance(arrival, Arrival):
@@ -234,41 +234,41 @@ class FragmentExchange:
             if record is not None:
                 record.take(arrival.stop, arrival.received, arrival.total)
             if arrival.missing != missing:
-                missing, now = arrival.missing, view.without(arrival.missing)
+                missing, current_view = arrival.missing, view.without(arrival.missing)
             if arrival.total is not None:
-                yield Slice(arrival.start, arrival.stop, {}, now, exchange, arrival.total)
+                yield Slice(arrival.start, arrival.stop, {}, current_view, exchange, arrival.total)
             elif self.rule.requirements.elementwise:
-                cuts = list(blocks(arrival.start, arrival.stop, self._device))
+                bounds = list(blocks(arrival.start, arrival.stop, self._device))
                 in_place = record is not None and exchange.in_place
-                known = exchange.missing if in_place else missing
-                flats = {} if len(cuts) == 1 else {uid: each.tensors["x"] for uid, each in arrival.received.items()}
-                for a, b in cuts:
+                already_missing = exchange.missing if in_place else missing
+                flats = {} if len(bounds) == 1 else {uid: each.tensors["x"] for uid, each in arrival.received.items()}
+                for a, b in bounds:
                     part = slice(a - arrival.start, b - arrival.start)
                     received = {uid: Payload({"x": flat[part]}) for uid, flat in flats.items()}
-                    yield Slice(a, b, received or arrival.received, now, exchange)
+                    yield Slice(a, b, received or arrival.received, current_view, exchange)
                     # the slice is mixed by now, without the payloads that were overwritten meanwhile
                     if record is not None and in_place:
-                        record.spoiled(exchange.missing - known, a)
-                        known = exchange.missing
+                        record.spoiled(exchange.missing - already_missing, a)
+                        already_missing = exchange.missing
             else:
                 if arrival.missing and self.rule.requirements.star:
                     # a server must not take a step with the partial answers of a round that was interrupted
                     self._communication.raise_if_over()
-                received = self._unpacked(arrival.received)
-                yield Slice(arrival.start, arrival.stop, received, now.without(self._refused), exchange)
+                received = self._decode_all(arrival.received)
+                yield Slice(arrival.start, arrival.stop, received, current_view.without(self._refused), exchange)
             waiting = clock.now()
         times.wait += wait + clock.now() - waiting
 
-    def _unpacked(self, received: Mapping[int, Payload]) -> dict[int, Payload]:
+    def _decode_all(self, received: Mapping[int, Payload]) -> dict[int, Payload]:
         """Returns the payloads as the rule decoded them. Sources whose payloads cannot be decoded are added to
         `_refused`.
 
         Raises PeerLost for such a source if the rule cannot continue without a payload.
         """
-        found, round = {}, self._round
+        decoded, round = {}, self._round
         for uid, payload in received.items():
             try:
-                found[uid] = decode(self.rule, payload, uid, self.view)
+                decoded[uid] = decode(self.rule, payload, uid, self.view)
             except PeerFault as fault:
                 logger.warning("round %d: refused the payload of node %d: %s", round, uid, fault)
                 logger.debug("what was raised of it", exc_info=fault)
@@ -277,9 +277,9 @@ class FragmentExchange:
                 if not self.rule.requirements.tolerates_missing:
                     raise PeerLost(f"node {self.view.uid}: node {uid} sent an unreadable payload in round {round}, "
                                    f"and the sharing rule cannot continue without it: {fault}", [uid]) from fault
-        return found
+        return decoded
 
-    def applied(self, stop: int) -> None:
+    def mark_mixed(self, stop: int) -> None:
         """Note that the exchange in flight has been mixed into the model itself up to element `stop`."""
         if self._record is not None:
             self._record.stop = stop
@@ -290,7 +290,7 @@ class FragmentExchange:
         if record is not None:
             record.broken_off()
 
-    def settle(self, times: RoundTimes) -> Mixed:
+    def settle(self, times: RoundTimes) -> ExchangeOutcome:
         """End the exchange after its phase was mixed, and tell the rule which payloads were not delivered. Returns
         which sources are missing."""
         exchange = self.exchange
@@ -302,7 +302,7 @@ class FragmentExchange:
         if self._record is not None:
             self._record.over(exchange.missing, exchange.departed, exchange.undelivered, refused)
             self._record = None
-        return Mixed(exchange.missing | refused, exchange.departed | refused)
+        return ExchangeOutcome(exchange.missing | refused, exchange.departed | refused)
 
 
 def channel_of(phase: int, fragment: int, num_fragments: int) -> int:

@@ -13,8 +13,8 @@ from torch import Tensor
 from decentnode import clock
 from decentnode.communication.run_state import Steps
 from decentnode.graph.base import RoundView
-from decentnode.node.schedules.background import BackgroundMixer, supported, worthwhile
-from decentnode.node.schedules.fragment_exchange import FragmentExchange, Mixed, RoundTimes, Slice
+from decentnode.node.schedules.background import BackgroundMixer, is_supported, is_worthwhile
+from decentnode.node.schedules.fragment_exchange import ExchangeOutcome, FragmentExchange, RoundTimes, Slice
 from decentnode.node.schedules.schedule import Schedule
 from decentnode.tensors import blocks
 
@@ -29,15 +29,15 @@ class Overlapped(Schedule):
     update.
     """
 
-    _delta: Tensor | None = None
+    _local_update: Tensor | None = None
     """[P] the local update, kept while the phases of a round are mixed one after the other."""
-    _mixing: BackgroundMixer | None = None
+    _background_mixer: BackgroundMixer | None = None
     """The background thread that mixes the current round."""
-    _mixed: Tensor | None = None
+    _mixed_model: Tensor | None = None
     """[P] W x, if it is computed in the background."""
-    _spans: list[tuple[FragmentExchange, int, int, RoundView]]
-    """(fragment, start, stop, view) of each mixed part of `_mixed`; start and stop count from the fragment's first
-    element."""
+    _mixed_parts: list[tuple[FragmentExchange, int, int, RoundView]]
+    """(fragment, start, stop, view) of each mixed part of `_mixed_model`; start and stop count from the fragment's
+    first element."""
 
     def _begin(self, round: int, check: Callable[[], None]) -> Steps[None]:
         self._before = self.model.parameters
@@ -51,32 +51,32 @@ class Overlapped(Schedule):
         if not elementwise:  # such a rule may keep views of the sent model until it mixes
             self._before = self._before.clone()
         yield from self._send(self._before, 0)
-        place = yield from self._place(self._before)
+        slot = yield from self._acquire_slot(self._before)
         started = clock.now()
-        if place is not None:
-            self.model.rebind(place.copy_(self._before))
+        if slot is not None:
+            self.model.rebind(slot.copy_(self._before))
         elif elementwise:
             self._before = self._before.clone()
         self.times.send += clock.now() - started
-        if self._mixes_in_background:
+        if self._uses_background_mixing:
             self._begin_mixing()
 
     @functools.cached_property
-    def _mixes_in_background(self) -> bool:
+    def _uses_background_mixing(self) -> bool:
         """Whether this schedule mixes in the background. Decided in the first round, as nothing that it depends on
         changes within a generation."""
         needs, model = self.sharing.requirements, self.model.parameters
-        if needs.phases > 1 or needs.gradient or not supported(self.communication, model):
+        if needs.phases > 1 or needs.gradient or not is_supported(self.communication, model):
             return False
-        return worthwhile(self.communication, model) if self.in_background is None else self.in_background
+        return is_worthwhile(self.communication, model) if self.in_background is None else self.in_background
 
     def _begin_mixing(self) -> None:
         """Begin to mix in the background. Until `BackgroundMixer.join`, only the other thread uses the exchanges, the
-        rules and `_mixed`."""
-        if self._mixed is None:
-            self._mixed = torch.empty_like(self._before)
-        self._spans = []
-        due, before, mixed, spans = self._due, self._before, self._mixed, self._spans
+        rules and `_mixed_model`."""
+        if self._mixed_model is None:
+            self._mixed_model = torch.empty_like(self._before)
+        self._mixed_parts = []
+        due, before, mixed, mixed_parts = self._due, self._before, self._mixed_model, self._mixed_parts
 
         def mix() -> None:
             with torch.no_grad():
@@ -84,69 +84,69 @@ class Overlapped(Schedule):
                     of_before, of_mixed = fragment.part(before), fragment.part(mixed)
                     for each in fragment.slices(self._timeout_of(fragment), RoundTimes()):
                         assert isinstance(each, Slice), "a transport with threads blocks"
-                        seen = each.mix(fragment.rule, of_before, of_mixed)
-                        spans.append((fragment, each.start, each.stop, seen))
+                        used_view = each.mix(fragment.rule, of_before, of_mixed)
+                        mixed_parts.append((fragment, each.start, each.stop, used_view))
 
         self.communication.exposed_since = math.inf
-        self._mixing = BackgroundMixer(mix)
+        self._background_mixer = BackgroundMixer(mix)
 
-    def mix(self) -> Steps[list[Mixed]]:
-        if self._delta is None and self._due:
+    def mix(self) -> Steps[list[ExchangeOutcome]]:
+        if self._local_update is None and self._due:
             model = self.model.parameters
-            self._delta = model - self._before
+            self._local_update = model - self._before
             for fragment in self._due:
                 fragment.part(model).copy_(fragment.part(self._before))
         yield from self._mix_in_place()
-        return self._settle()
+        return self._settle_all()
 
     def abandon(self) -> None:
         """Abandon the current round, as `Schedule.abandon` does. Blocks until the background thread has ended, which is
         soon, as the communication has ended its waits."""
-        mixing, self._mixing = self._mixing, None
-        if mixing is not None:
+        mixer, self._background_mixer = self._background_mixer, None
+        if mixer is not None:
             self.communication.exposed_since = clock.now()
             with contextlib.suppress(Exception):
-                mixing.join()
+                mixer.join()
         super().abandon()
-        delta, self._delta = self._delta, None
-        if delta is None:
+        update, self._local_update = self._local_update, None
+        if update is None:
             return
         with torch.no_grad():  # between two phases the model does not contain the update
             for fragment in self._due:
-                fragment.rule.advance(fragment.part(self.model.parameters), fragment.part(delta), fragment.view)
+                fragment.rule.advance(fragment.part(self.model.parameters), fragment.part(update), fragment.view)
 
-    def finish(self) -> Steps[list[Mixed]]:
-        if self._mixing is not None:
-            self._advance_mixed(self._mixing)
-            return self._settle()
-        if self._delta is None:
+    def finish(self) -> Steps[list[ExchangeOutcome]]:
+        if self._background_mixer is not None:
+            self._advance_mixed(self._background_mixer)
+            return self._settle_all()
+        if self._local_update is None:
             yield from self._mix_and_advance()
-            return self._settle()
+            return self._settle_all()
         yield from self._mix_in_place()
-        mixed = self._settle()
+        mixed = self._settle_all()
         with torch.no_grad():
             for fragment, each in zip(self._due, mixed, strict=True):
-                model, delta = fragment.part(self.model.parameters), fragment.part(self._delta)
-                fragment.rule.advance(model, delta, fragment.view.without(each.missing))
-        self._delta = None
+                model, update = fragment.part(self.model.parameters), fragment.part(self._local_update)
+                fragment.rule.advance(model, update, fragment.view.without(each.missing))
+        self._local_update = None
         return mixed
 
-    def _advance_mixed(self, mixing: BackgroundMixer) -> None:
+    def _advance_mixed(self, mixer: BackgroundMixer) -> None:
         """Wait until the background thread has mixed all arrivals, then set the model to W x + delta. Blocking."""
         started = clock.now()
         self.communication.exposed_since = clock.now()
-        mixing.join()
-        self._mixing = None
+        mixer.join()
+        self._background_mixer = None
         self.times.wait += (joined := clock.now()) - started
-        assert self._mixed is not None
-        flats = self.model.parameters, self._before, self._mixed
+        assert self._mixed_model is not None
+        whole_tensors = self.model.parameters, self._before, self._mixed_model
         with torch.no_grad():
-            for fragment, start, stop, view in self._spans:
-                model, before, mixed = map(fragment.part, flats)
+            for fragment, start, stop, view in self._mixed_parts:
+                model, before, mixed = map(fragment.part, whole_tensors)
                 whole = not fragment.rule.requirements.elementwise
                 for a, b in [(start, stop)] if whole else blocks(start, stop, model.device):
-                    delta = model[a:b] - before[a:b]
-                    fragment.rule.advance(model[a:b].copy_(mixed[a:b]), delta, view)
+                    update = model[a:b] - before[a:b]
+                    fragment.rule.advance(model[a:b].copy_(mixed[a:b]), update, view)
         self.times.mix += clock.now() - joined
 
     def _mix_and_advance(self) -> Steps[None]:
@@ -160,9 +160,9 @@ class Overlapped(Schedule):
                     yield each
                     continue
                 with torch.no_grad():
-                    x, was = model[each.start : each.stop], before[each.start : each.stop]
-                    delta = x - was
-                    seen = each.mix(fragment.rule, before, model)
-                    fragment.rule.advance(x, delta, seen)
-                fragment.applied(each.stop)
+                    x, old_x = model[each.start : each.stop], before[each.start : each.stop]
+                    update = x - old_x
+                    used_view = each.mix(fragment.rule, before, model)
+                    fragment.rule.advance(x, update, used_view)
+                fragment.mark_mixed(each.stop)
         self.times.mix += clock.now() - started - (self.times.wait - waited)

@@ -13,7 +13,7 @@ from decentnode.sharing.fragments import Fragment
 from decentnode.sharing.rounds import exchange_rounds, rule_view
 from decentnode.wire.generation import Generation
 
-LOOKED_AHEAD = 16
+DEPARTURE_LOOKAHEAD = 16
 """The number of upcoming exchanges whose neighbors are told of this node's departure."""
 
 
@@ -37,56 +37,58 @@ class Planner:
         All views are known before the first phase sends (H2 in communication/path.py). lr: the learning rate of the
         round's local steps.
         """
-        rule, alive = self.rule, self._alive(generation.members)
-        seen = self._seen(self.fragment.turn(round), generation, lr)
-        views = [rule.plan(replace(seen, phase=phase) if phase else seen) for phase in range(rule.requirements.phases)]
-        views.append(views[0] if len(views) == 1 else rule.plan_buffers(seen))
-        return views if alive is None else [view.among(alive) for view in views]
+        rule, member_set = self.rule, self._member_set(generation.members)
+        graph_view = self._graph_view(self.fragment.turn(round), generation, lr)
+        views = [rule.plan(replace(graph_view, phase=phase) if phase else graph_view)
+                 for phase in range(rule.requirements.phases)]  # fmt: skip
+        views.append(views[0] if len(views) == 1 else rule.plan_buffers(graph_view))
+        return views if member_set is None else [view.among(member_set) for view in views]
 
-    def _alive(self, members: tuple[int, ...]) -> frozenset[int] | None:
+    def _member_set(self, members: tuple[int, ...]) -> frozenset[int] | None:
         """Returns the members of a generation as a set, or None if all nodes are members. The set is made once: a
         lookup in a tuple of thousands takes as long as everything else that a view costs."""
         if self._members[0] is not members:
             # with newcomers, there may be as many members as nodes though not all nodes are members
-            everybody = members == tuple(range(self._graph.num_nodes))
-            self._members = members, None if everybody else frozenset(members)
+            all_are_members = members == tuple(range(self._graph.num_nodes))
+            self._members = members, None if all_are_members else frozenset(members)
         return self._members[1]
 
-    def _seen(self, turn: int, generation: Generation, lr: float) -> RoundView:
+    def _graph_view(self, turn: int, generation: Generation, lr: float) -> RoundView:
         """Returns the graph's view of a turn. For a static graph it is computed once per generation."""
         members = generation.members
-        alive = self._alive(members)
-        number = self.rule.exchange_number(turn)
+        member_set = self._member_set(members)
+        exchange_number = self.rule.exchange_number(turn)
         last = self._last_view
-        known = last is not None and last.generation == generation.number and self._graph.period == 1
-        if number is not None and last is not None and known:
+        is_cached = last is not None and last.generation == generation.number and self._graph.period == 1
+        if exchange_number is not None and last is not None and is_cached:
             return replace(last, round=turn, lr=lr, extra={})
-        group = () if number is None else self._averaging_group(number, members, alive)
-        seen = replace(rule_view(self.rule, self._graph, self._uid, turn, self._seed, alive), averaging_group=group,
-                       generation=generation.number, fragment=self.fragment.index, lr=lr)  # fmt: skip
-        if number is not None:
-            self._last_view = seen
-        return seen
+        group = () if exchange_number is None else self._averaging_group(exchange_number, members, member_set)
+        graph_view = replace(rule_view(self.rule, self._graph, self._uid, turn, self._seed, member_set),
+                             averaging_group=group, generation=generation.number, fragment=self.fragment.index,
+                             lr=lr)  # fmt: skip
+        if exchange_number is not None:
+            self._last_view = graph_view
+        return graph_view
 
     def _averaging_group(
-        self, number: int, members: tuple[int, ...], alive: frozenset[int] | None
+        self, exchange_number: int, members: tuple[int, ...], member_set: frozenset[int] | None
     ) -> tuple[int, ...]:
         """Returns the group of nodes that average as a whole in this exchange; empty if averaging groups are disabled.
         Cached for consecutive exchanges with the same position in the graph's period and the same members. number: the
         number of the exchange."""
         period = self._graph.period
-        key = (number if period is None else number % period, members)
+        key = (exchange_number if period is None else exchange_number % period, members)
         if not self._averaging_groups:
             return ()
         if self._last_group is None or self._last_group[0] != key:
-            self._last_group = key, averaging_group_of(self._graph, self._uid, number, alive)
+            self._last_group = key, averaging_group_of(self._graph, self._uid, exchange_number, member_set)
         return self._last_group[1]
 
     def neighbors_from(self, round: int, generation: Generation, lr: float) -> Collection[int]:
         """Returns the nodes to which this node would send in the next exchanges, from `round` on."""
         turns = exchange_rounds(self.rule, self.fragment.turn(round))
-        ahead = itertools.islice(turns, min(self._graph.period or LOOKED_AHEAD, LOOKED_AHEAD))
-        return {uid for turn in ahead for view in self.views(self.fragment.round_of(turn), generation, lr)
+        next_turns = itertools.islice(turns, min(self._graph.period or DEPARTURE_LOOKAHEAD, DEPARTURE_LOOKAHEAD))
+        return {uid for turn in next_turns for view in self.views(self.fragment.round_of(turn), generation, lr)
                 for uid in view.neighbors}  # fmt: skip
 
 

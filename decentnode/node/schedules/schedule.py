@@ -28,7 +28,7 @@ from decentnode.graph.base import RoundView
 from decentnode.node.schedules.asynchronous.config import AsynchronousConfig
 from decentnode.node.schedules.asynchronous.cuts import Cuts
 from decentnode.node.schedules.dumps import Dumps
-from decentnode.node.schedules.fragment_exchange import FragmentExchange, Mixed, RoundTimes, Slice
+from decentnode.node.schedules.fragment_exchange import ExchangeOutcome, FragmentExchange, RoundTimes, Slice
 from decentnode.sharing.base import Sharing
 from decentnode.tensors import FlatModel
 from decentnode.training.base import Training, Update
@@ -63,7 +63,7 @@ class Schedule(abc.ABC):
         self.times = RoundTimes()
         self.update = NO_STEPS
         """The result of the current round's local steps, once they are made."""
-        self.trained = -1
+        self.last_trained_round = -1
         """The last round whose local steps have been made; -1 before the first."""
         self._due: tuple[FragmentExchange, ...] = ()
         """The fragments that are exchanged in the current round."""
@@ -95,7 +95,7 @@ class Schedule(abc.ABC):
         return len(self.fragments) * self.sharing.requirements.phases
 
     @functools.cached_property
-    def _whole(self) -> bool:
+    def _is_one_fragment(self) -> bool:
         """Whether the whole model is exchanged as one fragment: then its parameters may be placed in the transport's
         publish buffer."""
         elements = self.model.parameters.numel()
@@ -141,7 +141,7 @@ class Schedule(abc.ABC):
         """Do the work of `begin` once the fragments have their views."""
 
     @abc.abstractmethod
-    def mix(self) -> Steps[list[Mixed]]:
+    def mix(self) -> Steps[list[ExchangeOutcome]]:
         """Wait for the exchanges of a phase other than the last, and mix their payloads into the model, as steps."""
 
     def send(self, phase: int) -> Steps[None]:
@@ -149,7 +149,7 @@ class Schedule(abc.ABC):
         return self._send(self.model.parameters, phase)
 
     @abc.abstractmethod
-    def finish(self) -> Steps[list[Mixed]]:
+    def finish(self) -> Steps[list[ExchangeOutcome]]:
         """Wait for the last phase's exchanges, mix their payloads into the model, and end the round, as steps."""
 
     def abandon(self) -> None:
@@ -173,20 +173,20 @@ class Schedule(abc.ABC):
     def _train(self, round: int) -> Steps[None]:
         """Make the local steps if all rules let the node train in this round, as steps."""
         trains = self.training.num_samples > 0 and all(each.rule.trains(each.view) for each in self.fragments)
-        leaves_out = trains and self._too_late(round)
+        leaves_out = trains and self._is_result_obsolete(round)
         if leaves_out:
             trains = False
             for fragment in self.fragments:
                 fragment.rule.leave_out(fragment.view)
         started = clock.now()
         if trains:
-            direct = self._direct if self.sharing.requirements.gradient else None
+            direct = self._replace_gradient if self.sharing.requirements.gradient else None
             self.update = update = self.training.local_update(round, direct)
             for fragment in self.fragments:
                 fragment.rule.trained(update.samples, update.samples if update.units is None else update.units)
         else:
             self.training.rest(round)
-        self.trained = round
+        self.last_trained_round = round
         if self.communication.history is not None:
             self.communication.history.steps(round, left_out=leaves_out)
         computed = self.communication.computed(round) if trains else None
@@ -197,7 +197,7 @@ class Schedule(abc.ABC):
             self.training.took(seconds)
         self.times.train += seconds
 
-    def _too_late(self, round: int) -> bool:
+    def _is_result_obsolete(self, round: int) -> bool:
         """Returns whether the only node that would use the result of the local steps has already continued without this
         one. If a node still made the steps of all rounds that it missed, it would fall behind further and further, and
         delay the next evaluation."""
@@ -206,29 +206,31 @@ class Schedule(abc.ABC):
         takes = [each.rule.steps_are_for(each.view) for each in self.fragments]
         return all(uid is not None and self.communication.gone_on(round, uid) for uid in takes)
 
-    def _direct(self, gradient: Tensor) -> Tensor:
+    def _replace_gradient(self, gradient: Tensor) -> Tensor:
         for fragment in self.fragments:
             fragment.direct(gradient)
         return gradient
 
-    def _place(self, model: Tensor) -> Steps[Tensor | None]:
+    def _acquire_slot(self, model: Tensor) -> Steps[Tensor | None]:
         """Returns a slot of the publish buffer to which the mixed model may be written, as steps, so that the transport
         need not copy it next time; None if the payload is not the model itself. Waits until the neighbors have read the
         slot."""
-        if not self._whole or not self._due or not self.sharing.requirements.elementwise or model.device.type != "cpu":
+        if not self._is_one_fragment or not self._due or model.device.type != "cpu":
             return None
-        if not self._due[0].sends_from(model):
+        if not self.sharing.requirements.elementwise:
+            return None
+        if not self._due[0].sends_memory_of(model):
             return None
         started = clock.now()
         timeout_seconds = self.communication.config.timeout_seconds
-        place = yield from self.communication.acquire_slot_steps(model, timeout_seconds)
+        slot = yield from self.communication.acquire_slot_steps(model, timeout_seconds)
         self.times.wait += clock.now() - started
-        return place
+        return slot
 
     def _mix_in_place(self) -> Steps[None]:
         """Mix the arrivals of the exchanges in flight into the model, as steps; the model may move to another slot."""
         started, waited = clock.now(), self.times.wait
-        model, place, chosen = self.model.parameters, None, False
+        model, slot, chosen = self.model.parameters, None, False
         for fragment in self._due:
             part = fragment.part(model)
             for each in fragment.slices(self._timeout_of(fragment), self.times):
@@ -239,14 +241,14 @@ class Schedule(abc.ABC):
                 # free
                 if not chosen:
                     chosen = True
-                    place = yield from self._place(model)
+                    slot = yield from self._acquire_slot(model)
                 with torch.no_grad():
-                    each.mix(fragment.rule, part, place)
-                if place is None:
-                    fragment.applied(each.stop)
-        if place is not None:
-            self.model.rebind(place)
+                    each.mix(fragment.rule, part, slot)
+                if slot is None:
+                    fragment.mark_mixed(each.stop)
+        if slot is not None:
+            self.model.rebind(slot)
         self.times.mix += clock.now() - started - (self.times.wait - waited)
 
-    def _settle(self) -> list[Mixed]:
+    def _settle_all(self) -> list[ExchangeOutcome]:
         return [fragment.settle(self.times) for fragment in self._due]

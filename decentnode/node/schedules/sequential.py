@@ -8,7 +8,7 @@ import torch
 
 from decentnode import clock
 from decentnode.communication.run_state import Steps
-from decentnode.node.schedules.fragment_exchange import Mixed
+from decentnode.node.schedules.fragment_exchange import ExchangeOutcome
 from decentnode.node.schedules.schedule import Schedule
 
 
@@ -34,15 +34,15 @@ class Sequential(Schedule):
                 fragment.adjust(self.model.parameters, self.update.loss)
         self._check()
 
-    def mix(self) -> Steps[list[Mixed]]:
+    def mix(self) -> Steps[list[ExchangeOutcome]]:
         yield from self._mix_in_place()
-        return self._settle()
+        return self._settle_all()
 
-    def finish(self) -> Steps[list[Mixed]]:
+    def finish(self) -> Steps[list[ExchangeOutcome]]:
         yield from self._mix_in_place()
         started = clock.now()
         with torch.no_grad():
             for fragment in self._due:
                 fragment.finish_turn(self.model.parameters)
         self.times.mix += clock.now() - started
-        return self._settle()
+        return self._settle_all()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from decentnode.faults import AnyFault, Cut, Faults, Kill, Pause, Restart
-from decentnode.node.generations.merging import Work
+from decentnode.node.generations.merging import TrainingWork
 from decentnode.simulate.world.history import History
 from decentnode.simulate.world.world import Process, World
 from decentnode.wire.generation import Limits
@@ -159,15 +159,15 @@ def test_a_cut_that_never_heals_leaves_two_whole_runs() -> None:
 
 
 def test_work() -> None:
-    work = Work()
+    work = TrainingWork()
     work.add(10)
-    work.part({3, 4})
+    work.mark_separated({3, 4})
     work.add(20)
     work.add(20)
-    work.part({3, 5})
+    work.mark_separated({3, 5})
     work.add(5)
-    assert work.since_parted({3}, "samples") == 45 and work.since_parted({3}, "rounds") == 3
-    assert work.since_parted({5}, "samples") == 5 and work.since_parted({4, 5}, "rounds") == 3
-    assert work.since_parted({1}, "samples") == 0 == work.since_parted((), "rounds")
-    work.meet({3, 4})
-    assert work.since_parted({3, 5}, "samples") == 5
+    assert work.work_since_separation({3}, "samples") == 45 and work.work_since_separation({3}, "rounds") == 3
+    assert work.work_since_separation({5}, "samples") == 5 and work.work_since_separation({4, 5}, "rounds") == 3
+    assert work.work_since_separation({1}, "samples") == 0 == work.work_since_separation((), "rounds")
+    work.mark_reunited({3, 4})
+    assert work.work_since_separation({3, 5}, "samples") == 5

@@ -17,7 +17,7 @@ from decentnode.communication.run_state import Steps
 from decentnode.communication.zeromq.protocol.link_sender import LinkSender
 from decentnode.communication.zeromq.protocol.reconfigure import Reconfiguration
 from decentnode.faults import Link
-from decentnode.node.generations.beginning import NodeGenerations
+from decentnode.node.generations.transition import NodeGenerations
 from decentnode.simulate.world.heap import EventHeap
 from decentnode.simulate.world.network import VirtualNetwork
 from decentnode.simulate.world.random_world import Run, draw_world, run_world

@@ -15,7 +15,7 @@ from decentnode.communication.run_state import Steps, at_once
 from decentnode.graph.base import RoundView
 from decentnode.node.schedules.asynchronous.config import AsynchronousConfig
 from decentnode.node.schedules.asynchronous.copies import Copies, Copy
-from decentnode.node.schedules.fragment_exchange import FragmentExchange, Mixed
+from decentnode.node.schedules.fragment_exchange import ExchangeOutcome, FragmentExchange
 from decentnode.node.schedules.schedule import Schedule
 from decentnode.payload import Payload
 from decentnode.sharing.decoding import MALFORMED
@@ -70,10 +70,10 @@ class Asynchronous(Schedule):
     def _publish_round(self, round: int) -> None:
         """Publish to the neighbors after the local steps. Not blocking. Here nothing."""
 
-    def mix(self) -> Steps[list[Mixed]]:
+    def mix(self) -> Steps[list[ExchangeOutcome]]:
         raise NotImplementedError("an asynchronous schedule has one phase")
 
-    def finish(self) -> Steps[list[Mixed]]:
+    def finish(self) -> Steps[list[ExchangeOutcome]]:
         yield from self._mix_round(self.view.round)
         now = clock.now()
         self._last_arrivals = dict.fromkeys(self.view.sources, now) | self._last_arrivals
@@ -81,7 +81,7 @@ class Asynchronous(Schedule):
         with torch.no_grad():
             self.fragment.finish_turn(self.model.parameters)
         none_missing = frozenset[int]()
-        return [Mixed(none_missing, none_missing)]
+        return [ExchangeOutcome(none_missing, none_missing)]
 
     @abc.abstractmethod
     def _mix_round(self, round: int) -> Steps[None]:

@@ -16,7 +16,7 @@ MOST_UNASKED = 8
 count nor its clock allows for them."""
 
 
-class DueApart:
+class DueAsynchronously:
     """Numbers the checkpoints of one node (asynchronous/cuts.py).
 
     The lowest member initiates a checkpoint when it is due by its own round count or clock, once all members have made
@@ -30,7 +30,7 @@ class DueApart:
         self._node, self._config = node, config
         self.cuts.holds_back, self.cuts.rounds = True, node.config.rounds
         self.begin_period(clock.now())
-        self._forget()
+        self._reset()
 
     @property
     def cuts(self) -> Cuts:
@@ -38,15 +38,15 @@ class DueApart:
 
     def begin_period(self, now: float) -> None:
         """Begin a new interval: a checkpoint is made at time `now`."""
-        self._since, self._round = now, self._node.round
+        self._interval_began, self._round_at_last = now, self._node.round
 
-    def _forget(self) -> None:
-        self._began, self._unasked, self.cuts.trusts_numbers = clock.now(), 0, True
+    def _reset(self) -> None:
+        self._generation_began, self._unasked, self.cuts.trusts_numbers = clock.now(), 0, True
 
     def begin_generation(self) -> Steps[None]:
         """Let all members continue with the greatest checkpoint number that any of them has reached, as steps."""
         node = self._node
-        self._forget()
+        self._reset()
         uids = 1 + max(node.generation.members)  # newcomers are beyond the nodes of the graph
         row = agreement.row([self.cuts.number], node.uid, uids, 1)
         pending = node.communication.mean("generation/checkpoints", row, closing=True)
@@ -55,18 +55,19 @@ class DueApart:
         numbers = [each for each, in agreement.gathered(*found)]
         self.cuts.adopt(max(each for each in (0, *numbers) if self.cuts.is_possible(each)))
 
-    def begin_if_due(self, told: Pending | None) -> bool:
+    def begin_if_due(self, previous_report: Pending | None) -> bool:
         """Returns whether a checkpoint is to be made now; if so, its number is in force from then on.
 
         told: the mean to which all members contribute when they make the previous checkpoint; None if there is none."""
         cuts, node, config, now = self.cuts, self._node, self._config, clock.now()
-        by_rounds = config.every is not None and node.round // config.every > self._round // config.every
-        by_clock = config.minutes is not None and now - self._since >= 60 * config.minutes
+        by_rounds = config.every is not None and node.round // config.every > self._round_at_last // config.every
+        by_clock = config.minutes is not None and now - self._interval_began >= 60 * config.minutes
         due = by_rounds or by_clock
         if cuts.highest_known == cuts.number:
             if not due or not node.round or node.uid != node.generation.members[0] or cuts.number >= MAX_NUMBER:
                 return False
-            if told is not None and not told.arrived and now - self._since < node.communication.config.timeout_seconds:
+            waited_seconds, timeout_seconds = now - self._interval_began, node.communication.config.timeout_seconds
+            if previous_report is not None and not previous_report.arrived and waited_seconds < timeout_seconds:
                 return False
             cuts.highest_known = max(node.round, cuts.number + 1)
         else:
@@ -82,5 +83,5 @@ class DueApart:
         round count and the clock allow, as clocks differ, plus MOST_UNASKED."""
         config = self._config
         by_rounds = self._node.config.rounds // config.every if config.every is not None else 0
-        by_clock = (now - self._began) / (60 * config.minutes) if config.minutes is not None else 0.0
+        by_clock = (now - self._generation_began) / (60 * config.minutes) if config.minutes is not None else 0.0
         return MOST_UNASKED + 2 * (by_rounds + by_clock)

@@ -10,7 +10,7 @@ from decentnode.graph.repaired import Edge, Repaired, rounds_looked_at
 
 
 @dataclass(frozen=True)
-class Apart:
+class DisconnectedGraph:
     """A graph that, without the absent nodes, does not connect all members."""
 
     parts: list[list[int]]
@@ -20,21 +20,21 @@ class Apart:
 
     def __str__(self) -> str:
         others = " and ".join(f"nodes {', '.join(map(str, part))}" for part in self.parts[1:])
-        told = f"the graph no longer connects {others} to the others"
+        sentence = f"the graph no longer connects {others} to the others"
         if not self.edges:
-            return f"{told}; they continue separately (node.repair: none)"
-        return f"{told}; edges added: {', '.join(f'{i} - {j}' for i, j in self.edges)}"
+            return f"{sentence}; they continue separately (node.repair: none)"
+        return f"{sentence}; edges added: {', '.join(f'{i} - {j}' for i, j in self.edges)}"
 
 
-def fallen_apart(graphs: Iterable[Graph], members: Sequence[int]) -> Iterator[Apart]:
+def disconnected_graphs(graphs: Iterable[Graph], members: Sequence[int]) -> Iterator[DisconnectedGraph]:
     """Yields a description of each of the graphs that is disconnected among the members; a graph given twice counts
     once."""
     for graph in {id(graph): graph for graph in graphs}.values():
-        edges, whole = [], graph
+        edges, original = [], graph
         if isinstance(graph, Repaired):
-            edges, whole = graph.edges(members), graph.graph
+            edges, original = graph.edges(members), graph.graph
             if not edges:
                 continue
-        found = [sorted(part) for part in parts(whole, members, rounds_looked_at(whole))]
-        if len(found) > 1:
-            yield Apart(found, edges)
+        components = [sorted(part) for part in parts(original, members, rounds_looked_at(original))]
+        if len(components) > 1:
+            yield DisconnectedGraph(components, edges)

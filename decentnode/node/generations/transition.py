@@ -11,8 +11,8 @@ from decentnode import clock
 from decentnode.communication.run_state import Steps
 from decentnode.node.checkpoints.going_on import evaluate_alone_if_missed, evaluation_missed
 from decentnode.node.checkpoints.handover import agree_on_course, begin_rules_anew, deal_samples, give_models
-from decentnode.node.generations.apart import fallen_apart
-from decentnode.node.generations.merging import Work, merge_models
+from decentnode.node.generations.disconnected import disconnected_graphs
+from decentnode.node.generations.merging import TrainingWork, merge_models
 from decentnode.node.resumable import NodeCheckpoints, Resumable
 from decentnode.node.rules import NodeRules
 from decentnode.node.sampling import Sampling
@@ -34,10 +34,10 @@ class Member(Resumable, Protocol):
 class NodeGenerations:
     """Takes one node from one membership generation to the next."""
 
-    def __init__(self, node: Member, rules: NodeRules, trained: Work, sampling: Sampling | None) -> None:
+    def __init__(self, node: Member, rules: NodeRules, work: TrainingWork, sampling: Sampling | None) -> None:
         """trained: the node's record of its training work, which determines its model's weight when models are
         merged."""
-        self._node, self._rules, self._trained, self._sampling = node, rules, trained, sampling
+        self._node, self._rules, self._work, self._sampling = node, rules, work, sampling
 
     def regroup(self) -> Steps[None]:
         """Agree on the next generation and take part in it, as steps: yields until the node is a member of a generation
@@ -64,37 +64,38 @@ class NodeGenerations:
                 generation.name, generation.members, first_round, generation.fresh, generation.stopping,
                 generation.merging,
             )  # fmt: skip
-        then, now = {*before.members}, {*generation.members}
-        self._trained.part(then - now)
-        self._rules.lost |= then - (now - generation.fresh)
-        merged = yield from self._hand_over(generation)
+        old_members, new_members = {*before.members}, {*generation.members}
+        self._work.mark_separated(old_members - new_members)
+        self._rules.lost |= old_members - (new_members - generation.fresh)
+        merge_record = yield from self._hand_over(generation)
         yield from agree_on_course(node, generation.fresh, "generation/course")
-        self._trained.meet(now)
+        self._work.mark_reunited(new_members)
         node.communication.took_part(generation)
-        alone = self._rules.schedule.asynchronous
-        missed = not alone and (yield from evaluation_missed(node, first_round))
-        yield from self._come_to(first_round, generation)
+        is_asynchronous = self._rules.schedule.asynchronous
+        evaluation_is_missing = not is_asynchronous and (yield from evaluation_missed(node, first_round))
+        yield from self._advance_to(first_round, generation)
         if node.checkpoints is not None:
             yield from node.checkpoints.begin_generation()
         deal_samples(node, node.round)
         yield from begin_rules_anew(node, "generation")
         if self._sampling is not None:
-            self._sampling.forget(then - now)
-        departed = sorted((then - now) & node.communication.departed())
+            self._sampling.forget(old_members - new_members)
+        departed = sorted((old_members - new_members) & node.communication.departed())
         node.record({
             "kind": "generation", "generation": generation.number, "origin": generation.origin.hex(),
             "round": node.round, "time": clock.wall(),
-            "members": sorted(now), "left": sorted(then - now), "joined": sorted(now - then | generation.fresh),
-            **({"departed": departed} if departed else {}), **({"own_rounds": True} if alone else {}),
+            "members": sorted(new_members), "left": sorted(old_members - new_members),
+            "joined": sorted(new_members - old_members | generation.fresh),
+            **({"departed": departed} if departed else {}), **({"own_rounds": True} if is_asynchronous else {}),
             **({"stopping": True} if generation.stopping else {}),
-            **merged,
+            **merge_record,
         })
         logger.info("generation %d of %d nodes from round %d", generation.number, len(generation.members), node.round)
         if node.uid == generation.members[0]:
-            self._tell_apart(generation)
-        if missed:
+            self._report_disconnected(generation)
+        if evaluation_is_missing:
             yield from node.evaluate_between()
-        elif alone and node.uid not in generation.fresh and not generation.stopping:
+        elif is_asynchronous and node.uid not in generation.fresh and not generation.stopping:
             yield from evaluate_alone_if_missed(node)
 
     def _hand_over(self, generation: Generation) -> Steps[dict[str, Any]]:
@@ -103,8 +104,8 @@ class NodeGenerations:
         node = self._node
         if generation.merging:
             node.doing = "merging models"
-            met = {*generation.members} - generation.fresh
-            weight = self._trained.since_parted(met, node.config.merge_weights)
+            others = {*generation.members} - generation.fresh
+            weight = self._work.work_since_separation(others, node.config.merge_weights)
             share = yield from merge_models(node, generation.fresh, weight, "generation/merge")
             return {"merged": {"weight": weight, "share": share}}
         if generation.fresh:
@@ -112,7 +113,7 @@ class NodeGenerations:
             yield from give_models(node, generation.fresh, "generation/model")
         return {}
 
-    def _come_to(self, first_round: int, generation: Generation) -> Steps[None]:
+    def _advance_to(self, first_round: int, generation: Generation) -> Steps[None]:
         """Advance the node to the first round of the generation, as steps, if it has to be there under its schedule."""
         node = self._node
         if node.uid in generation.fresh:
@@ -144,17 +145,18 @@ class NodeGenerations:
                 node.training.rest(round)
             node.round = first_round
             return
-        made = f"round {node.round}" if first_round == node.round + 1 else f"rounds {node.round} to {first_round - 1}"
-        logger.info("makes %s alone, as others are ahead", made)
+        last_round = first_round - 1
+        rounds = f"round {node.round}" if node.round == last_round else f"rounds {node.round} to {last_round}"
+        logger.info("makes %s alone, as others are ahead", rounds)
         self._rules.renew(node.generation)
-        alone = replace(node.generation, members=(node.uid,))
+        only_this_node = replace(node.generation, members=(node.uid,))
         while node.round < first_round and not node.makes_no_more():
-            yield from node.make_round(alone)
+            yield from node.make_round(only_this_node)
 
-    def _tell_apart(self, generation: Generation) -> None:
+    def _report_disconnected(self, generation: Generation) -> None:
         node = self._node
-        for apart in fallen_apart((each.graph for each in self._rules.fragments), generation.members):
+        for disconnected in disconnected_graphs((each.graph for each in self._rules.fragments), generation.members):
             node.record({"kind": "apart", "generation": generation.number, "round": node.round,
-                         "time": clock.wall(), **asdict(apart)})  # fmt: skip
-            node.communication.counters.on_event("apart", None, str(apart))
-            logger.warning("%s", apart)
+                         "time": clock.wall(), **asdict(disconnected)})  # fmt: skip
+            node.communication.counters.on_event("apart", None, str(disconnected))
+            logger.warning("%s", disconnected)
