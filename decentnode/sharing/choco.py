@@ -80,7 +80,7 @@ class Choco(Sharing):
         """Returns a search that starts from different models with public copies of zeros, which is worse than any run,
         whose models start equal."""
         codec = make_codec(config.compression) if config.compression else None
-        return Search(_all_at_once, cls.make_operator(config, codec))
+        return Search(_simulated_round, cls.make_operator(config, codec))
 
     def set_parameter_shapes(self, shapes: Sequence[tuple[int, ...]]) -> None:
         self.operator.set_parameter_shapes(shapes)
@@ -103,13 +103,13 @@ class Choco(Sharing):
         nothing = model.new_empty(0)
         # All neighbors get the same object, which is encoded once, except those that request a whole copy or from which
         # one is requested.
-        usual = Payload({**coded, "whole": nothing}, scalars, self.operator.metadata)
+        common_payload = Payload({**coded, "whole": nothing}, scalars, self.operator.metadata)
         out = {}
         for uid in view.neighbors:
             asking = {"ask": 1} if uid in view.sources and uid not in self.copies else {}
             whole = uid in self.asked
             if not asking and not whole:
-                out[uid] = usual
+                out[uid] = common_payload
                 continue
             tensors = {name: tensor[:0] if whole else tensor for name, tensor in coded.items()}
             out[uid] = Payload({**tensors, "whole": self.public if whole else nothing}, {**scalars, **asking},
@@ -133,30 +133,30 @@ class Choco(Sharing):
         (own_at, own_values), self._sent = self._sent, None
         changes: dict[int, tuple[Tensor, Tensor] | None] = {}
         for uid, payload in received.items():
-            changes[uid] = self._take(uid, payload)
+            changes[uid] = self._update_copy(uid, payload)
         # q_j is lost, so that h_j is unknown until j sends the whole copy
         for uid in self.copies.keys() - received.keys():
             del self.copies[uid]
-        pulling = {uid: view.weights[uid] for uid in sorted(received) if uid in self.copies}
+        new_pulled = {uid: view.weights[uid] for uid in sorted(received) if uid in self.copies}
         # The pull sum_j W_ij (h_j - h_i) is only recomputed if a weight changed, or a copy changed otherwise than by q.
         # Otherwise the sparse changes are added to it, which costs K entries per neighbor instead of P.
-        fresh = self.pull is None or pulling != self.pulled or None in changes.values()
-        if fresh:
+        must_recompute = self.pull is None or new_pulled != self.pulled or None in changes.values()
+        if must_recompute:
             self.pull = torch.zeros_like(self.public)
-            for uid, weight in pulling.items():
+            for uid, weight in new_pulled.items():
                 self.pull.add_(self.copies[uid] - self.public, alpha=weight)
         else:
             assert self.pull is not None
-            for uid, weight in pulling.items():
+            for uid, weight in new_pulled.items():
                 change = changes[uid]
                 assert change is not None
                 add_at(self.pull, *change, weight)
-            add_at(self.pull, own_at, own_values, -sum(pulling.values()))
-        self.pulled = pulling
+            add_at(self.pull, own_at, own_values, -sum(new_pulled.values()))
+        self.pulled = new_pulled
         assert self.pull is not None
         model.add_(self.pull, alpha=self.step_size)
 
-    def _take(self, uid: int, payload: Payload) -> tuple[Tensor, Tensor] | None:
+    def _update_copy(self, uid: int, payload: Payload) -> tuple[Tensor, Tensor] | None:
         """Updates the copy of `uid`. Returns the change q_j as (positions, values), or None if h_j was replaced or is
         not known."""
         if payload.scalars.get("ask"):
@@ -195,7 +195,7 @@ class Choco(Sharing):
         self.asked, self.started, self._start = set(state["asked"]), bool(state["started"]), int(state["start"])
 
 
-def _all_at_once(models: Tensor, public: Tensor, pull: Tensor, step: float, compress: Compress) -> None:
+def _simulated_round(models: Tensor, public: Tensor, pull: Tensor, step: float, compress: Compress) -> None:
     """Makes a round of all nodes without gradients, for the search of a step, in place. pull: W - I."""
     public.add_(compress(models - public))
     models.add_(pull @ public, alpha=step)

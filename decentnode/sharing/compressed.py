@@ -91,14 +91,14 @@ class Compressed(Wrapper):
     def _is_whole(self, spec: TensorSpec) -> bool:
         return spec.exact and bool(self._sizes) and spec.max_elements == sum(self._sizes)
 
-    def _coded(self, name: str) -> bool:
+    def _is_encoded(self, name: str) -> bool:
         return self._specs[name].dtype.is_floating_point
 
     def payload_schema(self, elements: int, dtype: torch.dtype) -> dict[str, TensorSpec]:
         self._specs, self._counts = self.rule.payload_schema(elements, dtype), {}
         found: dict[str, TensorSpec] = {}
         for name, spec in self._specs.items():
-            if not self._coded(name):
+            if not self._is_encoded(name):
                 found[name] = spec
                 continue
             if self._is_whole(spec) or (spec.exact and self._whole is self.codec):
@@ -119,25 +119,25 @@ class Compressed(Wrapper):
             self.payload_schema(model.numel(), model.dtype)
         self._view = view
         draws = draws_of(self.codec, view, model.device)
-        packed: dict[int, Payload] = {}
+        encoded: dict[int, Payload] = {}
         out = {}
-        kept = self.rule.outgoing(model, view)
-        for uid, payload in kept.items():
-            if id(payload) not in packed:
+        rule_payloads = self.rule.outgoing(model, view)
+        for uid, payload in rule_payloads.items():
+            if id(payload) not in encoded:
                 sizes = self.rule.tensor_sizes(payload, view.uid, uid, view)
-                packed[id(payload)] = self._packed(payload, sizes, draws)
-            out[uid] = packed[id(payload)]
+                encoded[id(payload)] = self._encode(payload, sizes, draws)
+            out[uid] = encoded[id(payload)]
         own = view.phase in self.requirements.includes_self and out
         self._own = self.unpack(next(iter(out.values())), view.uid, view) if own else None
         return out
 
-    def _packed(
+    def _encode(
         self, payload: Payload, sizes: Mapping[str, Sequence[int]], draws: torch.Generator | None
     ) -> Payload:
         tensors: dict[str, Tensor] = {}
         scalars, metadata = dict(payload.scalars), set(payload.metadata)
         for name, tensor in payload.tensors.items():
-            if not self._coded(name):
+            if not self._is_encoded(name):
                 tensors[name] = tensor
                 continue
             for part, coded in self._codec_of(name, sizes).encode(tensor, draws).items():
@@ -150,15 +150,15 @@ class Compressed(Wrapper):
 
     def unpack(self, payload: Payload, uid: int, view: RoundView) -> Payload:
         sizes = self.rule.tensor_sizes(payload, uid, view.uid, view)
-        return self.rule.unpack(self._decoded(payload, sizes), uid, view)
+        return self.rule.unpack(self._decode(payload, sizes), uid, view)
 
-    def _decoded(self, payload: Payload, sizes: Mapping[str, Sequence[int]]) -> Payload:
+    def _decode(self, payload: Payload, sizes: Mapping[str, Sequence[int]]) -> Payload:
         """Returns the inner rule's payload as receivers decode it. Raises PeerFault for bytes that cannot be from the
         encoder."""
         tensors: dict[str, Tensor] = {}
         scalars = dict(payload.scalars)
         for name, spec in self._specs.items():
-            if not self._coded(name):
+            if not self._is_encoded(name):
                 tensors[name] = payload.tensors[name]
                 continue
             count = spec.max_elements if spec.exact else scalars.pop(name + COUNT, -1)
@@ -201,4 +201,4 @@ class Compressed(Wrapper):
         """Passes the undelivered payload to the inner rule, decoded as the receiver would have."""
         assert self._view is not None
         sizes = self.rule.tensor_sizes(payload, self._view.uid, uid, self._view)
-        self.rule.undelivered(uid, self._decoded(payload, sizes))
+        self.rule.undelivered(uid, self._decode(payload, sizes))

@@ -54,7 +54,7 @@ class DeepSqueeze(Sharing):
         is as large as their differences: models never get closer than about the step size times the compression error
         of the models themselves."""
         codec = make_codec(config.compression) if config.compression else None
-        return Search(_all_at_once, Operator(config.fraction, config.choose, codec), enough=0.1, common=1.0)
+        return Search(_simulated_round, Operator(config.fraction, config.choose, codec), enough=0.1, common=1.0)
 
     def set_parameter_shapes(self, shapes: Sequence[tuple[int, ...]]) -> None:
         self.operator.set_parameter_shapes(shapes)
@@ -93,7 +93,7 @@ class DeepSqueeze(Sharing):
         self.error = state["error"].clone() if "error" in state else None
 
 
-def _all_at_once(models: Tensor, error: Tensor, pull: Tensor, step: float, compress: Compress) -> None:
+def _simulated_round(models: Tensor, error: Tensor, pull: Tensor, step: float, compress: Compress) -> None:
     """Makes a round of all nodes without gradients, for the search of a step, in place. pull: W - I."""
     whole = models + error
     sent = compress(whole)

@@ -52,36 +52,36 @@ def unheard(rule: Sharing, graph: Graph, seed: int = 0, fragment: int = 0) -> tu
     if rule.requirements.star and not graph.servers:
         return None  # such a config is refused with another error
     own_weights = rule.requirements.column_stochastic or rule.requirements.tree or rule.requirements.star
-    hears: list[set[int]] = [set() for _ in nodes]
+    sources: list[set[int]] = [set() for _ in nodes]
     most = max(EXCHANGES, 16 * (graph.period or 0))
     for round in itertools.islice(exchange_rounds(rule), most):
         for uid in nodes:
-            seen = rule_view(rule, graph, uid, round, seed)
-            seen = replace(seen, fragment=fragment) if fragment else seen
+            view_of_node = rule_view(rule, graph, uid, round, seed)
+            view_of_node = replace(view_of_node, fragment=fragment) if fragment else view_of_node
             for phase in range(rule.requirements.phases):
-                planned = rule.plan(replace(seen, phase=phase) if phase else seen)
-                hears[uid].update(j for j in planned.sources if own_weights or planned.weights[j] > 0)
-        if _unreached(hears) is None and _unreached(_reversed(hears)) is None:
+                planned = rule.plan(replace(view_of_node, phase=phase) if phase else view_of_node)
+                sources[uid].update(j for j in planned.sources if own_weights or planned.weights[j] > 0)
+        if _unreached(sources) is None and _unreached(_reversed(sources)) is None:
             return None
-    far = _unreached(hears)
-    if far is not None:
-        return 0, far
-    far = _unreached(_reversed(hears))
-    return None if far is None else (far, 0)
+    unreachable = _unreached(sources)
+    if unreachable is not None:
+        return 0, unreachable
+    unreachable = _unreached(_reversed(sources))
+    return None if unreachable is None else (unreachable, 0)
 
 
 def _unreached(edges: list[set[int]]) -> int | None:
     """Returns the lowest node to which there is no path from node 0; None if all are reachable."""
-    found, edge = {0}, {0}
-    while edge:
-        edge = {j for i in edge for j in edges[i]} - found
-        found |= edge
-    return next((uid for uid in range(len(edges)) if uid not in found), None)
+    reached, frontier = {0}, {0}
+    while frontier:
+        frontier = {j for i in frontier for j in edges[i]} - reached
+        reached |= frontier
+    return next((uid for uid in range(len(edges)) if uid not in reached), None)
 
 
 def _reversed(edges: list[set[int]]) -> list[set[int]]:
-    back: list[set[int]] = [set() for _ in edges]
+    reverse: list[set[int]] = [set() for _ in edges]
     for uid, others in enumerate(edges):
         for j in others:
-            back[j].add(uid)
-    return back
+            reverse[j].add(uid)
+    return reverse

@@ -13,7 +13,7 @@ from typing import Any
 
 from decentnode.sharing.hooks import Hooks
 
-AROUND = ("begin", "direction", "adjust", "finish", "advance")
+NOT_OVERRIDDEN = ("begin", "direction", "adjust", "finish", "advance")
 """Methods that a linear rule must not override if it does not declare a stacked form."""
 
 
@@ -30,5 +30,5 @@ def has_stacked_form(rule: Any) -> bool:
             break
         if any(inspect.isfunction(value) and name != "__init__" for name, value in vars(each).items()):
             break
-    plain = all(getattr(type(rule), name) is getattr(Hooks, name) for name in AROUND)
+    plain = all(getattr(type(rule), name) is getattr(Hooks, name) for name in NOT_OVERRIDDEN)
     return bool(rule.requirements.linear and rule.requirements.phases == 1 and plain)

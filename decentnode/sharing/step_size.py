@@ -44,7 +44,7 @@ most 1."""
 SLACK = 1.25
 """On graphs that mix too slowly to reach `enough` within ROUNDS, a step counts as contracting if the distance that it
 leaves is at most this many times that of the best step."""
-SURE, LOST = 1e-6, 10.0
+CONVERGED_AT, DIVERGED_AT = 1e-6, 10.0
 """Fractions of the initial distance at which a simulation ends early, because consensus is certain, or because the
 models diverge."""
 PATIENCE = 4
@@ -134,11 +134,11 @@ class Search:
         It is a third of omega, the fraction of a normal vector's energy that the operator keeps, times `enough` for
         rules that compress the models themselves.
         """
-        kept = 1 - self.operator.lost()
-        return float(f"{max(0.001, kept / 3 * (self.enough if self.common else 1)):.2g}")
+        kept_fraction = 1 - self.operator.lost()
+        return float(f"{max(0.001, kept_fraction / 3 * (self.enough if self.common else 1)):.2g}")
 
 
-class Searched(Protocol):
+class SearchableRule(Protocol):
     """A rule class, which may have a `step_search`."""
 
     @classmethod
@@ -147,7 +147,7 @@ class Searched(Protocol):
         ...
 
 
-def largest_step(rule: type[Searched], config: Any, graph: Graph) -> float | None:
+def largest_step(rule: type[SearchableRule], config: Any, graph: Graph) -> float | None:
     """Returns the largest step with which a rule contracts on a graph, computed once per process.
 
     Returns None for rules without a `step_search`, graphs of more than MAX_NODES nodes, and codecs whose library is
@@ -172,13 +172,13 @@ def largest_step(rule: type[Searched], config: Any, graph: Graph) -> float | Non
 
 
 @functools.lru_cache(64)
-def _largest(rule: type[Searched], config: Any, shape: tuple[int, ...], raw: bytes) -> float:
+def _largest(rule: type[SearchableRule], config: Any, shape: tuple[int, ...], raw: bytes) -> float:
     """Returns the step for mixing matrices given as a shape and float64 bytes. It is stored in the user's cache, as
     every process of a run needs it and a search takes seconds."""
-    name = _kept_name(rule, config, shape, raw)
-    kept = user_cache.read(name) if name else None
-    if kept is not None and kept in map(repr, STEPS):
-        return float(kept)
+    name = _cache_file_name(rule, config, shape, raw)
+    cached = user_cache.read(name) if name else None
+    if cached is not None and cached in map(repr, STEPS):
+        return float(cached)
     search = rule.step_search(config)
     assert search is not None
     found = search.largest(list(np.frombuffer(raw).reshape(shape)))
@@ -187,7 +187,7 @@ def _largest(rule: type[Searched], config: Any, shape: tuple[int, ...], raw: byt
     return found
 
 
-def _kept_name(rule: type[Searched], config: Any, shape: tuple[int, ...], raw: bytes) -> str | None:
+def _cache_file_name(rule: type[SearchableRule], config: Any, shape: tuple[int, ...], raw: bytes) -> str | None:
     """Returns the name of the cached file, a hash of everything that the step depends on. None if the rule or one of
     its components is a user's own class, whose source is not in the hash."""
     settings = config.model_dump_json()
@@ -206,25 +206,26 @@ def _sources() -> str:
 
 
 def distance_left(search: Search, matrices: Sequence[np.ndarray], step: float) -> float:
-    """Returns the fraction of the distance to the mean that is left after ROUNDS; infinity if it grew beyond LOST."""
+    """Returns the fraction of the distance to the mean that is left after ROUNDS; infinity if it grew beyond
+    DIVERGED_AT."""
     n, compress = len(matrices[0]), search.operator.compressor()
     # a thread pool that is started here would not work in processes that are forked later
     with native.torch_threads(1), torch.no_grad(), torch.device("cpu"):
-        draws = torch.Generator().manual_seed(0)
-        models = torch.randn(n, max(64, ENTRIES // n), generator=draws, dtype=torch.float32)
-        models += search.common * torch.randn(1, models.shape[1], generator=draws, dtype=torch.float32)
+        generator = torch.Generator().manual_seed(0)
+        models = torch.randn(n, max(64, ENTRIES // n), generator=generator, dtype=torch.float32)
+        models += search.common * torch.randn(1, models.shape[1], generator=generator, dtype=torch.float32)
         pulls = [torch.from_numpy(w - np.eye(n)).to(torch.float32) for w in matrices]
-        kept = [torch.zeros_like(models) for _ in (pulls if search.state_per_matrix else pulls[:1])]
-        start = now = _distance(models)
+        states = [torch.zeros_like(models) for _ in (pulls if search.state_per_matrix else pulls[:1])]
+        start = remaining = _distance(models)
         for r in range(ROUNDS):
-            search.advance(models, kept[r % len(kept)], pulls[r % len(pulls)], step, compress)
+            search.advance(models, states[r % len(states)], pulls[r % len(pulls)], step, compress)
             if r % 25 == 24:
-                now = _distance(models) / start
-                if not now <= LOST:
+                remaining = _distance(models) / start
+                if not remaining <= DIVERGED_AT:
                     return math.inf
-                if now <= SURE:
+                if remaining <= CONVERGED_AT:
                     break
-    return now
+    return remaining
 
 
 def _distance(models: Tensor) -> float:

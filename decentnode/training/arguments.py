@@ -34,11 +34,11 @@ def problem_at(key: str, text: str, value: Any) -> pydantic.ValidationError:
     )
 
 
-def chosen(name: str, table: Mapping[str, type[Any]], kind: str, base: type[Any] = object) -> type[Any]:
+def class_named(name: str, table: Mapping[str, type[Any]], kind: str, base: type[Any] = object) -> type[Any]:
     """Returns the class with that name in `table`, or the class "package.module:Class", which must be derived from
     `base`. Raises ValidationError that suggests the nearest name."""
     if ":" in name:
-        return _own(name, kind, base)
+        return _load_own_class(name, kind, base)
     if name not in table:
         raise problem_at(
             "name", f"must be one of {', '.join(sorted(table))}, or 'package.module:Class', got {name!r}"
@@ -47,7 +47,7 @@ def chosen(name: str, table: Mapping[str, type[Any]], kind: str, base: type[Any]
     return table[name]
 
 
-def _own(name: str, kind: str, base: type[Any]) -> type[Any]:
+def _load_own_class(name: str, kind: str, base: type[Any]) -> type[Any]:
     try:
         found = load_class(name, {}, kind)
     except UsageError as error:
@@ -57,22 +57,22 @@ def _own(name: str, kind: str, base: type[Any]) -> type[Any]:
     return found
 
 
-SWITCHES = frozenset({"true", "false", "yes", "no", "on", "off", "y", "n", "0", "1", ""})
+BOOLEAN_TEXTS = frozenset({"true", "false", "yes", "no", "on", "off", "y", "n", "0", "1", ""})
 """Texts that mean true or false. Torch would test such an argument for truth, and every non-empty text is true: a
 quoted "no" would switch the option on."""
 
 
 def check_arguments(
-    name: str, of: type[Any], given: Mapping[str, Any], reserved: tuple[str, ...],
+    name: str, cls: type[Any], given: Mapping[str, Any], reserved: tuple[str, ...],
     make: Callable[[dict[str, Any]], Any],
 ) -> None:
-    """Raises ValidationError for an argument that `of` does not take, that is missing, or whose value torch refuses.
+    """Raises ValidationError for an argument that `cls` does not take, that is missing, or whose value torch refuses.
 
     reserved: arguments that the caller sets itself or does not allow. make: constructs an object with the arguments on
     a parameter with one element, because the rules for values are only in torch's constructors.
     """
     try:
-        parameters = {key: each for key, each in parameters_of(of).items() if key not in reserved}
+        parameters = {key: each for key, each in parameters_of(cls).items() if key not in reserved}
     except UsageError as error:
         raise problem_at("name", f"must be a class whose arguments are known: {error}", name) from error
     for key, value in given.items():
@@ -87,17 +87,17 @@ def check_arguments(
         default = parameters[key].default
         if isinstance(default, int | float) and not isinstance(default, bool) and isinstance(value, bool | str):
             raise problem_at(key, f"must be a number, got {value!r}", value)
-        if isinstance(default, bool) and isinstance(value, str) and value.lower() in SWITCHES:
+        if isinstance(default, bool) and isinstance(value, str) and value.lower() in BOOLEAN_TEXTS:
             raise problem_at(key, f"must be true or false, got the text {value!r}", value)
     needed = {key for key, p in parameters.items() if p.default is p.empty}
     for key in sorted(needed - set(given)):
         raise problem_at("name", f"needs {key!r} beside it for {name}", name)
     message = _refusal(make, given)
     if message is not None:
-        alone = ({k: v for k, v in given.items() if k == key or k in needed} for key in given)
-        culprits = [key for key, few in zip(given, alone, strict=True) if _refusal(make, few) == message]
-        at = culprits[0] if culprits else "name"
-        raise problem_at(at, f"must suit torch's {of.__name__}: {message}", given.get(at, name))
+        subsets = ({k: v for k, v in given.items() if k == key or k in needed} for key in given)
+        culprits = [key for key, subset in zip(given, subsets, strict=True) if _refusal(make, subset) == message]
+        key = culprits[0] if culprits else "name"
+        raise problem_at(key, f"must suit torch's {cls.__name__}: {message}", given.get(key, name))
 
 
 def numbers_in(value: Any) -> Iterator[int | float]:

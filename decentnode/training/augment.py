@@ -127,12 +127,12 @@ class Augmentation:
         numbers = _hash(key, samples)
         reach = self.config.random_crop
         if reach:
-            down, right = (_below(numbers[:, k], 2 * reach + 1) - reach for k in (0, 1))
+            down, right = (_uniform_below(numbers[:, k], 2 * reach + 1) - reach for k in (0, 1))
             inputs = shifted(inputs, down, right, None if self.config.padding == "edge" else zero)
         if self.config.flip:
-            inputs = flipped(inputs, _below(numbers[:, 2], 2) == 1)
+            inputs = flipped(inputs, _uniform_below(numbers[:, 2], 2) == 1)
         if self.config.cutout:
-            row, column = (_below(numbers[:, 3 + k], inputs.shape[2 + k]) for k in (0, 1))
+            row, column = (_uniform_below(numbers[:, 3 + k], inputs.shape[2 + k]) for k in (0, 1))
             inputs = cut_out(inputs, row, column, self.config.cutout)
         return inputs
 
@@ -165,14 +165,14 @@ def shifted(images: Tensor, down: Tensor, right: Tensor, zero: float | Tensor | 
     _, _, height, width = images.shape
     rows = torch.arange(height, device=images.device) + down[:, None]
     columns = torch.arange(width, device=images.device) + right[:, None]
-    found = _along(images, 2, rows.clamp(0, height - 1))
-    found = _along(found, 3, columns.clamp(0, width - 1))
+    found = _gather_along(images, 2, rows.clamp(0, height - 1))
+    found = _gather_along(found, 3, columns.clamp(0, width - 1))
     if zero is None:
         return found
-    there = ((rows >= 0) & (rows < height))[:, :, None] & ((columns >= 0) & (columns < width))[:, None, :]
+    is_inside = ((rows >= 0) & (rows < height))[:, :, None] & ((columns >= 0) & (columns < width))[:, None, :]
     if isinstance(zero, Tensor):
-        return torch.where(there[:, None], found, zero)
-    return found.masked_fill_(~there[:, None], zero)
+        return torch.where(is_inside[:, None], found, zero)
+    return found.masked_fill_(~is_inside[:, None], zero)
 
 
 def flipped(images: Tensor, which: Tensor) -> Tensor:
@@ -189,7 +189,7 @@ def cut_out(images: Tensor, row: Tensor, column: Tensor, side: int) -> Tensor:
     return images.masked_fill_(inside[:, None], 0.0)
 
 
-def _along(images: Tensor, dimension: int, places: Tensor) -> Tensor:
+def _gather_along(images: Tensor, dimension: int, places: Tensor) -> Tensor:
     """Returns the rows (dimension 2) or columns (dimension 3) at `places` [B, size] of each image."""
     shape = [len(images), 1, 1, 1]
     shape[dimension] = places.shape[1]
@@ -202,16 +202,16 @@ def _hash(key: int, samples: Tensor, draws: int = DRAWS) -> Tensor:
     counter = samples[:, None] * draws + torch.arange(1, draws + 1, device=samples.device)
     x = counter * GOLDEN + key
     for shift, factor in zip((30, 27), FACTORS, strict=True):
-        x = (x ^ _right(x, shift)) * factor
-    return _right(x ^ _right(x, 31), 33)
+        x = (x ^ _logical_right_shift(x, shift)) * factor
+    return _logical_right_shift(x ^ _logical_right_shift(x, 31), 33)
 
 
-def _right(x: Tensor, shift: int) -> Tensor:
+def _logical_right_shift(x: Tensor, shift: int) -> Tensor:
     """Returns the logical (unsigned) right shift of signed numbers."""
     return (x >> shift) & ((1 << (64 - shift)) - 1)
 
 
-def _below(numbers: Tensor, bound: int) -> Tensor:
+def _uniform_below(numbers: Tensor, bound: int) -> Tensor:
     """Maps integers of 31 random bits to integers from 0 to bound - 1; the distribution deviates from uniform by less
     than bound / 2^31."""
     return (numbers * bound) >> 31

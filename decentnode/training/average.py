@@ -36,7 +36,7 @@ class ModelAverage:
         self._parameters = model.parameters.detach().clone()
         self._buffers = model.buffers.clone()
 
-    def take(self) -> None:
+    def add(self) -> None:
         """Add the current model to the average."""
         self._count += 1
         weight = (1.0 - self._decay) / (1.0 - self._decay**self._count)

@@ -12,7 +12,7 @@ from decentnode.tasks.base import Task
 from decentnode.tensors import FlatModel
 from decentnode.training.compiled import CompileConfig, Forward, compiled, failure_of, reuses_memory
 from decentnode.training.losses import Loss
-from decentnode.training.precision import Attempt, LossScale, autocast, unsupported
+from decentnode.training.precision import LossScale, StepSnapshot, autocast, unsupported
 from decentnode.training.supervised_config import SupervisedConfig
 
 
@@ -36,16 +36,16 @@ class Gradients:
         self._config, self._model, self._task, self._loss = config, model, task, loss
         self._parameters = [p for p in model.module.parameters() if p.requires_grad]
         self._forward: Forward = model.module
-        chosen = CompileConfig() if config.compile is True else config.compile
-        if chosen and chosen.dynamic is None:
-            chosen = chosen.model_copy(update={"dynamic": unequal})
-        self._compiles = bool(chosen)
+        compile_config = CompileConfig() if config.compile is True else config.compile
+        if compile_config and compile_config.dynamic is None:
+            compile_config = compile_config.model_copy(update={"dynamic": unequal})
+        self._compiles = bool(compile_config)
         self._reuses_memory = False
-        if chosen:
-            self._reuses_memory = reuses_memory(chosen, model.device)
-            self._forward = compiled(model.module, chosen, model.device)
+        if compile_config:
+            self._reuses_memory = reuses_memory(compile_config, model.device)
+            self._forward = compiled(model.module, compile_config, model.device)
         self._scale = LossScale(uid) if config.amp == "fp16" else None
-        self._repeated = 0
+        self._repeated_steps = 0
         """The number of steps repeated since the last report."""
         self._checked: set[str] = set()
 
@@ -59,54 +59,54 @@ class Gradients:
         """
         if self._scale is None:
             return self._compute(inputs, targets, total, 1.0)
-        before = Attempt(self._model.module, self._model.device)
+        snapshot = StepSnapshot(self._model.module, self._model.device)
         while True:
             loss = torch.zeros_like(total)
             units = self._compute(inputs, targets, loss, self._scale.scale)
             gradients = [p.grad for p in self._parameters if p.grad is not None]
-            if self._scale.takes(gradients, loss):
+            if self._scale.unscale_and_check(gradients, loss):
                 total.add_(loss)
                 return units
-            self._repeated += 1
-            before.undo()
+            self._repeated_steps += 1
+            snapshot.restore()
 
     def _compute(self, inputs: Tensor, targets: Tensor, total: Tensor, scale: float) -> int | Tensor:
-        self.drop()
+        self.clear()
         size, batch = len(targets), self._config.batch_size
         if size <= batch:
             return self._add_gradient(inputs, targets, total, None, scale)
-        whole = self._task.units(targets)
-        own = set[Tensor]()
+        total_units = self._task.units(targets)
+        moved = set[Tensor]()
         for start in range(0, size, batch):
             part = slice(start, start + batch)
-            self._add_gradient(inputs[part], targets[part], total, whole, scale)
+            self._add_gradient(inputs[part], targets[part], total, total_units, scale)
             if self._reuses_memory and start + batch < size:
-                self._keep(own)
-        return whole
+                self._move_gradients(moved)
+        return total_units
 
-    def _keep(self, own: set[Tensor]) -> None:
+    def _move_gradients(self, moved: set[Tensor]) -> None:
         """Move gradients to memory that the next pass does not overwrite. own: the parameters whose gradients have been
         moved already."""
         for p in self._parameters:
-            if p.grad is not None and p not in own:
+            if p.grad is not None and p not in moved:
                 p.grad = p.grad.clone()
-                own.add(p)
+                moved.add(p)
 
     def _add_gradient(
-        self, inputs: Tensor, targets: Tensor, total: Tensor, whole: int | Tensor | None, scale: float
+        self, inputs: Tensor, targets: Tensor, total: Tensor, total_units: int | Tensor | None, scale: float
     ) -> int | Tensor:
-        """Add a batch's gradient, weighted by the batch's fraction of the step's `whole` units (None: unweighted).
-        Returns the batch's units."""
+        """Add a batch's gradient, weighted by the batch's fraction of the step's `total_units` units (None:
+        unweighted). Returns the batch's units."""
         try:
             loss, units = self._batch_loss(inputs, targets)
-            weighted = loss if whole is None else loss * (units / whole)
+            weighted = loss if total_units is None else loss * (units / total_units)
             (weighted if scale == 1.0 else weighted * scale).backward()
         except Exception as error:
-            told = (failure_of(error) if self._compiles else None) or unsupported(
+            fault = (failure_of(error) if self._compiles else None) or unsupported(
                 error, self._config.amp, self._model.device)
-            if told is None:
+            if fault is None:
                 raise
-            raise told from error
+            raise fault from error
         _add(total, loss, units)
         return units
 
@@ -131,31 +131,31 @@ class Gradients:
         if self._config.channels_last and inputs.ndim == 4:
             inputs = inputs.contiguous(memory_format=torch.channels_last)
         outputs = all_outputs(self._model.module, forward(inputs))
-        found = [self._task.align(each, targets) for each in outputs]
+        aligned = [self._task.align(each, targets) for each in outputs]
         if use not in self._checked:
-            for each in found:
+            for each in aligned:
                 self._task.check(*each)
             self._checked.add(use)
-        return found
+        return aligned
 
-    def drop(self) -> None:
+    def clear(self) -> None:
         for p in self._parameters:  # like Optimizer.zero_grad, but without its overhead of 60 us
             p.grad = None
 
-    def clip(self, most: float | None) -> Tensor:
-        """Scale the gradient down to norm `most` if its norm is larger (exactly, while torch's clipping adds 1e-6 to
-        the norm). most: None leaves the gradient unchanged. Returns the norm before clipping."""
+    def clip(self, max_norm: float | None) -> Tensor:
+        """Scale the gradient down to norm `max_norm` if its norm is larger (exactly, while torch's clipping adds 1e-6
+        to the norm). most: None leaves the gradient unchanged. Returns the norm before clipping."""
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
-        if most is not None:
-            torch._foreach_mul_(gradients, (most / norm).clamp(max=1.0))
+        if max_norm is not None:
+            torch._foreach_mul_(gradients, (max_norm / norm).clamp(max=1.0))
         return norm
 
     def report(self) -> dict[str, float]:
         """Returns figures of the steps since the last call; empty except in fp16."""
         if self._scale is None:
             return {}
-        repeated, self._repeated = self._repeated, 0
+        repeated, self._repeated_steps = self._repeated_steps, 0
         return {"loss_scale": self._scale.scale, "repeated_steps": float(repeated)}
 
     def state_dict(self) -> dict[str, Any]:

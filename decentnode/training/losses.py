@@ -9,7 +9,7 @@ import pydantic
 import torch
 from torch import Tensor, nn
 
-from decentnode.training.arguments import ArgumentsConfig, check_arguments, chosen
+from decentnode.training.arguments import ArgumentsConfig, check_arguments, class_named
 
 CPU = torch.device("cpu")
 LOSSES: dict[str, type[Any]] = {
@@ -33,7 +33,7 @@ class LossConfig(ArgumentsConfig):
 
     @pydantic.model_validator(mode="after")
     def _known(self) -> LossConfig:
-        found = chosen(self.name, LOSSES, "loss")
+        found = class_named(self.name, LOSSES, "loss")
         check_arguments(self.name, found, self.arguments(), RESERVED, lambda given: found(**given))
         return self
 
@@ -44,15 +44,15 @@ class Loss:
     def __init__(self, config: LossConfig, label_smoothing: float = 0.0, device: torch.device = CPU) -> None:
         """label_smoothing: label smoothing of the cross entropy in training; evaluation only has that of `config`.
         device: the device of outputs and targets."""
-        kind = chosen(config.name, LOSSES, "loss")
+        kind = class_named(config.name, LOSSES, "loss")
 
-        def made(**more: Any) -> Any:
-            found = kind(**{**config.arguments(), **more})
+        def create(**overrides: Any) -> Any:
+            found = kind(**{**config.arguments(), **overrides})
             return found.to(device) if isinstance(found, nn.Module) else found  # the loss may have tensors
 
-        self.mean = made(**({"label_smoothing": label_smoothing} if label_smoothing else {}))
-        self._plain = made()
-        self._summed = made(reduction="sum") if _sums(kind) else None
+        self.mean = create(**({"label_smoothing": label_smoothing} if label_smoothing else {}))
+        self._plain = create()
+        self._summed = create(reduction="sum") if _can_sum(kind) else None
 
     def summed(self, outputs: Tensor, targets: Tensor, units: int | Tensor) -> Tensor:
         """Returns the loss of a batch summed over its `units`, a scalar."""
@@ -63,6 +63,6 @@ class Loss:
         return mean * units
 
 
-def _sums(made: type[Any]) -> bool:
+def _can_sum(loss_class: type[Any]) -> bool:
     """Returns whether a loss class can sum over a batch (has `reduction`); other classes return the mean."""
-    return "reduction" in inspect.signature(made).parameters
+    return "reduction" in inspect.signature(loss_class).parameters

@@ -13,7 +13,7 @@ from torch.optim import lr_scheduler
 
 from decentnode.config.component import FLOAT32
 from decentnode.errors import Diverged
-from decentnode.training.arguments import ArgumentsConfig, check_arguments, chosen
+from decentnode.training.arguments import ArgumentsConfig, check_arguments, class_named
 from decentnode.training.optimizers import trial
 
 
@@ -42,16 +42,16 @@ LR_SCHEDULES: dict[str, type[Any]] = {
 RESERVED = ("optimizer", "last_epoch", "verbose", "scale_fn")
 
 
-def _tried(of: type[Any], arguments: dict[str, Any]) -> None:
+def _check_with_trial_tick(cls: type[Any], arguments: dict[str, Any]) -> None:
     """Construct the schedule and tick once, as torch checks some arguments only in a tick."""
-    schedule = of(trial(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}), **arguments)
+    schedule = cls(trial(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}), **arguments)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         schedule.step()
 
 
 def _class_of(name: str) -> type[Any]:
-    return chosen(name, LR_SCHEDULES, "lr_schedule", lr_scheduler.LRScheduler)
+    return class_named(name, LR_SCHEDULES, "lr_schedule", lr_scheduler.LRScheduler)
 
 
 class ScheduleConfig(ArgumentsConfig):
@@ -71,14 +71,16 @@ class ScheduleConfig(ArgumentsConfig):
     @pydantic.model_validator(mode="after")
     def _known(self) -> ScheduleConfig:
         found = _class_of(self.name)
-        check_arguments(self.name, found, self.arguments(), RESERVED, lambda given: _tried(found, given))
+        check_arguments(
+            self.name, found, self.arguments(), RESERVED, lambda given: _check_with_trial_tick(found, given)
+        )
         return self
 
     def most_ticks(self) -> int | None:
         """Returns how many ticks torch allows (one_cycle's total_steps); None if there is no limit."""
         schedule = LearningRateSchedule(self, trial(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}))
-        most = getattr(schedule._torch, "total_steps", None)
-        return None if most is None else self.warmup + int(most)
+        max_ticks = getattr(schedule._torch_schedule, "total_steps", None)
+        return None if max_ticks is None else self.warmup + int(max_ticks)
 
 
 class LearningRateSchedule:
@@ -101,12 +103,12 @@ class LearningRateSchedule:
             # torch warns if a schedule ticks before the first optimizer step, as it does after a resume, and about a
             # step method that an earlier schedule has wrapped.
             warnings.simplefilter("ignore")
-            self._torch = found(self._optimizer, **arguments)
+            self._torch_schedule = found(self._optimizer, **arguments)
         self._peaks = [group["lr"] for group in groups]
         self.ticks = 0
-        self._warm()
+        self._apply_warmup()
 
-    def _warm(self) -> None:
+    def _apply_warmup(self) -> None:
         warmup, factor = self._config.warmup, self._config.warmup_factor
         if self.ticks <= warmup and warmup:
             part = factor + (1 - factor) * self.ticks / warmup
@@ -116,12 +118,12 @@ class LearningRateSchedule:
     def tick(self) -> None:
         """Set the next learning rate. Raises Diverged if it exceeds the range of float32."""
         self.ticks += 1
-        self._warm()
+        self._apply_warmup()
         if self.ticks > self._config.warmup:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 try:
-                    self._torch.step()
+                    self._torch_schedule.step()
                 except ArithmeticError as error:
                     raise self._diverged(str(error)) from error
         for group in self._optimizer.param_groups:

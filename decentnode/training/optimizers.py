@@ -13,28 +13,28 @@ import torch
 from torch import Tensor, nn
 
 from decentnode.optim.accum_adam import AccumAdam, AccumAdamW
-from decentnode.training.arguments import ArgumentsConfig, check_arguments, chosen, numbers_in, problem_at
+from decentnode.training.arguments import ArgumentsConfig, check_arguments, class_named, numbers_in, problem_at
 
 REFUSED = {
     "lbfgs": "it evaluates the loss several times per step",
     "sparseadam": "it takes sparse gradients only",
     "muon": "it takes matrices only, and models have vectors too",
 }
-LARGE = 1e9
+LARGE_ARGUMENT = 1e9
 """Arguments with larger values are tested in a step. The squares of smaller ones fit into float32 and int64."""
 RESERVED = ("params", "capturable", "differentiable")
 
 
 def _optimizers() -> dict[str, type[torch.optim.Optimizer]]:
     base = torch.optim.Optimizer
-    classes = [it for it in vars(torch.optim).values() if isinstance(it, type) and issubclass(it, base)]
-    found = {it.__name__.lower(): it for it in classes if it is not base}
-    ours = {"accumadam": AccumAdam, "accumadamw": AccumAdamW}
-    return {name: it for name, it in found.items() if name not in REFUSED} | ours
+    classes = [cls for cls in vars(torch.optim).values() if isinstance(cls, type) and issubclass(cls, base)]
+    found = {cls.__name__.lower(): cls for cls in classes if cls is not base}
+    own_optimizers = {"accumadam": AccumAdam, "accumadamw": AccumAdamW}
+    return {name: cls for name, cls in found.items() if name not in REFUSED} | own_optimizers
 
 
 def _class_of(name: str) -> Any:
-    return chosen(name, _optimizers(), "optimizer", torch.optim.Optimizer)
+    return class_named(name, _optimizers(), "optimizer", torch.optim.Optimizer)
 
 
 class OptimizerConfig(ArgumentsConfig):
@@ -49,7 +49,9 @@ class OptimizerConfig(ArgumentsConfig):
         if self.name in REFUSED:
             raise problem_at("name", f"must be another optimizer than {self.name}: {REFUSED[self.name]}", self.name)
         found = _class_of(self.name)
-        check_arguments(self.name, found, self.arguments(), RESERVED, lambda given: _tried(found, given))
+        check_arguments(
+            self.name, found, self.arguments(), RESERVED, lambda given: _check_with_trial_steps(found, given)
+        )
         return self
 
 
@@ -57,34 +59,35 @@ def _as_tuples(arguments: dict[str, Any]) -> dict[str, Any]:
     return {key: tuple(value) if isinstance(value, list) else value for key, value in arguments.items()}
 
 
-def trial(of: type[torch.optim.Optimizer], arguments: dict[str, Any]) -> torch.optim.Optimizer:
+def trial(cls: type[torch.optim.Optimizer], arguments: dict[str, Any]) -> torch.optim.Optimizer:
     """Returns an optimizer of a single number, for checks. Raises what the class's constructor raises."""
-    return _constructed(of, [nn.Parameter(torch.zeros(1))], _as_tuples(arguments))
+    return _constructed(cls, [nn.Parameter(torch.zeros(1))], _as_tuples(arguments))
 
 
-def _constructed(of: Any, parameters: Sequence[nn.Parameter], arguments: dict[str, Any]) -> torch.optim.Optimizer:
+def _constructed(cls: Any, parameters: Sequence[nn.Parameter], arguments: dict[str, Any]) -> torch.optim.Optimizer:
     """Returns an instance of the class that `_without_compiler` returns. Raises what the class's constructor raises."""
-    optimizer: torch.optim.Optimizer = _without_compiler(of)(parameters, **arguments)
+    optimizer: torch.optim.Optimizer = _without_compiler(cls)(parameters, **arguments)
     return optimizer
 
 
 @functools.cache
-def _without_compiler(of: Any) -> Any:
+def _without_compiler(cls: Any) -> Any:
     """Returns a subclass without the wrappers that torch puts around the methods for its compiler, as optimizer steps
     are not compiled here: the first call of such a wrapper imports torch._dynamo, which takes 75 MB and a fifth of the
     computation of a run before its first round."""
     methods: dict[str, Any] = {}
     for name in ("add_param_group", "state_dict", "load_state_dict"):
-        method: Any = getattr(of, name)
+        method: Any = getattr(cls, name)
         if getattr(method, "__globals__", {}).get("__name__") == "torch._compile":
             methods[name] = method.__wrapped__
     # their steps need no autograd graph, as `differentiable` is not allowed
-    if of.__module__.startswith("torch.optim."):
-        methods["step"] = torch.no_grad()(inspect.unwrap(of.step))
+    if cls.__module__.startswith("torch.optim."):
+        methods["step"] = torch.no_grad()(inspect.unwrap(cls.step))
     try:
-        return type(of)(of.__name__, (of,), {"__module__": of.__module__, "__qualname__": of.__qualname__, **methods})
+        attributes = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, **methods}
+        return type(cls)(cls.__name__, (cls,), attributes)
     except Exception:  # a user's class that cannot be subclassed
-        return of
+        return cls
 
 
 def trial_of(config: OptimizerConfig) -> torch.optim.Optimizer:
@@ -101,24 +104,24 @@ def default_lr(config: OptimizerConfig) -> float | None:
     return found.default
 
 
-def _tried(of: type[torch.optim.Optimizer], arguments: dict[str, Any]) -> None:
+def _check_with_trial_steps(cls: type[torch.optim.Optimizer], arguments: dict[str, Any]) -> None:
     """Constructs the optimizer as `trial` does and takes two steps, as torch checks some arguments only in a step, and
     some only in the second. A user's own optimizer takes no steps, as it may not suit the trial's parameter. With large
     arguments, also takes a step with the implementation that a run uses (`make_optimizer`): torch multiplies arguments,
     and the products must fit into float32."""
-    optimizer = trial(of, arguments)
-    if of in _optimizers().values():
+    optimizer = trial(cls, arguments)
+    if cls in _optimizers().values():
         for group in optimizer.param_groups:
             group["params"][0].grad = torch.ones(1)
         for _ in range(2):
             _step_on_host(optimizer)
-    if max((abs(each) for value in arguments.values() for each in numbers_in(value)), default=0) > LARGE:
+    if max((abs(each) for value in arguments.values() for each in numbers_in(value)), default=0) > LARGE_ARGUMENT:
         number = nn.Parameter(torch.zeros(1))
         number.grad = torch.ones(1)
-        _step_on_host(_made(of, [number], arguments))
+        _step_on_host(_make_fused_if_supported(cls, [number], arguments))
 
 
-LOOKS_AT_THE_GPU = ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check")
+GPU_CHECK_METHODS = ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check")
 """Methods of torch's optimizers, under the names of several torch versions, that each step calls and that use the
 GPU."""
 
@@ -126,7 +129,7 @@ GPU."""
 def _step_on_host(optimizer: torch.optim.Optimizer) -> None:
     """Take a step without torch's check for a CUDA graph capture: the check initializes CUDA, which forked processes
     then cannot use."""
-    for name in LOOKS_AT_THE_GPU:
+    for name in GPU_CHECK_METHODS:
         setattr(optimizer, name, lambda: None)
     optimizer.step()
 
@@ -142,10 +145,12 @@ def make_optimizer(config: OptimizerConfig, parameters: Sequence[nn.Parameter]) 
 
     A fused step makes one pass over parameters, gradients and state instead of one per operation.
     """
-    return _made(_class_of(config.name), parameters, config.arguments())
+    return _make_fused_if_supported(_class_of(config.name), parameters, config.arguments())
 
 
-def _made(found: Any, parameters: Sequence[nn.Parameter], arguments: dict[str, Any]) -> torch.optim.Optimizer:
+def _make_fused_if_supported(
+    found: Any, parameters: Sequence[nn.Parameter], arguments: dict[str, Any]
+) -> torch.optim.Optimizer:
     arguments = _as_tuples(arguments)
     optimizer: torch.optim.Optimizer
     supported = inspect.signature(found).parameters
@@ -166,24 +171,25 @@ _fused: dict[tuple[Any, torch.device, torch.dtype], bool] = {}
 """(class, device, dtype) -> the result of `_steps_fused`."""
 
 
-def _steps_fused(of: Any, like: Tensor, arguments: dict[str, Any]) -> bool:
-    """Returns whether optimizers of a class have a fused step for parameters with the device and dtype of `like`. Some
-    only fail in the first step, such as Adagrad on a GPU in torch versions that have its fused kernel for CPUs only."""
-    key = of, like.device, like.dtype
+def _steps_fused(cls: Any, example: Tensor, arguments: dict[str, Any]) -> bool:
+    """Returns whether optimizers of a class have a fused step for parameters with the device and dtype of `example`.
+    Some only fail in the first step, such as Adagrad on a GPU in torch versions that have its fused kernel for CPUs
+    only."""
+    key = cls, example.device, example.dtype
     if key not in _fused:
-        number = nn.Parameter(torch.zeros(1, dtype=like.dtype, device=like.device))
+        number = nn.Parameter(torch.zeros(1, dtype=example.dtype, device=example.device))
         number.grad = torch.zeros_like(number)
         try:
-            _step_on_host(_constructed(of, [number], {"fused": True, **arguments}))
+            _step_on_host(_constructed(cls, [number], {"fused": True, **arguments}))
             _fused[key] = True
         except (RuntimeError, ValueError):
             _fused[key] = False
     return _fused[key]
 
 
-OF_THE_DEVICE = ("fused", "foreach", "capturable")
+IMPLEMENTATION_OPTIONS = ("fused", "foreach", "capturable")
 """Options that only affect how a step is computed; when a state is loaded, the optimizer keeps its own."""
-ON_HOST = ("mu_product",)
+HOST_STATE_ENTRIES = ("mu_product",)
 """State entries that torch creates on the CPU and reads in every step, but moves to the device when a state is
 loaded."""
 
@@ -195,17 +201,17 @@ def load_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     optimizer.
     """
     groups = [
-        {key: own[key] if key in OF_THE_DEVICE and key in own else value for key, value in group.items()}
+        {key: own[key] if key in IMPLEMENTATION_OPTIONS and key in own else value for key, value in group.items()}
         for group, own in zip(state["param_groups"], optimizer.param_groups, strict=True)
     ]
     optimizer.load_state_dict({**state, "param_groups": groups})
     for group in optimizer.param_groups:
         for p in group["params"]:
-            known = optimizer.state.get(p, {})
-            for name, value in known.items():
+            optimizer_state = optimizer.state.get(p, {})
+            for name, value in optimizer_state.items():
                 if not isinstance(value, Tensor):
                     continue
-                if name in ON_HOST and not group.get("capturable"):
-                    known[name] = value.cpu()
+                if name in HOST_STATE_ENTRIES and not group.get("capturable"):
+                    optimizer_state[name] = value.cpu()
                 elif value.shape == p.shape and value.stride() != p.stride():
-                    known[name] = torch.empty_like(p, dtype=value.dtype, requires_grad=False).copy_(value)
+                    optimizer_state[name] = torch.empty_like(p, dtype=value.dtype, requires_grad=False).copy_(value)

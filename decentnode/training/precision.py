@@ -50,10 +50,10 @@ class LossScale:
         """uid: the node's uid, for error messages."""
         self.uid = uid
         self.scale = FIRST_SCALE
-        self._good = 0
+        self._steps_since_change = 0
         """The number of steps since the scale last changed."""
 
-    def takes(self, gradients: list[Tensor], loss: Tensor) -> bool:
+    def unscale_and_check(self, gradients: list[Tensor], loss: Tensor) -> bool:
         """Divide the gradients by the scale, in place. Returns whether all of them are finite; if not, the scale is
         halved, and the step must be repeated. Waits once for the device, as GradScaler does. Raises Diverged if
         gradients overflow at a scale of 1.
@@ -62,30 +62,30 @@ class LossScale:
         fails because of the loss.
         """
         torch._foreach_mul_(gradients, 1.0 / self.scale)
-        told, *finite = torch.stack([loss, *torch._foreach_norm(gradients)]).isfinite().tolist()
-        if not told:
+        loss_is_finite, *finite = torch.stack([loss, *torch._foreach_norm(gradients)]).isfinite().tolist()
+        if not loss_is_finite:
             return True
         if all(finite):
-            self._good += 1
-            if self._good >= GROWTH_STEPS and self.scale < LARGEST_SCALE:
-                self.scale, self._good = 2.0 * self.scale, 0
+            self._steps_since_change += 1
+            if self._steps_since_change >= GROWTH_STEPS and self.scale < LARGEST_SCALE:
+                self.scale, self._steps_since_change = 2.0 * self.scale, 0
             return True
         if self.scale <= 1.0:
             raise Diverged(f"node {self.uid}: a gradient is not finite in fp16, whatever the loss scale; try "
                            "training.amp: bf16, or a smaller learning rate (training.optimizer.lr)")  # fmt: skip
-        self.scale, self._good = 0.5 * self.scale, 0
+        self.scale, self._steps_since_change = 0.5 * self.scale, 0
         return False
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state from which a resumed run continues."""
-        return {"scale": self.scale, "good": self._good}
+        return {"scale": self.scale, "good": self._steps_since_change}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores what `state_dict` returned."""
-        self.scale, self._good = float(state["scale"]), int(state["good"])
+        self.scale, self._steps_since_change = float(state["scale"]), int(state["good"])
 
 
-class Attempt:
+class StepSnapshot:
     """A snapshot, taken before a step, of what a forward pass changes besides gradients: random generators, and buffers
     such as running statistics. A step that is repeated starts from it."""
 
@@ -95,7 +95,7 @@ class Attempt:
         self._cpu = torch.get_rng_state()
         self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
-    def undo(self) -> None:
+    def restore(self) -> None:
         """Restore the snapshot."""
         with torch.no_grad():
             for each, kept in zip(self._module.buffers(), self._buffers, strict=True):

@@ -61,20 +61,23 @@ class NodeShare:
         """Returns split -> its source and the indices [M] of its samples in the source. No sample is in two splits,
         except that samples of "own" may also be in "test"."""
         device = self._model.device
-        every = {"train": data.train, "test": data.test, **({"own": data.own} if data.own is not None else {})}
-        kept = {name: np.arange(len(samples)) for name, samples in every.items()}
+        samples_by_split = {"train": data.train, "test": data.test}
+        if data.own is not None:
+            samples_by_split["own"] = data.own
+        indices = {name: np.arange(len(samples)) for name, samples in samples_by_split.items()}
         sources = {name: Source(samples, device) if name == "train" else source_of(samples, device)
-                   for name, samples in every.items()}  # fmt: skip
+                   for name, samples in samples_by_split.items()}  # fmt: skip
         wanted = self._config.validation
         if wanted is not None and (data.trains or wanted.source == "test"):
             owner = self._uid if wanted.source == "train" else rng.GLOBAL
-            order = rng.stream(self._seed, owner, "validation").permutation(len(kept[wanted.source]))
+            order = rng.stream(self._seed, owner, "validation").permutation(len(indices[wanted.source]))
             if problem := self._config.problem_of_aside(len(order)):
                 raise DataError(f"node {self._uid}: training.validation.fraction {problem}")
-            aside = wanted.aside(len(order))
-            kept["validation"], kept[wanted.source] = np.sort(order[:aside]), np.sort(order[aside:])
+            num_validation = wanted.aside(len(order))
+            indices["validation"] = np.sort(order[:num_validation])
+            indices[wanted.source] = np.sort(order[num_validation:])
             sources["validation"] = sources[wanted.source]
-        return {name: (sources[name], torch.from_numpy(kept[name])) for name in kept}
+        return {name: (sources[name], torch.from_numpy(indices[name])) for name in indices}
 
     # -- the order of the training samples --------------------------------------------------------------------
 
@@ -134,7 +137,7 @@ class NodeShare:
         fixed."""
         if self._deal_again is None or epoch == self.sampler.epoch:
             return
-        self._take(Source(self._deal_again(epoch), self._model.device))
+        self._set_training_source(Source(self._deal_again(epoch), self._model.device))
         self._sampler = self._make_sampler()
         self._sampler.epoch = epoch
 
@@ -144,12 +147,12 @@ class NodeShare:
         if self._deal_among is None:
             raise DataError(f"node {self._uid} cannot read the samples of other nodes, and adopts none")
         samples, adopted = self._deal_among(members)
-        self._take(Source(samples, self._model.device))
+        self._set_training_source(Source(samples, self._model.device))
         named = f", generation {generation} from round {first_round}" if generation or first_round else ""
         self._sampler = self._make_sampler(f"order of samples{named}")
         return adopted
 
-    def _take(self, source: Source) -> None:
+    def _set_training_source(self, source: Source) -> None:
         self.splits["train"] = (source, torch.arange(len(source)))
         self.num_samples = len(source)
         self._reader = self._make_reader()
@@ -160,32 +163,32 @@ class NodeShare:
         """Yields the inputs and targets of the next steps; with `sampling: resample`, each step from its epoch's
         share."""
         while steps:
-            some = steps
+            num_steps = steps
             if self._deal_again is not None or self._augment is not None:
                 self.deal(self.sampler.upcoming)
-                some = min(steps, self.sampler.steps_left)
+                num_steps = min(steps, self.sampler.steps_left)
             if self._reader is not None:
-                some = 1  # keeps the sampler's position at the batch where reading ahead starts
+                num_steps = 1  # keeps the sampler's position at the batch where reading ahead starts
             epoch = self.sampler.upcoming
-            yield from self._gathered(*self.sampler.take(some), epoch)
-            steps -= some
+            yield from self._gathered_batches(*self.sampler.take(num_steps), epoch)
+            steps -= num_steps
 
     def skip(self, steps: int) -> None:
         """Advance by `steps` batches without taking them."""
         while steps:
             self.deal(self.sampler.upcoming)
-            some = min(steps, self.sampler.steps_left)
-            self.sampler.skip(some)
-            steps -= some
+            num_steps = min(steps, self.sampler.steps_left)
+            self.sampler.skip(num_steps)
+            steps -= num_steps
 
-    def go_to(self, epoch: int, cursor: int) -> None:
+    def move_to(self, epoch: int, cursor: int) -> None:
         """Set the position, so that the next batch starts at `cursor` in `epoch`. Does nothing if the node has no
         training samples."""
         if self._sampler is not None:
             self.deal(epoch)
             self.sampler.epoch, self.sampler.cursor = epoch, cursor
 
-    def _gathered(self, indices: np.ndarray, sizes: list[int], epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def _gathered_batches(self, indices: np.ndarray, sizes: list[int], epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields the inputs and targets of each step, augmented with the epoch's random numbers. The samples of several
         steps are gathered at once, which is cheaper."""
         source, members = self.splits["train"]
@@ -193,19 +196,19 @@ class NodeShare:
         group = max(1, GATHER_ELEMENTS // (source.sample_elements * self.sampler.batch))
         start = 0
         for first in range(0, len(sizes), group):
-            some = sizes[first : first + group]
-            chosen = picked[start : start + sum(some)]
+            group_sizes = sizes[first : first + group]
+            chosen = picked[start : start + sum(group_sizes)]
             if self._reader is None:
                 inputs, targets = source.take(chosen)
             else:
                 inputs, targets = source.ready(self._reader.take(chosen.numpy(), epoch))
-                self._reader.begin(self._upcoming())
+                self._reader.begin(self._upcoming_batches())
             if self._augment is not None:
                 inputs = self._augment(inputs, moved(chosen, inputs.device), epoch, source.zero)
-            start += sum(some)
-            yield from zip(inputs.split(some), targets.split(some), strict=True)
+            start += sum(group_sizes)
+            yield from zip(inputs.split(group_sizes), targets.split(group_sizes), strict=True)
 
-    def _upcoming(self) -> Iterator[tuple[np.ndarray, int]]:
+    def _upcoming_batches(self) -> Iterator[tuple[np.ndarray, int]]:
         """Yields the samples and the epoch of each of the next batches, as far as the share that they are from is
         known."""
         sampler, members = copy.copy(self.sampler), self.splits["train"][1]

@@ -19,10 +19,10 @@ from decentnode.training.read_ahead import ReadAhead
 CONVERT_ONCE_BYTES = 1 << 20
 """Inputs of up to this size as float32 are converted once. Larger inputs keep their dtype (8-bit ones take a quarter of
 the memory, or are in a mapped file that all nodes share), and a batch takes a few microseconds more."""
-SIGNED = {np.dtype(np.uint16): np.int16, np.dtype(np.uint32): np.int32, np.dtype(np.uint64): np.int64}
+SIGNED_TWINS = {np.dtype(np.uint16): np.int16, np.dtype(np.uint32): np.int32, np.dtype(np.uint64): np.int64}
 """Unsigned dtypes that torch cannot index -> the signed dtype as which their bits are interpreted, so that a mapped
 file is not copied."""
-MASK = {np.dtype(np.uint16): (1 << 16) - 1, np.dtype(np.uint32): (1 << 32) - 1}
+VALUE_MASKS = {np.dtype(np.uint16): (1 << 16) - 1, np.dtype(np.uint32): (1 << 32) - 1}
 """Unsigned dtype -> the bits of an int64 that are the value; 64-bit values need no mask, as they are below 2^63."""
 
 
@@ -61,17 +61,17 @@ class Source:
         self._lazy = samples if isinstance(samples, LazySamples) else None
         self._length = len(samples)
         if isinstance(samples, Samples):
-            self._open(samples)
+            self._load_arrays(samples)
         if self.images is not None:
             self.zero = _by_channel(self.images.offset, device)
 
-    def _open(self, samples: Samples) -> None:
+    def _load_arrays(self, samples: Samples) -> None:
         self._targets = _Array(samples.targets, self._device, self._move)
         self._inputs = _Array(samples.inputs, self._device, self._move)
         self._scale, self._offset, self._ids = samples.scale, samples.offset, samples.ids
         self.zero = _by_channel(samples.offset, self._device)
         if not self._ids and isinstance(samples.inputs, np.ndarray) and samples.inputs.size * 4 <= CONVERT_ONCE_BYTES:
-            self._inputs = self._inputs.holding(self._normalize(self._inputs.read(self._inputs.tensor)))
+            self._inputs = self._inputs.with_tensor(self._normalize(self._inputs.unmasked(self._inputs.tensor)))
             self._scale, self._offset = 1.0, 0.0
 
     @classmethod
@@ -80,7 +80,7 @@ class Source:
         the joined ones, so that nothing is stored twice; for rows, which share one sequence, only their positions are
         concatenated. Returns None for sources that cannot be joined: lazy samples, or rows of different sequences."""
         first = sources[0]
-        if any(each._lazy is not None or each._way != first._way for each in sources):
+        if any(each._lazy is not None or each._join_key != first._join_key for each in sources):
             return None
         joined = copy.copy(first)
         joined.kept, joined._length = None, sum(map(len, sources))
@@ -90,7 +90,7 @@ class Source:
                 setattr(joined, name, arrays[0].with_rows([each.rows for each in arrays]))
                 continue
             whole = torch.cat([each.tensor for each in arrays])
-            setattr(joined, name, arrays[0].holding(whole))
+            setattr(joined, name, arrays[0].with_tensor(whole))
             start = 0
             for array in arrays:
                 stop = start + len(array.tensor)
@@ -98,9 +98,9 @@ class Source:
         return joined
 
     @property
-    def _way(self) -> tuple[object, ...]:
+    def _join_key(self) -> tuple[object, ...]:
         """The properties that must be equal in sources that are joined."""
-        return self._scale, self._offset, self._ids, self._inputs.way, self._targets.way
+        return self._scale, self._offset, self._ids, self._inputs.join_key, self._targets.join_key
 
     def __len__(self) -> int:
         return self._length
@@ -194,37 +194,37 @@ class _Array:
         self, values: np.ndarray | Rows, device: torch.device, move: Callable[[Tensor, torch.device], Tensor]
     ) -> None:
         array = values.values if isinstance(values, Rows) else values
-        self.mask = MASK.get(array.dtype)
+        self.mask = VALUE_MASKS.get(array.dtype)
         """If not None, `tensor` holds the bits of unsigned numbers, and this is the mask of their value."""
-        array = array.view(SIGNED.get(array.dtype, array.dtype))
+        array = array.view(SIGNED_TWINS.get(array.dtype, array.dtype))
         self._device = device
         self.elements = math.prod(values.shape[1:])
         self.rows = values if isinstance(values, Rows) else None
         self._sequence = _sequence_of(array, device, move) if self.rows is not None else None
         self.tensor = move(torch.from_numpy(array), device) if self._sequence is None else self._sequence.tensor
         if self.rows is not None:
-            self._place(self.rows)
+            self._set_rows(self.rows)
 
-    def _place(self, rows: Rows) -> None:
+    def _set_rows(self, rows: Rows) -> None:
         self.rows, self.elements = rows, math.prod(rows.shape[1:])
         self._starts = torch.from_numpy(np.asarray(rows.starts, np.int64))
         fixed = isinstance(rows.lengths, int)
         self._lengths = None if fixed else torch.from_numpy(np.asarray(rows.lengths, np.int64))
 
     @property
-    def way(self) -> tuple[object, ...]:
+    def join_key(self) -> tuple[object, ...]:
         """The properties that must be equal in arrays that are joined."""
         kind = self.tensor.dtype, self.mask, self.tensor.shape[1:]
         if self.rows is None:
             return kind
         return *kind, self._sequence, self.rows.padding, self.rows.lengths if self._lengths is None else None
 
-    def with_rows(self, every: Sequence[Rows]) -> _Array:
-        """Returns the concatenated rows of all `every`, whose `way` must equal this one's."""
-        found, first = copy.copy(self), every[0]
+    def with_rows(self, rows: Sequence[Rows]) -> _Array:
+        """Returns the concatenated rows of all `rows`, whose `join_key` must equal this one's."""
+        found, first = copy.copy(self), rows[0]
         starts, lengths = (np.concatenate([np.asarray(value, np.int64) for value in values]) for values in (
-            [each.starts for each in every], [np.atleast_1d(each.lengths) for each in every]))  # fmt: skip
-        found._place(replace(first, starts=starts, lengths=first.lengths if self._lengths is None else lengths))
+            [each.starts for each in rows], [np.atleast_1d(each.lengths) for each in rows]))  # fmt: skip
+        found._set_rows(replace(first, starts=starts, lengths=first.lengths if self._lengths is None else lengths))
         return found
 
     @property
@@ -232,7 +232,7 @@ class _Array:
         """Whether the values are rows that may have different lengths."""
         return self.rows is not None and self._lengths is not None
 
-    def holding(self, tensor: Tensor) -> _Array:
+    def with_tensor(self, tensor: Tensor) -> _Array:
         """Returns a copy of this object with `tensor` as its values."""
         found = copy.copy(self)
         found.tensor = tensor
@@ -240,21 +240,21 @@ class _Array:
             found.mask = None
         return found
 
-    def read(self, taken: Tensor) -> Tensor:
+    def unmasked(self, taken: Tensor) -> Tensor:
         """Returns the values of elements that were taken from `tensor`: unsigned numbers as int64, others unchanged."""
         return taken if self.mask is None else taken.to(torch.int64) & self.mask
 
     def take(self, indices: Tensor) -> Tensor:
         """Returns the elements or rows at `indices`, as `Source.take` does, without normalization."""
         if self.rows is None:
-            return self.read(self.tensor.index_select(0, moved(indices, self._device)))
+            return self.unmasked(self.tensor.index_select(0, moved(indices, self._device)))
         starts = moved(self._starts.index_select(0, indices), self._device)
         if self._lengths is None:
-            return self.read(self.tensor[starts[:, None] + torch.arange(self.rows.longest, device=self._device)])
+            return self.unmasked(self.tensor[starts[:, None] + torch.arange(self.rows.longest, device=self._device)])
         lengths = self._lengths.index_select(0, indices)
         width = torch.arange(int(lengths.max()) if len(lengths) else 0, device=self._device)
-        there = width < moved(lengths, self._device)[:, None]
-        found = self.read(self.tensor[torch.where(there, starts[:, None] + width, 0)])
+        is_inside = width < moved(lengths, self._device)[:, None]
+        found = self.unmasked(self.tensor[torch.where(is_inside, starts[:, None] + width, 0)])
         if not found.is_floating_point():
             found = found.to(torch.int64)  # the padding of targets is negative
-        return found.where(there.reshape(*there.shape, *[1] * (found.ndim - 2)), self.rows.padding)
+        return found.where(is_inside.reshape(*is_inside.shape, *[1] * (found.ndim - 2)), self.rows.padding)

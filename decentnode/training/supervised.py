@@ -43,7 +43,7 @@ OUTPUT_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 28}
 """The largest number of output elements for one evaluation batch: a value per token of the vocabulary for every
 position of a text takes more memory than everything else. On a GPU it is 1 GB, five rows of GPT-2."""
 
-KEPT_DEALT = 64
+MAX_DEALT_KEPT = 64
 """The number of generations for which `dealt` is kept; metrics.jsonl contains all of them."""
 MEASURED_SAMPLES = 4096
 """The largest number of a node's samples from which BatchNorm statistics are measured anew."""
@@ -142,16 +142,16 @@ class Supervised(Training):
                 self.model.set_gradients(direction(self.model.gradients()))
             self._optimizer.step()
             if self._average is not None and self._average.every == "step":
-                self._average.take()
+                self._average.add()
             if config.lr_schedule.every == "step":
                 self._schedule.tick()
-        self._gradients.drop()
+        self._gradients.clear()
         self.dealt[-1].trained += samples
         if config.lr_schedule.every == "round":
             self._schedule.tick()
         # a subclass may still change the model
-        sums = self.keep_sum and type(self).local_update is Supervised.local_update
-        loss_sum, norm_sum, unit_sum, parameters_sum = self._on_host(loss, norms, units, sums)
+        with_sum = self.keep_sum and type(self).local_update is Supervised.local_update
+        loss_sum, norm_sum, unit_sum, parameters_sum = self._copy_to_host(loss, norms, units, with_sum)
         mean = loss_sum / max(unit_sum, 1)
         if not math.isfinite(mean):
             raise Diverged(
@@ -162,12 +162,12 @@ class Supervised(Training):
         if config.takes_norm:
             report["gradient_norm"] = norm_sum / max(steps, 1)
         return Update(steps, samples, mean, report, last_gradient, int(unit_sum),
-                      parameters_sum if sums else None)  # fmt: skip
+                      parameters_sum if with_sum else None)  # fmt: skip
 
-    def _on_host(self, loss: Tensor, norms: Tensor, units: int | Tensor, sums: bool) -> list[float]:
-        """Returns the values of the arguments and, if `sums` is set, the sum of the parameters (else 0). Except with
-        fp16, this is the only point of a round where the host waits for the device."""
-        total = self.model.parameters.detach().sum() if sums else 0.0
+    def _copy_to_host(self, loss: Tensor, norms: Tensor, units: int | Tensor, with_sum: bool) -> list[float]:
+        """Returns the values of the arguments and, if `with_sum` is set, the sum of the parameters (else 0). Except
+        with fp16, this is the only point of a round where the host waits for the device."""
+        total = self.model.parameters.detach().sum() if with_sum else 0.0
         if loss.device.type == "cpu":
             return [float(value) for value in (loss, norms, units, total)]  # takes 1 us, the code below 25
         every = [as_scalar(value, loss.device) for value in (loss, norms, units, total)]
@@ -176,7 +176,7 @@ class Supervised(Training):
 
     def took(self, seconds: float) -> None:
         if self._pace is not None and self._pace_steps:
-            self._pace.took(self._pace_steps, seconds)
+            self._pace.record(self._pace_steps, seconds)
 
     def rest(self, round: int) -> None:  # noqa: ARG002
         if self.config.lr_schedule.every == "round":
@@ -184,7 +184,7 @@ class Supervised(Training):
 
     def finish_round(self) -> None:
         if self._average is not None and self._average.every == "round":
-            self._average.take()
+            self._average.add()
 
     def average(self) -> Tensor | None:
         return None if self._average is None else self._average.value()
@@ -196,7 +196,7 @@ class Supervised(Training):
             adopted = self.share.deal_among(members, generation, first_round)
         self.members = members
         last = Dealt(generation, first_round, self.share.usable, adopted)
-        self.dealt = [*(each for each in self.dealt[-KEPT_DEALT:] if each.trained), last]
+        self.dealt = [*(each for each in self.dealt[-MAX_DEALT_KEPT:] if each.trained), last]
 
     # -- evaluation -------------------------------------------------------------------------------------------
 
@@ -255,7 +255,7 @@ class Supervised(Training):
 
     def skip_to(self, round: int) -> None:
         total = 0
-        self.share.go_to(0, 0)
+        self.share.move_to(0, 0)
         for _ in range(round if self.share.trains else 0):
             self.share.deal(self.sampler.upcoming)
             steps = self.steps_per_round
@@ -287,7 +287,7 @@ class Supervised(Training):
                 self.deal_among(tuple(state["members"]), dealt[-1].generation, dealt[-1].first_round)
                 self.dealt = dealt
             if self.share.trains:
-                self.share.go_to(int(state["epoch"]), int(state["cursor"]))
+                self.share.move_to(int(state["epoch"]), int(state["cursor"]))
         except (KeyError, ValueError, TypeError) as error:
             raise CheckpointError(f"node {self._uid}: the training state does not fit: {error!r}") from error
 

@@ -127,14 +127,14 @@ def test_no_checkpoint_has_received_what_another_one_has_not_sent(
 ) -> None:
     """holds: else payloads that come too early are not held back, and the checkpoints do not fit together."""
     if not holds:
-        read = Cuts.read
+        unmark = Cuts.unmark
 
         def unread(self: Cuts, found: Collected) -> tuple[Collected, int]:
-            plain, number = read(self, found)
+            plain, number = unmark(self, found)
             self.highest_known = max(self.highest_known, number)
             return plain, 0
 
-        monkeypatch.setattr(Cuts, "read", unread)
+        monkeypatch.setattr(Cuts, "unmark", unread)
     whole, fits, weights = 0, [], []
     for seed in range(2):
         made = Kept(tmp_path / str(seed), checkpoint={"every": 2, "keep": 50})

@@ -24,11 +24,11 @@ def test_as_many_steps_fit_as_the_speed_says() -> None:
     for round in range(12):
         steps, each = pace.steps(), 5.0 if round == 0 else 0.05 if round < 8 else 0.1
         made.append(steps)
-        pace.took(steps, each * steps)
+        pace.record(steps, each * steps)
     assert made[:3] == [1, 1, 2] and made[6:8] == [20, 20], "the first step took long for other reasons"
     assert made[-1] in (10, 11) and min(made) == 1
     slow = Pace(1.0)
-    slow.took(1, 30.0)
+    slow.record(1, 30.0)
     assert slow.steps() == 1
 
 

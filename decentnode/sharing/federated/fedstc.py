@@ -98,8 +98,8 @@ class FedSTC(FedAvg):
         whole = self._payload({"x": self.public}, model, version=self.version)
         usual = self._payload(coded, model, version=self.version)
         found = {uid: whole if uid in self.behind else usual for uid in view.neighbors}
-        for uid in self._unheard.keys() & self.takes_part(view):
-            scalars = {**found[uid].scalars, "lost": self._unheard[uid]}
+        for uid in self._lost_answers.keys() & self.takes_part(view):
+            scalars = {**found[uid].scalars, "lost": self._lost_answers[uid]}
             found[uid] = replace(found[uid], scalars=scalars)
         self.behind = set()
         return found

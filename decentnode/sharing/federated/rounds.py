@@ -95,9 +95,9 @@ class Federated(Sharing):
         """The number of this client's training samples."""
         self.start: Tensor | None = None
         """[P] on a client: the model that it got in this round; None if it got none."""
-        self._unheard: dict[int, int] = {}
+        self._lost_answers: dict[int, int] = {}
         """On a server: client whose last answer did not arrive -> the round of that answer."""
-        self._answered = -1
+        self._last_answer_round = -1
         """On a client: the round of its last answer."""
         self._elements = 0
         self._sizes: list[int] = []
@@ -226,7 +226,7 @@ class Federated(Sharing):
             return dict.fromkeys(view.neighbors, Payload(self.given(model)))
         if self.start is None:
             return dict.fromkeys(view.neighbors, self.nothing(model))
-        self._answered = view.round
+        self._last_answer_round = view.round
         return dict.fromkeys(view.neighbors, self.reply(model, view))
 
     def nothing(self, model: Tensor) -> Payload:
@@ -244,8 +244,8 @@ class Federated(Sharing):
         found = {}
         for uid in view.neighbors:
             found[uid] = usual if uid in chosen else nothing
-            if self.KEEPS and uid in chosen and uid in self._unheard:
-                found[uid] = Payload(usual.tensors, {"lost": self._unheard[uid]})
+            if self.KEEPS and uid in chosen and uid in self._lost_answers:
+                found[uid] = Payload(usual.tensors, {"lost": self._lost_answers[uid]})
         return found
 
     def unpack(self, payload: Payload, uid: int, view: RoundView) -> Payload:  # noqa: ARG002
@@ -277,9 +277,9 @@ class Federated(Sharing):
     def settle(self, payload: Payload) -> None:
         """On a client, calls `answer_lost` if the payload from the server says that the last answer was lost."""
         lost = payload.scalars.get("lost")
-        if lost is not None and lost == self._answered:
+        if lost is not None and lost == self._last_answer_round:
             self.answer_lost()
-        self._answered = -1
+        self._last_answer_round = -1
 
     def dense(self, payload: Payload) -> Mapping[str, Tensor]:
         """Returns, on a server, the dense tensors [P] of a client's answer by NAMES."""
@@ -292,9 +292,9 @@ class Federated(Sharing):
         asked = self.takes_part(view)
         for uid in asked:
             if uid in full:
-                self._unheard.pop(uid, None)
+                self._lost_answers.pop(uid, None)
             elif uid not in received:
-                self._unheard[uid] = view.round
+                self._lost_answers[uid] = view.round
         self.gathered(received)
         if len(full) < self.config.min_clients:
             silent = sorted(asked - full.keys())
@@ -331,12 +331,12 @@ class Federated(Sharing):
 
     def state_dict(self) -> dict[str, Any]:
         found = {name: tensor.clone() for name in self.TENSORS if (tensor := getattr(self, name)) is not None}
-        return {**found, "unheard": {str(uid): round for uid, round in self._unheard.items()},
-                "answered": self._answered}  # fmt: skip
+        return {**found, "unheard": {str(uid): round for uid, round in self._lost_answers.items()},
+                "answered": self._last_answer_round}  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._unheard = {int(uid): int(round) for uid, round in state["unheard"].items()}
-        self._answered = int(state["answered"])
+        self._lost_answers = {int(uid): int(round) for uid, round in state["unheard"].items()}
+        self._last_answer_round = int(state["answered"])
         for name in self.TENSORS:
             setattr(self, name, state[name].clone() if name in state else None)
 
