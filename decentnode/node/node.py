@@ -27,7 +27,7 @@ from decentnode.node.config import NodeConfig
 from decentnode.node.generations.transition import NodeGenerations
 from decentnode.node.measuring.course import Course
 from decentnode.node.measuring.evaluation import Evaluator, mean_of
-from decentnode.node.orders import NodeOrders
+from decentnode.node.orders import OrderHandler
 from decentnode.node.resumable import NodeCheckpoints
 from decentnode.node.rounds import NodeRounds, Record
 from decentnode.node.rules import NodeRules, Rules
@@ -120,7 +120,7 @@ class Node:
         self.rounds = NodeRounds(uid, config, self.training, self.communication, self._rules,
                                  sampling=parts.sampling, record=record)  # fmt: skip
         self.generations = NodeGenerations(self, self._rules, self.rounds.work, parts.sampling)
-        self._orders = NodeOrders(self, self.communication)
+        self._orders = OrderHandler(self, self.communication)
 
     @property
     def schedule(self) -> Schedule:

@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class OrderableNode(Protocol):
-    """The part of `Node` that `NodeOrders` uses; see `Node` for the docstrings."""
+    """The part of `Node` that `OrderHandler` uses; see `Node` for the docstrings."""
 
     round: int
     evaluated: int
@@ -30,7 +30,7 @@ class OrderableNode(Protocol):
     def evaluate_between(self, ordered: bool = False) -> Steps[None]: ...
 
 
-class NodeOrders:
+class OrderHandler:
     """Accepts requests from any thread or signal handler, and carries them out between rounds on the training
     thread."""
 
