@@ -163,7 +163,7 @@ def test_fp16_waits_once_more_per_step() -> None:
     """As torch's GradScaler does: whether the gradient is finite decides whether the step is made."""
     made = training(GPU, amp="fp16", clip_norm=0.5)
     waits_of_a_round(made)
-    assert are(waits_of_a_round(made, 2), 1 + 3 + made._gradients._repeated)
+    assert are(waits_of_a_round(made, 2), 1 + 3 + made._gradients._repeated_steps)
 
 
 def test_a_round_of_a_node_waits_once() -> None:

@@ -55,7 +55,7 @@ class Watched:
     def make(self, uid: int, make_communication: Callable[[tuple[Schema, ...]], Communication]) -> Node:
         node = build(self.experiment, uid, make_communication, self.records.append)
         training: Any = node.training
-        gathered = training.share._gathered
+        gathered = training.share._gathered_batches
 
         def noted(indices: np.ndarray, sizes: list[int], epoch: int) -> Any:
             share = self.data.shares_among(training.members or range(NODES))[uid]
@@ -66,7 +66,7 @@ class Watched:
             self.rounds[uid] += [node.round] * len(indices)
             return gathered(indices, sizes, epoch)
 
-        training.share._gathered = noted
+        training.share._gathered_batches = noted
         if self.folder is not None:
             node.checkpoints = Checkpoints(node, self.folder, {}, ResumeFrom((self.resume,)) if self.resume else None)
         self.nodes[uid] = node
