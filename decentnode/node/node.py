@@ -63,8 +63,8 @@ class NodeParts:
 class Node:
     """Runs the rounds of one uid: `run` blocks until the end, `steps` is a generator that yields instead of waiting.
 
-    Any thread may call the `ask_*` methods, `order` and `refusal_to_leave`; everything else belongs to the training
-    thread."""
+    Any thread may call the `ask_*` methods, `order` and `refusal_to_leave`, and read `left`; everything else belongs to
+    the training thread."""
 
     def __init__(
         self, uid: int, config: NodeConfig, parts: NodeParts, *, seed: int, record: Record = lambda _: None

@@ -16,7 +16,7 @@ from decentnode.simulate.world.world import Process, World
 from decentnode.wire.generation import Limits
 from tests.graph.contract import make
 from tests.node.test_asynchronous import LIMIT, mass, pairs, spread
-from tests.node.test_checkpoints_apart import Kept, kept, resumed
+from tests.node.test_asynchronous_checkpoints import Kept, kept, resumed
 from tests.sharing.contract import RULES
 from tests.simulate.world.runs import CONFIG, Made
 
