@@ -1,4 +1,4 @@
-"""Averages over all ranks: the mean model in place of the local one, and how far the ranks are from it."""
+"""Averages over all ranks: replaces a rank's model by the mean model, and measures the consensus distance."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class GlobalAverage:
     """Replaces a rank's model by the mean of all ranks' models, and brings the local model back."""
 
     def __init__(self, module: Module, params: Sequence[Tensor], buffers: bool) -> None:
-        """params: of the module, those that are averaged. buffers: whether its floating-point buffers are, too."""
+        """params: the module's parameters to average. buffers: whether its floating-point buffers are averaged, too."""
         self._module, self._params, self._buffers = module, list(params), buffers
         self.local: list[Tensor] | None = None
-        """The values that the local model had, while the module has the mean and may be brought back."""
+        """The values of the local model, kept while the module holds the mean and may be reverted; None otherwise."""
 
     def exchange(self, params: Sequence[Tensor]) -> None:
-        """From now on these are averaged. Where a local model is remembered, those that were not averaged before have
-        in both models the values that they have now."""
+        """Averages these parameters from now on. If a local model is kept, parameters that were not averaged before get
+        their current values in both the local and the mean model."""
         before = self._tensors()
         self._params = list(params)
         if self.local is not None:
@@ -33,10 +33,11 @@ class GlobalAverage:
 
     @torch.no_grad()
     def take(self, keep: bool, measure: bool, mean_of: Callable[[Tensor], Tensor] = mean_over_ranks) -> float:
-        """Blocking, on all ranks: replaces the values by their means over the ranks; keep: remembers those of this one.
+        """Replaces the values by their means over the ranks. Blocking; a collective of all ranks.
 
-        Returns the distance of this rank's parameters to the mean, if `measure`; 0 otherwise. Where a mean fails, the
-        values are as before. mean_of: replaces a tensor by its mean.
+        keep: keeps the local values, for `revert`. Returns the distance of this rank's parameters to the mean if
+        `measure`, else 0. If computing a mean fails, the old values are restored. mean_of: replaces a tensor by its
+        mean.
         """
         tensors, before, square = self._tensors(), [], 0.0
         try:
@@ -56,8 +57,7 @@ class GlobalAverage:
 
     @torch.no_grad()
     def swap(self) -> None:
-        """Where a local model is remembered, puts it in the average's place, and remembers the average for it; the
-        second call undoes that."""
+        """If a local model is kept, exchanges it with the average in the module; a second call undoes that."""
         if self.local is not None:
             now = [tensor.detach().clone() for tensor in self._tensors()]
             for tensor, value in zip(self._tensors(), self.local, strict=True):
@@ -66,7 +66,7 @@ class GlobalAverage:
 
     @torch.no_grad()
     def revert(self) -> None:
-        """Restores the local model, if one is remembered."""
+        """Restores the local model, if one is kept."""
         if self.local is None:
             return
         for tensor, kept in zip(self._tensors(), self.local, strict=True):
@@ -82,7 +82,7 @@ class GlobalAverage:
 def consensus_distance(
     buckets: Sequence[Bucket], mean_of: Callable[[Tensor], Tensor] = mean_over_ranks
 ) -> float:
-    """sqrt(mean over ranks of ||x_i - mean||^2) / ||mean||, of what the buckets hold; blocking, on all ranks.
+    """Returns sqrt(mean over ranks of ||x_i - mean||^2) / ||mean|| of the buckets' parameters; blocking, on all ranks.
 
     mean_of: replaces a tensor by its mean."""
     sums = torch.zeros(2, dtype=torch.float64, device=buckets[0].flat.device)

@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 LATER = {"world_size", "flight"}
-"""Entries of states that files of earlier versions lack."""
+"""Entries of state dictionaries that files of earlier versions lack."""
 
 
 def _is_number(loss: Any) -> bool:
@@ -44,7 +44,7 @@ def _words(loss: Any) -> str:
 
 
 class UnknownMethod(DistOptimizer):
-    """Stands for a name that is none: it cannot be made, and all ranks are told so."""
+    """Stands for an unknown method name: its constructor raises, inside `MadeTogether`, so that all ranks raise."""
 
     def __init__(self, *_: Any, name: object, **__: Any) -> None:
         raise ValueError(f"dist_optim_name must be one of {', '.join(DIST_OPTIMIZERS)}, got {name!r}")
@@ -62,13 +62,13 @@ class CommOptimizer(OuterOptimizer, Idles):
     """Wraps a local optimizer; for schedulers, GradScaler and checkpoints it is an ordinary torch optimizer.
 
     With a GradScaler (`scaler.step(optimizer)`) all ranks skip a step in which one of them has an inf or NaN gradient,
-    so that they meet in the same steps. Every rank's scale is its own. All ranks take equally many steps, or train
-    inside torch's `with Join([optimizer])`: one that has run out of inputs then goes on meeting the others, without
-    updates of its own, until the last one has (`DistOptimizer.idle`). They load states of one step: where they meet in
-    different ones, `step` raises AssemblyError. A state of another number of
-    ranks loads without what was under way. The parameters are those that the local optimizer has at construction.
+    so that they exchange in the same steps. Every rank has its own loss scale. All ranks must take equally many steps,
+    or train inside torch's `with Join([optimizer])`: a rank that has run out of inputs then continues to take part in
+    the exchanges, without updates of its own, until the last rank has run out (`DistOptimizer.idle`). All ranks must
+    load states of the same step: if they exchange in different steps, `step` raises AssemblyError. A state that was
+    saved with another number of ranks is loaded without the exchange that was in flight. The parameters are those that
+    the local optimizer has at construction.
     """
-
     def __init__(
         self, optimizer: Optimizer, dist_optim_name: str = "LSGD", world_size: int = 1, comm_period: int = 4,
         dist_pulling_strength: float = 0.1, local_pulling_strength: float = 0.0, *, overlap: bool = False,
@@ -76,14 +76,14 @@ class CommOptimizer(OuterOptimizer, Idles):
     ) -> None:
         """dist_optim_name: EASGD, EAMSGD, EASGD+, LSGD, LSGD+ or DDP, in any case. more: arguments of that class.
 
-        overlap: the ranks' exchange runs during the next forward and backward pass, and takes effect one step later
-        (LSGD: two); not for DDP, whose step needs its gradients. missing: "fail" ends the training with the first rank
-        that dies, with "regroup" the others go on and new ones come in (participants/optimizer.py); None: as
-        `initialize_dist` was told.
+        overlap: the exchange runs during the next forward and backward pass, and takes effect one step later (LSGD:
+        two); not for DDP, whose step needs the averaged gradients. missing: with "fail" the training ends when the
+        first rank dies; with "regroup" the others continue and new ranks may join (participants/optimizer.py); None:
+        as given to `initialize_dist`.
 
         Blocking: the ranks' parameters are averaged once, into the center. Raises ValueError for unknown names and
-        values out of range, AssemblyError naming a rank that raised or has other parameters, another method or period
-        than rank 0: then all ranks raise, and none waits.
+        values out of range, AssemblyError naming a rank that raised or that differs from rank 0 in its parameters,
+        method or period; then all ranks raise, and none waits.
         """
         job = job_for(missing, 300.0)
         if job is not None:
@@ -100,18 +100,18 @@ class CommOptimizer(OuterOptimizer, Idles):
             self._member.begin()
 
     def _kind(self, name: str) -> Callable[..., DistOptimizer]:
-        """The class of a method."""
+        """Returns the class of a method, or a stand-in that raises on construction."""
         return DIST_OPTIMIZERS.get(str(name).upper(), partial(UnknownMethod, name=name))
 
     @property
     def center(self) -> Tensor:
-        """[P] a copy of the center model of the last communication, in the order of the parameters."""
+        """A copy [P] of the center model of the last exchange, in the order of the parameters."""
         return self.dist_optimizer.center.clone()  # vector_to_parameters would make the parameters views of the center
 
     @contextlib.contextmanager
     def at_center(self) -> Iterator[None]:
-        """Inside the context the parameters are those of `center`, afterwards what they were before. Not blocking;
-        the rank steps outside of it."""
+        """Inside the context the parameters are those of `center`, afterwards what they were before. Not blocking; no
+        step may be taken inside."""
         if self._inside_center:
             yield
             return
@@ -126,18 +126,18 @@ class CommOptimizer(OuterOptimizer, Idles):
                     p.copy_(value)
             self._inside_center = False
 
-    @_disable_dynamo  # as torch's own: a compiled training step calls it whole
+    @_disable_dynamo  # as torch's own optimizers do: a compiled training step calls it without tracing into it
     def step(self, closure: Callable[[], Any] | None = None, loss: Any = None) -> Any:
-        """Takes the local step, and exchanges where due. loss: of this step, for the methods that follow a leader: all
-        ranks tell theirs, or none does (AssemblyError). Raises RuntimeError if the local optimizer has other parameters
-        than it had, and inside `at_center`, ValueError for a loss that is no number."""
+        """Takes the local step, and exchanges if this step is due. loss: of this step, for the methods that follow a
+        leader; either all ranks pass one or none does (else AssemblyError). Raises RuntimeError if the local optimizer
+        has other parameters than at construction, and inside `at_center`; ValueError for a loss that is no number."""
         if self._inside_center:
             raise RuntimeError("a training step must not begin inside at_center(), which restores the parameters at "
                                "its end: leave at_center() first")  # fmt: skip
         if loss is not None and not _is_number(loss):
             raise ValueError(f"loss must be one number, got {_words(loss)}")
         result = self.evaluated(closure)
-        if loss is None and _is_number(result):  # closures may return what they like
+        if loss is None and _is_number(result):  # closures may return anything
             loss = result
         Join.notify_join_context(self)
         with contextlib.nullcontext() if self._member is None else self._member.step():
@@ -148,7 +148,7 @@ class CommOptimizer(OuterOptimizer, Idles):
     def _idle_step(self) -> None:
         method = self.dist_optimizer
         if method.alike:
-            self.zero_grad()  # of the last batch
+            self.zero_grad()  # the gradients of the last batch
         method.idle = True
         try:
             self._take_step(None)
@@ -164,7 +164,7 @@ class CommOptimizer(OuterOptimizer, Idles):
         method = self.dist_optimizer
         method.check_params()
         infinite = None if method.idle else self.infinite()
-        if infinite is None and self._join_config.enable:  # ranks that are out of inputs do not know of GradScalers
+        if infinite is None and self._join_config.enable:  # ranks that have run out of inputs do not see GradScalers
             infinite = 0.0
         if infinite is not None and self._met(lambda: method.largest(infinite), infinite) > 0:
             return
@@ -179,7 +179,8 @@ class CommOptimizer(OuterOptimizer, Idles):
         self._met(lambda: method.step(None if number is None else float(number)), None)
 
     def _met(self, work: Callable[[], T], otherwise: T) -> T:
-        """What `work` returns, which waits for other ranks; `otherwise` in a step in which these change."""
+        """Returns what `work` returns, which waits for other ranks; `otherwise` if a new generation of ranks begins in
+        this step."""
         if self._member is not None:
             return self._member.guarded(work, otherwise)
         try:
@@ -192,12 +193,12 @@ class CommOptimizer(OuterOptimizer, Idles):
 
     @property
     def steps(self) -> int:
-        """Steps taken, in which all ranks are alike; those that a GradScaler skips do not count."""
+        """Steps taken, the same number on all ranks; steps that a GradScaler skips do not count."""
         return self.dist_optimizer.steps
 
     @property
     def generation(self) -> int:
-        """The number of the generation of ranks; 0 where they do not come and go."""
+        """The number of the generation of ranks; 0 without missing="regroup"."""
         return 0 if self._member is None else self._member.job.control.generation.number
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:  # noqa: ARG002
@@ -210,8 +211,8 @@ class CommOptimizer(OuterOptimizer, Idles):
                 "dist": self.dist_optimizer.state_dict(), "method": kind_of(self.dist_optimizer)}  # fmt: skip
 
     def take_up(self, state: dict[str, Any]) -> None:
-        """Blocking while an exchange is under way. Raises ValueError, having loaded nothing, for a state of another
-        local optimizer, and for one of a method that does not keep what this one does."""
+        """Blocking while an exchange is in flight. Raises ValueError, having loaded nothing, for a state of another
+        local optimizer, and for one of a method whose state lacks entries that this method needs."""
         check_saved(self.local_optimizer, state["local"], state.get("local_kind"), state.get("local_entries"))
         missing = self.dist_optimizer.state_dict().keys() - state["dist"].keys() - LATER
         if missing:

@@ -1,7 +1,7 @@
 """DecentralizedDataParallel: data parallel training of any module by gossip instead of all-reduce.
 
-It is the module of torch that a script sees, and decides when a step is taken. What a step does, how buckets travel and
-what checkpoints have of a wrapper have rooms of their own.
+This class is the torch module that a script sees, and decides when a step is taken. What a step does (steps/), how
+buckets are exchanged (transports/) and what a checkpoint stores (states/) are in packages of their own.
 """
 
 from __future__ import annotations
@@ -70,30 +70,32 @@ class DecentralizedDataParallel(Module, Idles):
     next forward and backward pass. The step is taken once, at the end of the backward pass, by one optimizer over all
     parameters. So clipping and the gradient scaler's decision are global and cost no overlap, and parameters may be
     used in any order or not at all. On a CPU the optimizers of `optim.parts.ONE_BY_ONE` are called once for every few
-    parameters, with the same bits: these are mixed, updated and copied for the next exchange while a cache holds them.
-    For torch's fused Adam and AdamW on float32 parameters one compiled pass does all of it, with the same bits
-    (advance.py).
+    parameters, with bitwise the same result: these are mixed, updated and copied for the next exchange while they are
+    in a cache. For torch's fused Adam and AdamW on float32 parameters one compiled pass does all of it, with bitwise
+    the same result (buckets/advance.py).
 
-    Exchanged are the parameters that require gradients when they are wrapped. One that is frozen later is mixed on; one
-    that was frozen and is trained later is exchanged from the next step on, which all ranks then take together. One
-    that is converted raises at the next step. A backward pass through a graph of before a step raises as after a step
-    of torch's: add up the losses of one forward pass, or use `no_sync` for all but the last.
+    The parameters that require gradients when the model is wrapped are exchanged. One that is frozen later is still
+    mixed; one that was frozen and is trained later is exchanged from the next step on, which all ranks then take
+    together. One that is converted to another dtype, shape or device raises at the next step. A backward pass through
+    a graph from before a step raises, as it does after a step of a torch optimizer: add up the losses of one forward
+    pass, or use `no_sync` for all backward passes but the last.
 
     A script may change parameters between steps (load_state_dict, clamping, swapping in an average): the next exchange
     carries the change; `buckets.Bucket` says which changes are noticed. When a backward pass raises, no step is taken
     and the gradients computed so far stay, as with any optimizer: call zero_grad() before trying again.
 
     All ranks must take equally many steps, or train inside torch's `with Join([wrapper])`: a rank that has run out of
-    inputs then goes on mixing, without updates, until the last one has. A backward pass in eval mode is a step too.
-    deepcopy, AveragedModel and torch.save take the model as it is now, out of the exchange (`DetachedModel`).
+    inputs then continues to mix, without updates, until the last rank has run out. A backward pass in eval mode is a
+    step, too. deepcopy, AveragedModel and torch.save take the model as it is now, without the exchange
+    (`DetachedModel`).
 
-    If a rank's process is gone, the ranks that wait for it raise a PeerLost that names it within 2 s; between ranks of
-    one host (shared memory) also if it has ended its training or went into an average over all ranks too early. A rank
+    If a rank's process has died, the ranks that wait for it raise a PeerLost that names it within 2 s; between ranks of
+    one host (shared memory) also if it has ended its training or entered an average over all ranks too early. A rank
     that does something else meanwhile, such as a barrier of the script's own, is named after `timeout_seconds`.
     """
 
     _to_load: Any = None
-    """States that wait for the order of gradients (compat/decent_dp); until then there is no state to save."""
+    """States to load once the order of gradients is known (compat/decent_dp); until then there is nothing to save."""
 
     _takes_in: ClassVar[bool] = True
     """Whether parameters can be exchanged that were frozen when the model was wrapped."""
@@ -119,29 +121,29 @@ class DecentralizedDataParallel(Module, Idles):
         delayed: bool = False,
         step_in_backward: bool = True,
     ) -> None:
-        """Blocking until all ranks agree on parameters and topology; all ranks then have rank 0's values.
+        """Blocking until all ranks agree on parameters and topology; then all ranks have rank 0's values.
 
         The positional arguments are those of Decent-DP, in its order; all others are keyword-only.
 
         optim_fn: makes an optimizer from [(name, parameter)]; optimizer: one from an iterable of parameters, such as
         functools.partial(torch.optim.SGD, lr=0.1); exactly one of the two. lr_scheduler_fn: makes a scheduler from the
-        optimizer, stepped once per step. scaler: a GradScaler. grad_clip_norm: largest global gradient norm, 0 for
-        any. sharing: an elementwise rule of decentnode.sharing, by name, as a section such as {"name": "ac"}, a class
-        or an object; every step is a round. A linear one may have a `compression`; choco sends compressed differences
-        (planning/differences.py). transport: shared_memory between ranks of one host for CPU tensors,
+        optimizer, stepped once per step. scaler: a GradScaler. grad_clip_norm: largest global gradient norm, 0 for no
+        clipping. sharing: an elementwise rule of decentnode.sharing, by name, as a section such as {"name": "ac"}, a
+        class or an object; every step is a round. A linear one may have a `compression`; choco sends compressed
+        differences (planning/differences.py). transport: shared_memory between ranks of one host for CPU tensors,
         collective for torch.distributed's point-to-point and all_reduce operations; auto takes the first where it can;
-        sockets, with missing="regroup", for ZeroMQ, whose waits end with a rank that does not answer.
-        missing: "fail" ends the training with the first rank that dies, with "regroup" the others go on and new ones
-        come in (membership/); None: as `initialize_dist` was told.
+        sockets, with missing="regroup", for ZeroMQ, whose waits end when a rank stops answering.
+        missing: with "fail" the training ends when the first rank dies; with "regroup" the others continue and new
+        ranks may join (membership/); None: as given to `initialize_dist`.
         delayed: for a rule that does not exchange in every step, such as local_sgd: an exchange is mixed just before
-        the next one begins, not in the step after it, and so hides behind all steps between the two. What the steps
-        changed meanwhile is added to the mixed snapshot (CoCoD-SGD, Shen et al., IJCAI 2019, algorithm 1). Ranks go
-        half of the way (gossip_steps.DELAYED_FACTOR) unless `set_adaptive_factor` says otherwise.
+        the next one begins, not in the step after it, and so overlaps with all steps between the two. What the steps
+        changed meanwhile is added to the mixed snapshot (CoCoD-SGD, Shen et al., IJCAI 2019, algorithm 1). The mixing
+        then has the factor 1/2 (gossip_steps.DELAYED_FACTOR) unless `set_adaptive_factor` says otherwise.
         step_in_backward: with False, backward passes only compute gradients, as in plain torch, and the script takes
         the step: `model.optimizer.step()`, with gradients of its own making, clipping, a GradScaler of its own.
         Raises ValueError for arguments that contradict each other, a rule that is not elementwise, a model that is
-        wrapped already or whose parameters share memory, an optimizer that needs a closure (checks/refusals.py),
-        AssemblyError naming a rank that differs, or that could not do its part: then all ranks raise, and none waits.
+        wrapped already or whose parameters share memory, an optimizer that needs a closure (checks/refusals.py);
+        AssemblyError naming a rank that differs or that failed: then all ranks raise, and none waits.
         """
         super().__init__()
         Idles.__init__(self)
@@ -181,7 +183,7 @@ class DecentralizedDataParallel(Module, Idles):
         self._average = GlobalAverage(model, params, sync_buffer_in_global_avg)
         self._told_revert = self._told_no_step = False
         self._accumulated_from = -1
-        """Steps taken when gradients began to be added up last."""
+        """The number of steps taken when gradients were last set to accumulate."""
         self._begin()
 
     @property
@@ -194,12 +196,12 @@ class DecentralizedDataParallel(Module, Idles):
 
     @property
     def optimizer(self) -> Optimizer:
-        """What `optimizer` or `optim_fn` made; with `step_in_backward=False` one whose `step` the script calls."""
+        """The optimizer that was made; with `step_in_backward=False` a wrapper of it whose `step` the script calls."""
         return self._script_optimizer or self._gossip.local.optimizer
 
     @property
     def lr_scheduler(self) -> Any:
-        """What `lr_scheduler_fn` made, or None."""
+        """The scheduler that `lr_scheduler_fn` made, or None."""
         return self._gossip.local.lr_scheduler
 
     @property
@@ -209,8 +211,8 @@ class DecentralizedDataParallel(Module, Idles):
 
     @property
     def generation(self) -> int:
-        """The number of the generation of ranks: it grows whenever some died or came, which may change `rank` and
-        `world_size`. 0 where ranks do not come and go."""
+        """The number of the generation of ranks: it grows whenever ranks have died or joined, which may change `rank`
+        and `world_size`. 0 without missing="regroup"."""
         return 0 if self._member is None else self._member.job.control.generation.number
 
     @staticmethod
@@ -220,8 +222,8 @@ class DecentralizedDataParallel(Module, Idles):
     def _agree(
         self, topology: TopologyLike, local_world_size: int, sharing: SharingRule, delayed: bool, options: Sequence[str]
     ) -> Plan:
-        """Makes the topology and the rule, compares them, the parameters and the options with all ranks', and takes
-        rank 0's values. Blocking. Raises ValueError, AssemblyError."""
+        """Makes the topology and the rule, compares them, the parameters and the options over all ranks, and takes rank
+        0's values. Blocking. Raises ValueError, AssemblyError."""
         model = self.module
         with together("wrap the model"):
             self._named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
@@ -250,14 +252,14 @@ class DecentralizedDataParallel(Module, Idles):
         self._own_alone()
         if self._member is not None:
             self._member.attach(self.module, self._gossip, self._average, self._unfrozen, self._take_in_named)
-        self._gossip.begin()  # a rank may be lost in the first launch already
+        self._gossip.begin()  # the first launch may already lose a rank, and then needs what is attached above
         if self._member is not None:
             self._member.come()
         for bucket in self._gossip.buckets:
             bucket.moved_bytes = 0  # from now on a step is one mixing and one snapshot
 
     def _own_alone(self) -> None:
-        """No other wrapper steps the parameters that this one exchanges."""
+        """Closes other wrappers of the parameters that this one exchanges, so that no other one steps them."""
         params = [p for _, p in self._named]
         if close_others(self, params):
             logger.warning("the model was wrapped before: the earlier wrapper no longer takes steps")
@@ -269,10 +271,9 @@ class DecentralizedDataParallel(Module, Idles):
         return GossipSteps(plan, buckets, exchange, local)
 
     def close(self) -> bool:
-        """Takes no steps any more: later backward passes only compute gradients. Idempotent; returns whether it was
-        open.
+        """Ends the training: later backward passes only compute gradients. Idempotent; returns whether it was open.
 
-        Ranks of the same host that go on training are told that this one does not.
+        Ranks of the same host that continue to train can see that this one does not.
         """
         open_ = self._watch.stop()
         takes_no_steps(self)
@@ -319,17 +320,17 @@ class DecentralizedDataParallel(Module, Idles):
         self._gossip.local.clear_gradients()
 
     def _step_of_script(self, update: bool) -> None:
-        """update: whether the gradients are used."""
+        """Takes a step for the script. update: whether the gradients are used."""
         if self._watch.stopped:
             raise RuntimeError("this wrapper is closed, or its model was wrapped again: step the optimizer of the one "
                                "that trains")  # fmt: skip
-        for p in self._look_for_unfrozen():  # a GradScaler has not looked at what the optimizer had not
+        for p in self._look_for_unfrozen():  # the GradScaler has not checked gradients that its optimizer did not have
             p.grad = None
         with self._whole_step():
             self._take_step(update)
 
     def _whole_step(self) -> contextlib.AbstractContextManager[None]:
-        """Around one step, in which ranks may come and go."""
+        """Wraps one step, during which ranks may leave and join."""
         return contextlib.nullcontext() if self._member is None else self._member.step()
 
     @torch.no_grad()
@@ -342,7 +343,7 @@ class DecentralizedDataParallel(Module, Idles):
             self._gossip.take_idle()
 
     def _check_step(self) -> None:
-        """Raises RuntimeError where a step would be taken of what is not the ranks' own models."""
+        """Prepares a step. Raises RuntimeError while the model is not the rank's own but the average."""
         if self._average.local is not None:
             raise RuntimeError("a training step must not begin at the average of global_avg, which it would change: "
                                "call revert_global_avg() first, or use global_avg(will_revert=False) to continue from "
@@ -360,8 +361,8 @@ class DecentralizedDataParallel(Module, Idles):
     # -- parameters that were frozen --------------------------------------------------------------------------
 
     def _look_for_unfrozen(self) -> list[Parameter]:
-        """Notices parameters that are trained now and were frozen before; returns them. Raises RuntimeError where they
-        cannot be exchanged, ValueError where they share memory."""
+        """Finds parameters that were frozen when wrapped and are trained now, and returns them. Raises RuntimeError if
+        they cannot be exchanged, ValueError if they share memory."""
         found = self._unfrozen.found()
         if not found:
             return []
@@ -374,9 +375,9 @@ class DecentralizedDataParallel(Module, Idles):
         return [p for _, p in found]
 
     def _take_in(self, what: tuple[str, str], admit: Callable[[], None]) -> None:
-        """Blocking, on all ranks, with nothing in flight: exchanges the parameters that wait for it from now on, if any
-        do after `admit`. what: as of `all_or_none`. Raises what `admit` raised, AssemblyError naming a rank that trains
-        others."""
+        """Calls `admit`, then exchanges the pending unfrozen parameters, if any, from now on. Blocking, on all ranks,
+        with nothing in flight. what: as of `all_or_none`. Raises what `admit` raised, AssemblyError naming a rank whose
+        list of trained parameters differs."""
         def check() -> None:
             named = self._named_with(self._unfrozen.waiting)
             check_alike("list of trained parameters", [name for name, _ in named], device_of_group())
@@ -387,21 +388,21 @@ class DecentralizedDataParallel(Module, Idles):
             self._gossip.take_in(buckets, lambda plan, every: self._exchange_for(plan=plan, buckets=every))
 
     def _take_in_named(self, names: Sequence[str]) -> None:
-        """Not blocking, while ranks regroup: parameters of these names, trained or not, are exchanged in the next
-        generation. Raises ValueError where the optimizer's groups do not tell where they belong."""
+        """Exchanges the parameters of these names, trained or not, from the next generation on; called while ranks
+        regroup. Not blocking. Raises ValueError if it is not clear to which of the optimizer's groups they belong."""
         try:
             self._unfrozen.admit(set(names))
-        except RuntimeError as error:  # which is a sign of a lost rank there
+        except RuntimeError as error:  # the regrouping takes a RuntimeError for a lost rank
             raise ValueError(str(error)) from error
         self._gossip.add(self._buckets_of(self._unfrozen.take(names)))
 
     def _named_with(self, more: Sequence[tuple[str, Parameter]]) -> list[tuple[str, Parameter]]:
-        """The parameters that are exchanged and these, in the module's order."""
+        """Returns the parameters that are exchanged together with those of `more`, in the module's order."""
         known = {name for name, _ in [*self._named, *more]}
         return [(name, p) for name, p in self.module.named_parameters() if name in known]
 
     def _buckets_of(self, fresh: Sequence[tuple[str, Parameter]]) -> list[Bucket]:
-        """Buckets of parameters that are exchanged from now on."""
+        """Makes buckets for parameters that are exchanged from now on."""
         steps = self._gossip
         buckets = self._buckets_for([p for _, p in fresh], rules=steps.plan.rules(), first=len(steps.buckets))
         self._named = self._named_with(fresh)
@@ -412,7 +413,7 @@ class DecentralizedDataParallel(Module, Idles):
         return buckets
 
     def _admit_trained_in(self, state_dict: Mapping[str, Any]) -> None:
-        """Lets parameters wait that were exchanged in the run of a state."""
+        """Marks as pending those parameters that were exchanged in the run that saved the state."""
         layout = self._known_names(state_dict)[EXTRA].get("layout") or []
         self._unfrozen.admit({name for bucket in layout for name, _ in bucket})
 
@@ -427,8 +428,8 @@ class DecentralizedDataParallel(Module, Idles):
         return self._member is not None
 
     def set_accumulate_grad(self, enable: bool = True) -> None:
-        """While enabled, backward passes only add up gradients; disable it before the last pass of a step: disabling
-        takes none. Warns once where it is enabled again before any step was taken."""
+        """While enabled, backward passes only accumulate gradients. Disable it before the last backward pass of a step:
+        disabling itself takes no step. Warns once if it is enabled again before any step was taken."""
         if enable and not self._watch.accumulating and self._script_optimizer is None:
             if self.steps == self._accumulated_from and any(p.grad is not None for _, p in self._named):
                 self._tell_no_step()
@@ -496,7 +497,7 @@ class DecentralizedDataParallel(Module, Idles):
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
-        """Inside the context every rank has the mean model, afterwards what it had before. All ranks have to enter
+        """Inside the context every rank has the mean model, afterwards its model from before. All ranks have to enter
         it."""
         already = self._average.local is not None
         self.global_avg(will_revert=True)
@@ -515,7 +516,7 @@ class DecentralizedDataParallel(Module, Idles):
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Steps, bytes sent by this rank, seconds that it waited for exchanges (exposed communication), memory passes.
+        """Steps, bytes sent by this rank, seconds it waited for exchanges (exposed communication), memory passes.
 
         memory_passes: bytes that snapshots and mixing read and wrote per step, in multiples of the parameters' bytes.
         """
@@ -527,7 +528,7 @@ class DecentralizedDataParallel(Module, Idles):
     # -- checkpoints ------------------------------------------------------------------------------------------
 
     def get_extra_state(self) -> dict[str, Any]:
-        """The state beside the model in `state_dict`: optimizer, scheduler, scaler, sharing rules, number of steps."""
+        """Returns the state beside the model: optimizer, scheduler, scaler, sharing rules, number of steps."""
         return kept_of(self._gossip, self._named, self.optimizer)
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
@@ -536,26 +537,27 @@ class DecentralizedDataParallel(Module, Idles):
         self._average.local = None
 
     def _known_names(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """The entries of a state by the names that this object gives them."""
+        """Returns the entries of a state under the names that this object gives them."""
         own = [f"module.{name}" for name in self.module.state_dict()]
         return renamed_entries(state_dict, own, self.get_extra_state)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Loads a state and starts a new exchange. Blocking: all ranks have to load, each its own or all the same.
 
-        Takes states of this class, whatever buckets and number of ranks they were saved with, of torch's
-        DistributedDataParallel and of the module alone, compiled or not; where a state has no optimizer, it stays as it
-        is. If a rank cannot load its state, or has one of another step, all raise (AssemblyError), with what they have
-        loaded by then; if one does not load at all, PeerLost names it, or it is named by the ranks that do not.
+        Accepts states of this class, whatever buckets and number of ranks they were saved with, of torch's
+        DistributedDataParallel and of the module alone, compiled or not; if a state has no optimizer state, the
+        optimizer keeps its own. If a rank cannot load its state, or has one of another step, all ranks raise
+        AssemblyError and keep what they have loaded by then. If one does not call this at all, the others raise
+        PeerLost naming it, or it raises naming the others.
         Parameters that are frozen here and were exchanged in the saved run are exchanged from now on, frozen or not.
         """
         if assign:
             raise ValueError("assign must be False: assign=True would take the parameters out of their buckets")
         self._gossip.exchange.drain()
-        if self._average.local is not None:  # else Decent-DP's face refuses
+        if self._average.local is not None:  # reverted here, as Decent-DP's compatible wrapper would refuse to load
             self.revert_global_avg()
         if self._member is not None:
-            with contextlib.suppress(Exception):  # a state that cannot be read is told below
+            with contextlib.suppress(Exception):  # load_together below reports a state that cannot be read
                 self._admit_trained_in(state_dict)
             if self._unfrozen.waiting:
                 self._member.exchange_more()
@@ -569,11 +571,11 @@ class DecentralizedDataParallel(Module, Idles):
         )  # fmt: skip
 
     def full_state_dict(self) -> dict[str, Any]:
-        """The state with which a run goes on with the same bits: that of `state_dict`."""
+        """Returns the state from which a run continues bitwise the same: that of `state_dict`."""
         return dict(self.state_dict())
 
     def export(self) -> dict[str, Tensor]:
-        """The module's entries alone, by the names that it has without torch.compile, in memory of their own: for files
+        """Returns the module's entries alone, copied, under the names that they have without torch.compile: for files
         of a plain model."""
         return {plain_name(name): value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
                 for name, value in self.module.state_dict().items()}  # fmt: skip

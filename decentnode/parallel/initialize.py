@@ -1,4 +1,4 @@
-"""Joins a process to the other ranks: to torchrun's process group, or to a job whose ranks come and go."""
+"""Connects a process to the other ranks: through torchrun's process group, or to a job whose membership changes."""
 
 from __future__ import annotations
 
@@ -33,12 +33,13 @@ def initialize_dist(
     backend: when not given, nccl where CUDA is available and gloo elsewhere. On GPUs the local rank's device is chosen.
     The process leaves the group by itself before it ends; dist.destroy_process_group() may be called before that.
 
-    missing="regroup": ranks may die, and others come in, over gloo (membership/). join: addresses of members of a job
-    that runs, HOST:PORT, more behind commas; this process becomes a member when it wraps its model, and has no process
-    group before; what is returned stands for its rank until then. listen: HOST:PORT where the first rank of this
-    machine is to be found, the next two ports further on; any port when not given. min_ranks: fewest members that go
-    on, more than half of the first ones when not given. newcomers: most that may come beside these. keys: the file of
-    the secret that all members have, or "off"; as the environment says when not given (membership/keys.py).
+    missing="regroup": ranks may die, and others may join, over gloo (membership/). join: addresses HOST:PORT, separated
+    by commas, of members of a running job; this process becomes a member when it wraps its model, and has no process
+    group before that; the returned values stand in for its rank and world size until then. listen: HOST:PORT at which
+    the first rank of this machine listens; every rank takes two ports, the next rank those that follow; free ports when
+    not given. min_ranks: fewest members with which the job continues; more than half of the first members when not
+    given. newcomers: most ranks that may join beside the first ones. keys: the file of the secret that all members
+    share, or "off"; from the environment when not given (membership/keys.py).
     Raises ValueError, OSError where a port is taken, AssemblyError where no member lets this process in, UsageError.
     """
     if missing not in ("fail", "regroup"):
@@ -78,7 +79,7 @@ def _join_group(backend: str | None, timeout_seconds: float) -> None:
     own.set_timeout(limit)
     try:
         announce(own, rank)
-        if device is not None and dist.is_nccl_available():  # else torch says so
+        if device is not None and dist.is_nccl_available():  # where NCCL is missing, init_process_group says so
             _check_gpus(dist.PrefixStore("gpus", store), rank, world_size, device)
         dist.init_process_group(backend or ("nccl" if cuda else "gloo"), timeout=limit, device_id=device, store=own,
                                 rank=rank, world_size=world_size)  # fmt: skip
@@ -97,10 +98,10 @@ def _join_group(backend: str | None, timeout_seconds: float) -> None:
 
 
 def _store(rank: int, limit: timedelta) -> dist.Store:
-    """Blocking: the store that torchrun or rank 0 has, as the environment says. Raises AssemblyError where nobody
+    """Returns the store of torchrun or rank 0, as the environment says. Blocking. Raises AssemblyError where nothing
     listens there."""
     try:
-        # As the only rank: else rank 0 would wait here until all have come, and then not know who has.
+        # With a world size of 1: otherwise rank 0 would wait here for all ranks, without learning which are missing.
         found: dist.Store = next(dist.rendezvous("env://", rank, 1, timeout=limit))[0]
     except dist.DistNetworkError as error:
         place = ":".join(os.environ[key] for key in ("MASTER_ADDR", "MASTER_PORT"))
@@ -113,8 +114,8 @@ def _store(rank: int, limit: timedelta) -> dist.Store:
 
 
 def _check_gpus(store: dist.Store, rank: int, world_size: int, device: torch.device) -> None:
-    """Blocking, on all ranks. Raises AssemblyError on all of them where NCCL would refuse: two on one GPU, or two
-    versions of it."""
+    """Raises AssemblyError on all ranks where NCCL would refuse: two ranks on one GPU, or two versions of NCCL.
+    Blocking; a collective of all ranks."""
     problem = refusal(exchange_descriptions(store, rank, range(world_size), describe_gpu(device)), "rank")
     if problem:
         raise AssemblyError(f'{problem}: start one rank for each GPU, or call initialize_dist("gloo")')

@@ -1,6 +1,6 @@
-"""Records what a script trains as nodes record theirs: `decentnode plot`, `compare`, `report` and `trace` read it.
+"""Records a script's training in the format of the nodes' runs, for `decentnode plot`, `compare`, `report`, `trace`.
 
-A rank of the wrapper is a node of the run, an epoch of the script a round.
+A rank of the wrapper is a node of the run, an epoch of the script is a round.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ Evaluation = Callable[[Module], Mapping[str, float]]
 T = TypeVar("T")
 
 KNOWN = {ACCURACY.name: ACCURACY, LOSS.name: LOSS}
-"""Metrics that a script may name alone."""
+"""Metrics that a script may give by name alone."""
 
 
 @dataclasses.dataclass
 class _Epoch:
-    """The sums of the epoch under way."""
+    """The sums of the epoch in progress."""
 
     began: float
     exposed: float
-    """Seconds that the wrapper had waited by then."""
+    """Seconds that the wrapper had waited for exchanges when the epoch began."""
     first_step: int
     loss: Tensor | float = 0.0
     losses: int = 0
@@ -58,7 +58,7 @@ class _Epoch:
 
 
 def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config as files give it back: tuples are lists, and keys text. Raises ValueError for what no file takes."""
+    """Returns the config as a file gives it back: tuples as lists, keys as text. Raises ValueError for other values."""
     try:
         return dict(json.loads(json.dumps(config)))
     except TypeError as error:
@@ -79,9 +79,10 @@ class TrainingRun:
 
     A run that ends with an exception has no summary and is shown as not finished.
 
-    With missing="regroup" a rank is a node by its uid, which it keeps, and an epoch is `steps_per_epoch` steps, as a
-    regrouping may skip steps and who joins begins in the midst: `for x, y in run.steps(batches(epoch))`. Who joins
-    takes no part in what the others do between two epochs as it comes.
+    With missing="regroup" a rank is a node by its uid, which it keeps. An epoch is then `steps_per_epoch` steps,
+    because a regrouping may skip steps and a newcomer may begin in the middle of an epoch:
+    `for x, y in run.steps(batches(epoch))`. A newcomer that joins between two epochs takes no part in what the others
+    do there.
     """
 
     def __init__(
@@ -99,19 +100,18 @@ class TrainingRun:
         also: Mapping[str, Stateful] | None = None,
         steps_per_epoch: int | None = None,
     ) -> None:
-        """Blocking: makes runs/<name>/<time>-<id>, on every machine where ranks are.
+        """Blocking: makes runs/<name>/<time>-<id>, on every machine that has ranks.
 
-        config: what the run is compared by (plain values for YAML; `seed` tells repeats apart). evaluate: measures a
-        module; it is called for the rank's own model and for the mean of all. metrics: what it returns, the main one
+        config: what the run is compared by (plain values for YAML; `seed` tells repetitions apart). evaluate: measures
+        a module; it is called for the rank's own model and for the mean of all. metrics: what it returns, the main one
         first. evaluate_every: epochs from one evaluation to the next. keep: checkpoints kept per rank, one is written
-        after every epoch; 0 for none. resume: goes on with the latest run of this name if it has a checkpoint that all
-        ranks have; else a new one begins. With another number of ranks than the n of the checkpoint, rank r goes on
-        from that of rank r mod n, and says so. also: further objects whose states are part of checkpoints, by name.
-        steps_per_epoch: after how many steps `steps` ends; needed with missing="regroup".
-        Raises ValueError for arguments that do not fit and where the config of the run to go on with was another,
-        EnvironmentFault where the directory cannot be made or another process records there, CheckpointError for a
-        state that no file can keep and where no checkpoint is there to go on with, AssemblyError where another rank
-        could not.
+        after every epoch; 0 for none. resume: continues the latest run of this name if it has a checkpoint that all
+        ranks have; otherwise a new one begins. With another number of ranks than the n of the checkpoint, rank r
+        continues from that of rank r mod n, and logs it. also: further objects whose states are part of checkpoints,
+        by name. steps_per_epoch: after how many steps `steps` ends; needed with missing="regroup".
+        Raises ValueError for arguments that do not fit and if the run to continue had another config,
+        EnvironmentFault if the directory cannot be made or another process records there, CheckpointError for a
+        state that no file can keep and if the run to continue has no checkpoint, AssemblyError if another rank failed.
         """
         if model._member is not None and steps_per_epoch is None:
             raise ValueError('TrainingRun needs steps_per_epoch with missing="regroup": a rank that joins needs it to '
@@ -121,7 +121,7 @@ class TrainingRun:
                              f"{evaluate_every}, {steps_per_epoch} and {keep}")  # fmt: skip
         self.model, self._ranks, self._length = model, ranks_of(model), steps_per_epoch
         self.done = 0
-        """Epochs that are over."""
+        """Epochs that are finished."""
         self._evaluate_model, self._every, self._keep = evaluate, evaluate_every, keep
         known = tuple(each if isinstance(each, Metric) else KNOWN.get(each) for each in metrics)
         if not known or None in known:
@@ -130,7 +130,7 @@ class TrainingRun:
         self._config = _plain({"name": name, **(config or {})})
         self._checkpoints = RunCheckpoints(model, self._ranks, self._config, keep, dict(also or {}))
         if keep and model._to_load is None:
-            self._checkpoints.check()  # what cannot be kept is told now, not after an epoch
+            self._checkpoints.check()  # raises now, not after an epoch, for a state that cannot be saved
         self._began, self._planned = clock.now(), 0
         self.path = self._directory(Path(runs), name, resume)
         self._epoch: _Epoch | None = None
@@ -154,7 +154,7 @@ class TrainingRun:
     # -- the directory ------------------------------------------------------------------------------------------
 
     def _directory(self, runs: Path, name: str, resume: bool) -> Path:
-        """The run's directory, which rank 0 chooses. Blocking."""
+        """Makes or finds the run's directory, which rank 0 chooses. Blocking."""
         latest = runs / name / "latest"
         if self._ranks.folder is not None:
             there = (runs / name / self._ranks.folder / "nodes").is_dir()
@@ -174,7 +174,7 @@ class TrainingRun:
         return path
 
     def _take(self, path: Path) -> None:
-        """Begin to record as this rank in the run's directory. Raises as `RankRecords`."""
+        """Begins to record in the run's directory as this rank. Raises as `RankRecords`."""
         self._records = RankRecords(path, self.uid)
 
     def _made(self, runs: Path, name: str) -> Path:
@@ -190,10 +190,10 @@ class TrainingRun:
     # -- training -----------------------------------------------------------------------------------------------
 
     def epochs(self, total: int) -> Iterator[int]:
-        """Yields the numbers of the epochs that are to be trained, from 0 or from where the run goes on; between them
-        it records, evaluates and writes checkpoints. Blocking, on all ranks."""
+        """Yields the numbers of the epochs to train, from 0 or from where the run continues. Between epochs it records,
+        evaluates and writes checkpoints. Blocking, on all ranks."""
         self._planned = total
-        self._checkpoints.draw_on()  # not before: what the script has drawn by here it draws alike whenever it begins
+        self._checkpoints.draw_on()  # not before: a script draws the same numbers up to here, resumed or not
         if self.done == 0 and not self._ranks.came_now:
             self.evaluate()
         while self.done < total:
@@ -206,7 +206,7 @@ class TrainingRun:
             self._record()
             if self._ranks.folder is not None:
                 self.done = self._epoch_of_step()
-                if self.model.steps != end or self._ranks.came_now:  # the others went on without this rank
+                if self.model.steps != end or self._ranks.came_now:  # the other ranks do the rest without this one
                     continue
             if self.done % self._every == 0 or self.done == total:
                 self.evaluate()
@@ -214,8 +214,9 @@ class TrainingRun:
                 self._checkpoints.save(self.path, self.done)
 
     def steps(self, batches: Iterable[T]) -> Iterator[T]:
-        """Yields batches, from the first again where there are too few, until the wrapper has taken the steps of the
-        epoch; once each without `steps_per_epoch`. Raises ValueError where there are none."""
+        """Yields batches until the wrapper has taken the steps of the epoch, starting again from the first batch where
+        there are too few; without `steps_per_epoch` yields each once. Raises ValueError where no batch is given or none
+        ends in a step."""
         if self._length is None:
             yield from batches
             return
@@ -231,7 +232,7 @@ class TrainingRun:
                                  "got none")
 
     def add(self, loss: Tensor | float, samples: int = 0) -> None:
-        """Counts a step's loss, and its samples, into the record of the epoch. Not blocking, on GPUs neither."""
+        """Adds a step's loss, and its number of samples, to the epoch's record. Not blocking, not even on GPUs."""
         if self._epoch is None:
             raise ValueError("add must be called during an epoch: call it inside `for epoch in run.epochs(...)`")
         self._epoch.loss = self._epoch.loss + (loss.detach() if isinstance(loss, Tensor) else loss)
@@ -257,8 +258,8 @@ class TrainingRun:
         self.done, self._epoch = self.done + 1, None
 
     def evaluate(self) -> dict[str, float]:
-        """Measures the rank's own model, the mean of all, and the consensus distance, and records them. Blocking, on
-        all ranks. Returns the record's figures."""
+        """Measures the rank's own model, the mean of all, and the consensus distance, and records them. Returns the
+        record's figures. Blocking, on all ranks."""
         self._says("evaluates")
         found = self._ranks.measured(None if self._evaluate_model is None else self._measure)
         self._records.write({"kind": "evaluation", "round": self.done, "time": clock.wall(), **found,
@@ -289,7 +290,7 @@ class TrainingRun:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Blocking, on all ranks: writes the summary, unless the script failed."""
+        """Writes the summary, unless the script failed. Blocking, on all ranks."""
         self._says("finished" if kind is None else "failed")
         if kind is None and not self._ranks.came_now:
             told = self.model._gossip.exchange.tell(json.dumps(self.figures()), "figures")
@@ -302,14 +303,14 @@ class TrainingRun:
         self._records.write_status(doing, self.done, self._planned)
 
     def _of_the_gone(self, present: set[int]) -> dict[int, dict[str, Any]]:
-        """The figures of nodes that are no ranks any more, by what they recorded on this machine."""
+        """Returns the closing figures of nodes that are no longer ranks, from their records on this machine."""
         if self._ranks.folder is None:
             return {}
         known = {int(each.parent.name) for each in (self.path / "nodes").glob("[0-9]*/metrics.jsonl")}
         return {uid: self.figures(uid) for uid in known - present}
 
     def figures(self, uid: int | None = None) -> dict[str, Any]:
-        """A node's closing figures, this one's when None, by the names of summary.json."""
+        """Returns a node's closing figures, by the names of summary.json; this rank's if `uid` is None."""
         if uid is None or uid == self.uid:
             return figures_of(self.path, self.uid) | {"rounds": self.done}
         return figures_of(self.path, uid)

@@ -1,6 +1,6 @@
 """The compiled loops of advance.c: in one pass over memory they mix, take Adam's step and make the next snapshot.
 
-They also hash what was sent, grain by grain; such a hash is called a mark.
+They also hash what was sent, grain by grain (GRAIN_BYTES); such a hash is called a mark.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from torch.optim import Adam, AdamW, Optimizer
 from decentnode import entropy, native
 
 GRAIN_BYTES = 8192
-"""Bytes that one mark is the hash of."""
+"""The number of bytes that one mark is the hash of."""
 MOST_ARRIVALS = 16
 VECTORS = (16, 8)
-"""How many elements torch's vectors may have. It rounds those elements of a parameter that fill no vector otherwise."""
+"""Lengths of torch's vectors, in elements. Elements of a parameter that fill no vector are rounded differently."""
 _SHIFT, _GRAINS_PER_THREAD = 4, 128
 
 Rows = NDArray[np.void]
@@ -51,14 +51,14 @@ class Mixing:
     """The operation x <- own x + sum of weight * arrived, in the order given; it keeps what a script wrote into x."""
 
     def __init__(self, sent: Tensor, own: float, arrived: Sequence[tuple[Tensor, float]]) -> None:
-        """sent, arrived: [n] float32 on a CPU, at most MOST_ARRIVALS; the caller keeps them while this is used."""
+        """sent, arrived: [n] float32 on a CPU, at most MOST_ARRIVALS; the caller keeps them alive as long as this."""
         self.c = _Mixing(sent=sent.data_ptr(), own=own, less=own - 1.0, count=len(arrived))
         for k, (tensor, weight) in enumerate(arrived):
             self.c.arrived[k], self.c.weights[k] = tensor.data_ptr(), weight
 
 
 class Loops:
-    """The compiled loops. Blocking; large parts are shared among as many threads as torch uses."""
+    """The compiled loops. Blocking; large parts are divided among as many threads as torch uses."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         keys = np.frombuffer(entropy.draw(GRAIN_BYTES + 8 * _SHIFT), np.uint64)
@@ -71,12 +71,12 @@ class Loops:
         return -(-size_bytes // GRAIN_BYTES)
 
     def unchanged(self, x: Tensor, marks: Marks) -> bool:
-        """Whether `x` [n] has the bytes of which `marks` begins with the marks; wrong once in 2^64 changes."""
+        """Returns whether `x` [n] still has the hashes at the start of `marks`; wrong for one change in 2^64."""
         size = x.numel() * x.element_size()
         return bool(self._unchanged(ctypes.c_size_t(size), _at(x), self._keys, _at_array(marks)))
 
     def snapshot(self, x: Tensor, into: Tensor, copy: Tensor | None, marks: Marks) -> None:
-        """Copies `x` [n] to `into` and `copy` [n], and writes its marks to `marks` [grains or more, 2]."""
+        """Copies `x` [n] to `into` and `copy` [n], and writes its hashes to `marks` [grains or more, 2]."""
         size, per_grain = x.numel() * x.element_size(), GRAIN_BYTES // x.element_size()
         shares = self._shares(size)
         native.spread(self._snapshot, (
@@ -89,7 +89,7 @@ class Loops:
     def advance(
         self, x: Tensor, mixing: Mixing | None, rows: Rows | None, place: Tensor | None, marks: Marks
     ) -> None:
-        """Mixes into `x` [n] float32, takes Adam's step, copies x to `place` [n] with its marks; each if given."""
+        """Mixes into `x` [n] float32, takes Adam's step, copies x to `place` [n] and hashes it; each step if given."""
         shares = self._shares(4 * x.numel())
         how = None if mixing is None else ctypes.byref(mixing.c)
         steps = None if rows is None else _at_array(rows)
@@ -101,7 +101,7 @@ class Loops:
         ), len(shares))  # fmt: skip
 
     def _shares(self, size: int) -> list[tuple[int, int]]:
-        """The grains [first, last) of each thread."""
+        """Returns the grains [first, last) of each thread."""
         total = self.grains(size)
         return native.shares(total, min(torch.get_num_threads(), total // _GRAINS_PER_THREAD))
 
@@ -116,16 +116,16 @@ def _at_array(array: NDArray[Any]) -> ctypes.c_void_p:
 
 @functools.cache
 def loops() -> Loops | None:
-    """The loops; None where they cannot be compiled. Blocking, once in a process."""
+    """Returns the loops; None if they cannot be compiled. Compiles once per process, blocking."""
     library = native.compiled(Path(__file__).with_suffix(".c"))
     return None if library is None else Loops(library)
 
 
 class AdamSteps:
-    """Makes the loop's rows for steps of torch's fused Adam or AdamW, for parameters that follow each other in memory.
+    """Makes the loop's rows for steps of torch's fused Adam or AdamW, for parameters that are adjacent in memory.
 
-    The loop gives torch's bits, for float32 parameters on a CPU. A step does nothing in Python for each parameter but
-    what iterators of C do: of 1,000 parameters such loops take 1 ms, where `step` of torch takes 4.
+    The loop gives bitwise torch's results, for float32 parameters on a CPU. Per parameter a step runs no Python code
+    beyond iterators implemented in C: for 1,000 parameters these take 1 ms, where torch's `step` takes 4.
     """
 
     def __init__(self, params: Sequence[Parameter]) -> None:
@@ -139,19 +139,19 @@ class AdamSteps:
         self._states: list[Any] = []
         """The optimizer's state of each parameter, whose tensors the rows point to."""
         self._kept: dict[str, list[Tensor]] = {"exp_avg": [], "exp_avg_sq": [], "step": []}
-        """Those tensors, kept alive here; `step` are views of `_counts`."""
+        """Those tensors, kept alive here; the `step` tensors are views of `_counts`."""
         self._counts = torch.empty(0)
-        """[parameters] the steps taken, float32 as torch counts them."""
+        """[parameters] the number of steps taken, float32 as in torch."""
         self._lists: list[list[Tensor]] = []
-        """The parameters of each group, and for each parameter the number of its group."""
+        """The parameter list of each group; `_group` has the number of each parameter's group."""
         self._group = np.zeros(0)
 
     def take(self, optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> Rows | None:
-        """Counts one step and returns its rows; None, with nothing changed, where torch has to take the step: for other
-        settings, before there is a state, where a gradient is missing or has another layout or dtype.
+        """Counts one step and returns its rows. Returns None, having changed nothing, if torch has to take the step:
+        with other settings, before there is a state, if a gradient is missing or has another layout or dtype.
 
-        groups: the parameter groups, with these parameters alone. The rows are valid until the next call, and as long
-        as the gradients exist.
+        groups: the parameter groups, with these parameters alone. The rows are valid until the next call, and only
+        while the gradients exist.
         """
         if not self._suit or type(optimizer) not in (Adam, AdamW) or not all(map(_settings_suit, groups)):
             return None
@@ -164,18 +164,18 @@ class AdamSteps:
             if set(map(operator.attrgetter("dtype"), gradients)) != {torch.float32}:  # see `Tensor.grad_dtype`
                 return None
             self._rows["gradient"] = [gradient.data_ptr() for gradient in gradients]
-        except (AttributeError, RuntimeError):  # one is None, or its layout has no strides: torch knows what to do
+        except (AttributeError, RuntimeError):  # a gradient is None, or its layout has no strides: torch handles both
             return None
         if not self._point_to(list(map(optimizer.state.get, self.params))):
             return None
         self._counts.add_(1)
         self._put_constants(groups, isinstance(optimizer, AdamW))
         if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
-            optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask whether a step was taken
+            optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers check whether a step was taken
         return self._rows
 
     def _divided(self, groups: Sequence[Mapping[str, Any]]) -> bool:
-        """Notes which group each parameter is in; False where one is in none."""
+        """Notes which group each parameter is in; returns False if one is in none."""
         lists = [group["params"] for group in groups]
         if len(lists) != len(self._lists) or not all(map(operator.is_, lists, self._lists)):
             group_of = {p: number for number, params in enumerate(lists) for p in params}
@@ -186,16 +186,16 @@ class AdamSteps:
         return True
 
     def _put_constants(self, groups: Sequence[Mapping[str, Any]], decoupled: bool) -> None:
-        """Parameters of one group with equally many steps have the same constants."""
-        # Steps are integers, exact in float64: group + groups * steps tells both.
+        """Writes the constants of each row; parameters of one group with equally many steps have the same ones."""
+        # Steps are integers, exact in float64: group + number of groups * steps encodes both.
         keys, where = np.unique(self._group + float(len(groups)) * self._counts.numpy(), return_inverse=True)
         table = np.array([_constants(groups[int(key % len(groups))], key // len(groups), decoupled) for key in keys])
         for number, name in enumerate(_CONSTANTS):
             self._rows[name] = table[0, number] if len(keys) == 1 else table[where, number]
 
     def _point_to(self, states: list[Any]) -> bool:
-        """Points the rows to the moments of these states; False where there are none, or their layout differs from the
-        parameters'."""
+        """Points the rows to the moments of these states. Returns False if there are none, or if their layout differs
+        from the parameters'."""
         if len(self._states) == len(states) and all(map(operator.is_, states, self._states)) and all(
             all(map(operator.is_, map(operator.itemgetter(key), states), kept)) for key, kept in self._kept.items()
         ):  # fmt: skip
@@ -209,7 +209,7 @@ class AdamSteps:
         counts = [state["step"] for state in states]
         if any(count.dtype != torch.float32 or count.device.type != "cpu" for count in counts):
             return False
-        self._counts = torch.stack(counts)  # one addition counts the steps of all: a call for each took a millisecond
+        self._counts = torch.stack(counts)  # one addition counts all steps; one call per parameter took a millisecond
         for state, count in zip(states, self._counts, strict=True):
             state["step"] = count
         self._states = states
@@ -238,8 +238,8 @@ def _constants(group: Mapping[str, Any], step: float, decoupled: bool) -> tuple[
 
 @functools.cache
 def vector() -> int | None:
-    """How many elements a vector of this torch's fused Adam has on this processor, if the compiled loop gives its bits,
-    which a trial decides; None otherwise."""
+    """Returns how many elements a vector of torch's fused Adam has on this processor, if the compiled loop gives
+    bitwise its results, which is tried out; None otherwise."""
     return next((lanes for lanes in VECTORS if loops() is not None and _exact(lanes)), None)
 
 
@@ -250,7 +250,7 @@ def _exact(lanes: int) -> bool:
     marks = np.zeros((1, 2), np.uint64)
     size = 64 * max(VECTORS) + 15
     for kind, decay, maximize in ((Adam, 0.0, False), (Adam, 0.1, True), (AdamW, 0.1, False)):
-        start = torch.randn(size, generator=draw, dtype=torch.float32, device="cpu")  # whatever the default is
+        start = torch.randn(size, generator=draw, dtype=torch.float32, device="cpu")  # whatever the default dtype is
         theirs, x = Parameter(start.clone()), start.clone()
         optimizer = kind([theirs], lr=0.01, weight_decay=decay, maximize=maximize, fused=True)
         moments = torch.zeros(2, size, dtype=torch.float32, device="cpu")

@@ -21,24 +21,24 @@ from decentnode.sharing.base import Sharing
 
 BLOCK_BYTES = 1 << 20
 """On a CPU parameters are copied and mixed in blocks of this size, so that consecutive operations find a block in the
-cache. A block costs 30 us for calls."""
+cache. The calls for one block cost 30 us."""
 PART_BYTES = 1 << 22
 """On a CPU the parameters of a bucket are mixed, updated by the optimizer and copied in parts of about this size. A
-part costs a call of the optimizer's step, 0.2 ms; for 10 M parameters 4 MB was faster than 1, 2 and 8."""
+part costs one call of the optimizer's step, 0.2 ms; for 10 M parameters 4 MB was faster than 1, 2 and 8."""
 CACHED_BYTES = 1 << 23
 """Parts up to this size are assumed to stay in a cache from their mixing to their snapshot."""
 
 
 @dataclass(frozen=True, eq=False)
 class BucketPart:
-    """Some parameters of a bucket that follow each other in it."""
+    """Some parameters of a bucket that are adjacent in it."""
 
     params: tuple[Parameter, ...]
     start: int
     stop: int
     """Their elements are flat[start:stop]."""
     small: bool
-    """Whether consecutive operations on it find it in a cache."""
+    """Whether the part is small enough that consecutive operations on it find it in a cache."""
     mark: int
     """The index of its first mark (advance.py)."""
 
@@ -50,7 +50,7 @@ class _Where(NamedTuple):
 
 
 def _dense(tensor: Tensor) -> Tensor:
-    """The same values without gaps in memory, with the dimensions in the same order."""
+    """Returns the same values without gaps in memory, with the dimensions in the same order."""
     if torch.empty_like(tensor).stride() == tensor.stride():
         return tensor
     return torch.empty_like(tensor).copy_(tensor)
@@ -58,15 +58,15 @@ def _dense(tensor: Tensor) -> Tensor:
 
 @dataclass(eq=False)
 class Bucket:
-    """Parameters of one dtype and device, whose values the tensor `flat` [S] holds.
+    """Parameters of one dtype and device, whose values are in the tensor `flat` [S].
 
     A snapshot of the bucket is sent to the neighbors. If a script changes the parameters between the snapshot and the
-    mixing, its change is kept: x <- mixed snapshot + (x - snapshot). On a CPU a hash of each block shows every changed
-    bit, whoever changed it (two different blocks have one hash once in 2^64). On other devices, where a comparison
-    would block the host, only those changes are noticed that torch counts: in-place operations on a parameter,
-    load_state_dict and `p.data = other` are counted, in-place operations on `p.data` are not.
+    mixing, its change is kept: x <- mixed snapshot + (x - snapshot). On a CPU a hash of each block detects every
+    changed bit, whoever changed it (two different blocks have the same hash once in 2^64). On other devices, where a
+    comparison would block the host, only those changes are noticed that torch counts: in-place operations on a
+    parameter, load_state_dict and `p.data = other` are counted, in-place operations on `p.data` are not.
 
-    With a C compiler, float32 on a CPU is mixed by compiled loops (advance.c), with the same bits.
+    With a C compiler, float32 on a CPU is mixed by compiled loops (advance.c), with bitwise the same result.
     """
 
     index: int
@@ -74,10 +74,10 @@ class Bucket:
     views: bool
     """Whether the parameters are views of `flat`; otherwise they are copied there and back."""
     rule: Sharing
-    """The sharing rule, an object of this bucket alone."""
+    """The sharing rule, an object used by this bucket alone."""
     flat: Tensor = field(init=False)
     sent: Tensor = field(init=False)
-    """The snapshot that was sent last: unchanged until its exchange is over."""
+    """The snapshot that was sent last; it stays unchanged until its exchange is finished."""
     received: dict[int, Tensor] = field(default_factory=dict)
     """Peer -> [S] the parameters received from it."""
     moved_bytes: int = 0
@@ -104,15 +104,15 @@ class Bucket:
         block = BLOCK_BYTES if self._loops is None else -(-BLOCK_BYTES // GRAIN_BYTES) * GRAIN_BYTES
         self._block = block // self.flat.element_size() if self._hashes else max(1, total)
         self._hash_of: dict[int, int] = {}
-        """Without compiled loops: the element where a block starts -> the block's hash in the last snapshot."""
+        """Without compiled loops: the first element of a block -> the block's hash in the last snapshot."""
         self._seen: list[int] | None = None
-        """Elsewhere: `_versions` at the last snapshot; None where what was sent differs from it."""
+        """On other devices: `_versions` at the last snapshot; None if what was sent differs from the parameters."""
         self._slots: list[Tensor] = []
         self.parts = list(self._cut(PART_BYTES // self.flat.element_size() if self._hashes else max(1, total)))
         self._marks: Marks = np.zeros((self._mark(total) + len(self.parts), 2), np.uint64)
 
     def _cut(self, elements: int) -> Iterator[BucketPart]:
-        """Cuts the bucket into parts of whole parameters with `elements` or more; the last may have fewer."""
+        """Yields parts of whole parameters with `elements` or more elements; the last part may have fewer."""
         number = start = stop = 0
         kept: list[Parameter] = []
         for p in self.params:
@@ -131,7 +131,7 @@ class Bucket:
         return self.flat.numel() * self.flat.element_size()
 
     def gather(self) -> None:
-        """Copies the parameters' values to `flat`, if a script has put them elsewhere."""
+        """Copies the parameters' values to `flat`, where a script has moved them elsewhere."""
         addresses, strides = [p.data_ptr() for p in self.params], [p.stride() for p in self.params]
         if addresses == self._addresses and strides == self._strides:
             return
@@ -148,43 +148,43 @@ class Bucket:
                     p.data = home
 
     def scatter(self) -> None:
-        """Copies `flat` back to the parameters, if they are no views of it."""
+        """Copies `flat` back to the parameters, if they are not views of it."""
         if not self.views:
             for p, home in zip(self.params, self._homes, strict=True):
                 p.data.copy_(home)
                 self._count(home, 2)
 
     def pieces(self, flat: Tensor) -> list[Tensor]:
-        """Views of a tensor [S] like `flat`: the parameters' values in it, in their shapes."""
+        """Returns views of a tensor [S] like `flat`: the parameters' values in it, in their shapes."""
         return [flat.as_strided(home.shape, home.stride(), home.storage_offset()) for home in self._homes]
 
     def slot(self, number: int) -> Tensor:
-        """A receive buffer [S], allocated when first asked for."""
+        """Returns the receive buffer [S] of this number, allocated at its first use."""
         while len(self._slots) <= number:
             self._slots.append(torch.empty_like(self.flat))
         return self._slots[number]
 
     def sent_buffer(self) -> Tensor:
-        """A buffer [S] for snapshots that the transport has no memory for, allocated when first asked for."""
+        """Returns a send buffer [S] for snapshots that the transport has no memory for, allocated at its first use."""
         if not hasattr(self, "_sent_buffer"):
             self._sent_buffer = torch.empty_like(self.flat)
         return self._sent_buffer
 
     def renew_memory(self) -> None:
-        """Gives up the buffers for snapshots and for what arrives: others may still write into these."""
+        """Drops the send and receive buffers, because operations in flight may still write into them."""
         self._slots.clear()
         self.received.clear()
         for name in ("_sent_buffer", "sent"):
             self.__dict__.pop(name, None)
 
     def snapshot(self, into: Tensor, copy: Tensor | None = None) -> None:
-        """Copies the parameters to `into` [S], which is sent, and to `copy` [S], if given."""
+        """Copies the parameters to `into` [S], the send buffer, and to `copy` [S], if given."""
         for part in self.parts:
             self.snapshot_part(part, into, copy)
         self.sent = into
 
     def snapshot_part(self, part: BucketPart, into: Tensor, copy: Tensor | None = None, cached: bool = False) -> None:
-        """Does what `snapshot` does, for one part, and leaves `sent` as it is. cached: the part is in the cache."""
+        """Does the same as `snapshot` for one part, but leaves `sent` as it is. cached: the part is in the cache."""
         if not self._hashes:
             self._seen = self._versions()
         piece = slice(part.start, part.stop)
@@ -201,17 +201,17 @@ class Bucket:
                 self._hash_of[where.at] = self._hash(where, flat)
 
     def send_apart(self, sent: Tensor) -> None:
-        """Neighbors have `sent` [S], which is not what the parameters are: mixing keeps what they differ by, as it
-        keeps a script's changes. No snapshot is compared with any more."""
+        """Records that the neighbors have `sent` [S], which differs from the parameters: mixing keeps the difference,
+        as it keeps a script's changes. No snapshot is compared with any more."""
         self.sent = sent
-        self._marks.fill(0)  # of nothing
+        self._marks.fill(0)  # the hash of no block
         self._hash_of.clear()
         self._seen = None
 
     def advance(self, part: BucketPart, view: RoundView | None, rows: Rows, place: Tensor | None) -> None:
-        """In one pass over memory: mixes a part as `mix` does, takes the optimizer's step, copies it to `place` [S].
+        """Mixes a part as `mix` does, takes the optimizer's step and copies it to `place` [S], in one pass over memory.
 
-        Only where `one_pass` is true. view: None for no mixing. rows: of `advance.AdamSteps`. place: None for no
+        Only if `one_pass` is true. view: None for no mixing. rows: of `advance.AdamSteps`. place: None for no
         snapshot.
         """
         assert self._loops is not None
@@ -223,7 +223,7 @@ class Bucket:
         self._count(self.flat[piece], len(sources) + (place is not None))
 
     def one_pass(self, view: RoundView | None) -> bool:
-        """Whether compiled loops can mix the payloads of `view`."""
+        """Returns whether the compiled loops can mix the payloads of `view`."""
         suits = self._loops is not None and self.flat.dtype == torch.float32 and self.rule.requirements.linear
         return suits and (view is None or len(view.sources) <= MOST_ARRIVALS)
 
@@ -232,7 +232,7 @@ class Bucket:
         return Mixing(self.sent[piece], view.weights[view.uid], arrived)
 
     def mix(self, view: RoundView, part: BucketPart | None = None, cached: bool = False) -> None:
-        """Mixes the payloads of `view.sources` in `received` as the rule says, and keeps a script's changes.
+        """Mixes the payloads of `view.sources` in `received` by the sharing rule, and keeps a script's changes.
 
         part: mixes this part alone. cached: the part then stays in the cache until it is written again.
         """
@@ -265,7 +265,7 @@ class Bucket:
     def mix_mean(
         self, total: Tensor, n: int, strength: float, part: BucketPart | None = None, cached: bool = False
     ) -> None:
-        """Does what `mix` does, for x <- x + strength (total / n - x). total: [S] sum of n snapshots, overwritten."""
+        """Does the same as `mix`, for x <- x + strength (total / n - x). total: [S] sum of n snapshots, overwritten."""
         for where, flat, sent, mean in self._blocks(part, self.flat, self.sent, total):
             written = self._written(where, flat, sent)
             if strength == 1.0 and not written:
@@ -276,7 +276,7 @@ class Bucket:
                 self._count(flat, 5 - cached if self._hashes else 8)
 
     def next_round(self, plan: Plan, step: int, lr: float) -> None:
-        """Ends a round and begins the next one, between mixing and the optimizer's step, for rules that need it.
+        """Ends a round and begins the next one, between mixing and the optimizer's step, for sequential rules.
 
         step: -1 before the first exchange. lr: of the optimizer's last step, whose result was mixed.
         """
@@ -285,15 +285,15 @@ class Bucket:
         self.begin_round(plan, step + 1, lr)
 
     def begin_round(self, plan: Plan, step: int, lr: float) -> None:
-        """Begins the round of a step, for rules that need it."""
+        """Begins the round of a step, for sequential rules."""
         if self.rule.requirements.sequential:
             self.rule.begin(self.flat, replace(plan.view(step), lr=lr))
 
     def _mix_linearly(
         self, flat: Tensor, sent: Tensor | None, arrived: Mapping[int, Tensor], weights: Mapping[int, float], uid: int
     ) -> int:
-        """flat <- own weight flat + sum of weight * arrived, by ascending uid. sent: given if a script changed flat.
-        Returns how often S elements were read or written."""
+        """Sets flat <- own weight flat + sum of weight * arrived, by ascending uid. sent: given if a script changed
+        flat. Returns how often S elements were read or written."""
         if sent is None and len(arrived) == 1 and not self._hashes:
             ((peer, x),) = arrived.items()
             flat.lerp_(x, weights[peer])
@@ -313,17 +313,17 @@ class Bucket:
         return self._seen is None or (self._versions() != self._seen and not torch.equal(flat, sent))
 
     def _hash(self, where: _Where, block: Tensor) -> int:
-        """A 64-bit hash of the bytes of a block of `flat`, on a CPU."""
+        """Returns a 64-bit hash of the bytes of a block of `flat`, on a CPU."""
         assert self._bytes is not None
         size = block.element_size()
         return xxhash.xxh3_64_intdigest(self._bytes[where.at * size : (where.at + block.numel()) * size].data)
 
     def _versions(self) -> list[int]:
-        """Counters that every change which torch knows of increases."""
+        """Returns torch's version counters, which every change that torch knows of increases."""
         return [self.flat._version, *(p._version for p in self.params)]
 
     def _blocks(self, part: BucketPart | None, *tensors: Tensor) -> Iterator[tuple[Any, ...]]:
-        """For every block: its place, and the block of every tensor [S]."""
+        """Yields for every block its place, and the block of every tensor [S]."""
         for each in self.parts if part is None else [part]:
             for at in range(each.start, each.stop, self._block):
                 end = min(at + self._block, each.stop)
@@ -336,7 +336,7 @@ class Bucket:
 def make_buckets(
     params: Sequence[Parameter], bytes_per_bucket: int, views: bool, rules: Iterator[Sharing], first: int = 0
 ) -> list[Bucket]:
-    """Fills buckets with parameters in reverse order, in which gradients come, split by dtype, device and size.
+    """Fills buckets with parameters in reverse order, the order of their gradients, split by dtype, device and size.
 
     rules: yields the rule of every bucket. first: the number of the first one.
     """

@@ -1,4 +1,4 @@
-"""How a compressed bucket is sent: as one tensor of bytes, whose length all ranks know before."""
+"""Encodes a compressed bucket as one tensor of bytes, whose length all ranks know in advance."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from decentnode.payload import TensorSpec
 
 
 class Packing:
-    """Turns values [S] into bytes [size_bytes], which lie on the same device, and back."""
+    """Encodes values [S] as bytes [size_bytes] on the same device, and decodes them."""
 
     def __init__(self, coding: Coding, sizes: Sequence[int], dtype: torch.dtype) -> None:
-        """sizes: entries of each parameter, S together. Raises ValueError for a codec whose result has no fixed
-        length, and for values that no codec takes."""
+        """sizes: entries of each parameter, S together. Raises ValueError for a codec whose output size is not fixed,
+        and for values that no codec takes."""
         self._entries, self._dtype = sum(sizes), dtype
         self._count = select.count_of(coding.fraction, self._entries)
         self._whole = self._count == self._entries
@@ -33,11 +33,11 @@ class Packing:
             name = "the codec" if self._codec is None else self._codec.config.name
             raise ValueError(f"compression must have an output size that is known in advance, got {name}")
         self._shrink = 1.0 + (self._codec.variance if self._codec is not None and coding.differences else 0.0)
-        """What decoded values are divided by, so that changes are never too large (sharing/operator.py)."""
+        """The divisor of decoded values, which keeps changes from being too large (sharing/operator.py)."""
         if not self._whole:
             specs = {"at": TensorSpec(torch.int32, self._count), **specs}
         self._places: dict[str, tuple[int, int, torch.dtype]] = {}
-        """Of each tensor: the bytes [a:b) where it lies, and its dtype. The widest come first: all are aligned."""
+        """Tensor -> its bytes [a:b) and its dtype. The widest dtypes come first, so that all are aligned."""
         end = 0
         for name, spec in sorted(specs.items(), key=lambda each: -each[1].dtype.itemsize):
             start, end = end, end + spec.max_elements * spec.dtype.itemsize
@@ -45,8 +45,8 @@ class Packing:
         self.size_bytes = end
 
     def encode(self, values: Tensor, out: Tensor, draws: torch.Generator | None = None) -> None:
-        """Writes values [S] to `out` [size_bytes] uint8. draws: on the same device, where values are rounded at
-        random."""
+        """Writes values [S] to `out` [size_bytes] uint8. draws: a generator on the same device, for codecs that round
+        at random."""
         coded: dict[str, Tensor] = {}
         if not self._whole:
             at = select.largest(values.abs(), self._count)
@@ -56,16 +56,16 @@ class Packing:
             tensor.copy_(coded[name])
 
     def add_to(self, copy: Tensor, packed: Tensor) -> None:
-        """Adds what was encoded to copy [S]. packed: [size_bytes] uint8. Raises PeerFault for what no encoder makes."""
+        """Adds the decoded values to copy [S]. packed: [size_bytes] uint8. Raises PeerFault for malformed bytes."""
         found = dict(self._tensors(packed))
         values = self._values(found)
         if self._whole:
             copy.add_(values)
         else:
-            copy.index_add_(0, found["at"].clamp(0, self._entries - 1), values)  # whatever was sent
+            copy.index_add_(0, found["at"].clamp(0, self._entries - 1), values)  # indices of a peer may be out of range
 
     def decode(self, packed: Tensor, out: Tensor) -> None:
-        """Writes what was encoded to `out` [S], where all entries were. Raises as `add_to`."""
+        """Writes the decoded values to `out` [S], if all entries were encoded. Raises as `add_to`."""
         out.copy_(self._values(dict(self._tensors(packed))))
 
     def _values(self, found: Mapping[str, Tensor]) -> Tensor:

@@ -1,1 +1,1 @@
-"""What is refused before ranks train together, and what all of them must have alike."""
+"""Checks before ranks train together: what is refused, and what must be the same on all ranks."""

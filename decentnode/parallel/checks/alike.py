@@ -1,4 +1,4 @@
-"""What all ranks of a wrapper have alike before they train: parameters, topology, sharing rule and its step."""
+"""Checks that all ranks of a wrapper have the same parameters, topology and sharing rule, with one step size."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from decentnode.parallel.process_group.default_group import device_of_group, num
 
 
 def check_all_alike(model: Module, plan: Plan, options: Sequence[str], device: torch.device) -> None:
-    """Blocking. Raises AssemblyError naming a rank with other parameters, another topology, rule or option.
+    """Raises AssemblyError naming a rank with other parameters, another topology, rule or option. Blocking.
 
-    options: those that decide what travels between ranks, each with its name.
+    options: those that decide what ranks send each other, each with its name.
     """
     graph = plan.graph
     rows = [f"{graph.num_nodes} ranks"] + [
@@ -35,10 +35,10 @@ def check_all_alike(model: Module, plan: Plan, options: Sequence[str], device: t
 
 
 def agree_on_step(plan: Plan) -> None:
-    """Blocking, on all ranks: the step of a rule that searches it becomes the one that rank 0 finds. Another processor
-    may find another one, and with two different ones the mean of the models would move.
+    """Sets the step size, of a rule that searches for one, to what rank 0 finds. Blocking, on all ranks. The search may
+    give another result on another processor, and with two different step sizes the mean of the models would change.
 
-    Raises AssemblyError where rank 0 cannot search.
+    Raises AssemblyError if rank 0 cannot search.
     """
     rule = plan.rule
     if not isinstance(rule, Differences) or rule.config.step_size is not None:

@@ -1,4 +1,4 @@
-"""Which tensors share memory with each other, or elements of one tensor among themselves."""
+"""Finds tensors that share memory with each other, or whose own elements share memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Named = tuple[str, Tensor]
 
 
 def shares_elements(tensor: Tensor) -> bool:
-    """Whether elements of the tensor share memory, as those of `expand` and of overlapping windows do."""
+    """Returns whether elements of the tensor share memory, as with `expand` and with overlapping windows."""
     end = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1:
@@ -22,7 +22,7 @@ def shares_elements(tensor: Tensor) -> bool:
 
 
 def overlaps(changed: Sequence[Named], others: Sequence[Named]) -> tuple[str, str] | None:
-    """The names of two tensors that share memory, the first of them in `changed`; None if there are none."""
+    """Returns the names of two tensors that share memory, the first of them in `changed`; None if there are none."""
     told = sorted(((*_span(each), name, each, number < len(changed))
                    for number, (name, each) in enumerate([*changed, *others]) if each.numel()),
                   key=lambda row: row[:2])  # fmt: skip
@@ -37,19 +37,19 @@ def overlaps(changed: Sequence[Named], others: Sequence[Named]) -> tuple[str, st
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """The address of the first byte, and of the one after the last."""
+    """Returns the address of the tensor's first byte, and of the byte after its last."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
 def _dense(tensor: Tensor) -> bool:
-    """Whether every byte of its span belongs to the tensor, of one whose elements share none."""
+    """Returns whether every byte of the tensor's span belongs to it; elements that share memory make it False."""
     start, end = _span(tensor)
     return end - start == tensor.numel() * tensor.element_size() and not shares_elements(tensor)
 
 
 def _places(tensor: Tensor) -> Tensor:
-    """[elements] where the elements begin, in elements from the first."""
+    """Returns [elements] the offset of each element from the first, in elements."""
     places = torch.zeros((), dtype=torch.int64, device="cpu")
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         places = (places[..., None] + torch.arange(size, device="cpu") * stride).reshape(-1)
@@ -57,9 +57,9 @@ def _places(tensor: Tensor) -> Tensor:
 
 
 def _meet(first: Tensor, second: Tensor) -> bool:
-    """Whether any byte belongs to both, of tensors whose spans overlap."""
+    """Returns whether any byte belongs to both of two tensors whose spans overlap."""
     if _dense(first) and _dense(second):
-        return True  # without a list of the bytes, which of a large model would take gigabytes
+        return True  # without listing the bytes, which would take gigabytes for a large model
     both = []
     for each in (first, second):
         size = each.element_size()

@@ -1,4 +1,4 @@
-"""What the wrapper cannot train with, refused with the reason: most of it at construction."""
+"""Refuses, with the reason, models and options that ranks cannot train with: mostly at construction."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MAKERS = {
     "optimizer": "functools.partial(torch.optim.SGD, lr=0.1)",
     "lr_scheduler_fn": "functools.partial(torch.optim.lr_scheduler.StepLR, step_size=10)",
 }
-"""What each of these arguments may be, for messages."""
+"""Examples of these arguments, for messages."""
 CHOOSE = "Either wrap the model with DecentralizedDataParallel, or an ordinary optimizer with CommOptimizer"
 TRANSPORTS = ("auto", "shared_memory", "collective", "sockets")
 
@@ -53,7 +53,7 @@ def check_options(
 
 
 def check_makers(optim_fn: Any, lr_scheduler_fn: Any, optimizer: Any) -> None:
-    """Raises ValueError unless exactly one of `optim_fn` and `optimizer` is given, and all that is makes something."""
+    """Raises ValueError unless exactly one of `optim_fn` and `optimizer` is given, and every given one is callable."""
     if (optim_fn is None) == (optimizer is None):
         raise ValueError("exactly one of optim_fn and optimizer must be given, such as "
                          f"optimizer={MAKERS['optimizer']}: backward() takes the optimizer's step")
@@ -64,15 +64,15 @@ def check_makers(optim_fn: Any, lr_scheduler_fn: Any, optimizer: Any) -> None:
 
 
 def check_scaler(scaler: Any, step_in_backward: bool) -> None:
-    """Raises ValueError for a scaler where the script steps."""
+    """Raises ValueError for a scaler if the script takes the steps."""
     if scaler is not None and not step_in_backward:
         raise ValueError("scaler must be None with step_in_backward=False: the script steps with "
                          "scaler.step(model.optimizer) and scaler.update()")  # fmt: skip
 
 
 def check_model(model: Module, wrapper: type[Module], views: bool) -> None:
-    """Raises ValueError for a module that is wrapped already, and for parameters and buffers that buckets or ranks
-    cannot exchange. wrapper: the class that wraps. views: whether parameters are moved into the buckets."""
+    """Raises ValueError for a module that is wrapped already, and for parameters and buffers that cannot be exchanged.
+    wrapper: the class that wraps. views: whether parameters are moved into the buckets."""
     for name, each in model.named_modules():
         if isinstance(each, wrapper | DistributedDataParallel):
             where = f"its module {name}" if name else "it"
@@ -87,8 +87,8 @@ def check_model(model: Module, wrapper: type[Module], views: bool) -> None:
 
 
 def check_exists(name: str, p: Tensor) -> None:
-    """Raises ValueError for a parameter without memory, and for what inference mode lets nobody change later. name: of
-    it."""
+    """Raises ValueError for a parameter without memory, and for one that cannot be changed because of inference mode.
+    name: the parameter's, for messages."""
     if is_lazy(p) or p.is_meta:
         raise ValueError(f"{name} must be a dense tensor with memory, got {_kind(p)}")
     if p.is_inference() or torch.is_inference_mode_enabled():
@@ -110,7 +110,7 @@ def _check_elements(name: str, p: Tensor) -> None:
 
 
 def check_apart(named: Sequence[tuple[str, Tensor]]) -> None:
-    """Raises ValueError for parameters that share memory, which would be pulled twice. named: with their names."""
+    """Raises ValueError for parameters that share memory, which would be pulled twice. named: (name, parameter)."""
     for name, p in named:
         _check_elements(name, p)
     pair = overlaps(named, [])
@@ -138,7 +138,7 @@ def _check_shared(model: Module) -> None:
 
 
 def check_optimizer(optimizer: Optimizer, scheduler: Any) -> None:
-    """Raises ValueError for an optimizer or a scheduler whose step needs what a backward pass's end does not have."""
+    """Raises ValueError for an optimizer or scheduler whose step needs what is not known when a backward pass ends."""
     check_steps_alone(optimizer)
     if isinstance(scheduler, ReduceLROnPlateau):
         raise ValueError("lr_scheduler_fn must make a scheduler that steps without a metric, got ReduceLROnPlateau: "
@@ -147,8 +147,8 @@ def check_optimizer(optimizer: Optimizer, scheduler: Any) -> None:
 
 
 def check_steps_alone(optimizer: Optimizer) -> None:
-    """Raises ValueError for an optimizer that meets other ranks itself, or evaluates the loss, several times in a
-    step."""
+    """Raises ValueError for an optimizer that exchanges with other ranks itself, or that evaluates the loss several
+    times in a step."""
     if isinstance(optimizer, OuterOptimizer):
         raise ValueError(f"optimizer must not exchange with other ranks itself, got a {type(optimizer).__name__}: "
                          f"ranks would exchange twice. {CHOOSE}")  # fmt: skip
@@ -159,21 +159,21 @@ def check_steps_alone(optimizer: Optimizer) -> None:
 
 
 def check_not_wrapped(params: Iterable[Tensor]) -> None:
-    """Raises ValueError for parameters that a wrapped model exchanges, which its optimizer steps, too."""
+    """Raises ValueError for parameters of a wrapped model, which are exchanged and stepped by its wrapper."""
     if exchanged_by_wrapper(params):
         raise ValueError("parameters must not be those of a model that DecentralizedDataParallel wraps, which "
                          f"exchanges and steps them itself. {CHOOSE}, or close() the wrapper first")  # fmt: skip
 
 
 def refuse_unfrozen(name: str) -> None:
-    """Raises RuntimeError for a parameter that is trained now and cannot be exchanged. name: of it."""
+    """Raises RuntimeError for a parameter that was frozen when wrapped, is trained now and cannot be exchanged."""
     raise RuntimeError(f"parameter {name} was frozen when the model was wrapped, so ranks would train it without "
                        "exchanging it: wrap the model while all parameters that will be trained require gradients, "
                        "and freeze them afterwards")
 
 
 def refuse_averaged_gradients(wrapper: Module) -> None:
-    """Raises RuntimeError inside a forward pass of torch's DistributedDataParallel around the wrapper."""
+    """Raises RuntimeError if torch's DistributedDataParallel, around the wrapper, runs this forward pass."""
     around = DistributedDataParallel._get_active_ddp_module()
     if around is not None and any(each is wrapper for each in around.modules()):
         raise RuntimeError("the wrapped model must not be inside torch's DistributedDataParallel, which averages the "

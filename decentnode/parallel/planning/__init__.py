@@ -1,1 +1,1 @@
-"""Which ranks exchange in which step, and how: of a topology and a sharing rule."""
+"""Plans which ranks exchange in which step, and how, from a topology and a sharing rule."""

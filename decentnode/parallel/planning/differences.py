@@ -23,10 +23,10 @@ class DifferencesConfig(ChocoConfig, LocalSGDConfig):
 
 
 class Differences(LocalSGD):
-    """q_i = C(x_i - h_i) is sent, h_j += q_j, x_i += gamma sum_j W_ij (h_j - h_i) (arXiv 1902.00340, algorithm 2).
+    """Sends q_i = C(x_i - h_i); then h_j += q_j, x_i += gamma sum_j W_ij (h_j - h_i) (arXiv 1902.00340, algorithm 2).
 
-    On a topology that repeats after several rounds, ranks have a public copy for each of them, which all that hear of
-    them in that round keep. The mean of the models is kept whatever C is.
+    On a topology that repeats after several rounds, a rank has one public copy for each of them, which its neighbors of
+    that round keep, too. The mean of the models is kept whatever C is.
     """
 
     Config: ClassVar[type[component.Config]] = DifferencesConfig
@@ -34,7 +34,7 @@ class Differences(LocalSGD):
     config: DifferencesConfig
 
     def __init__(self, config: DifferencesConfig) -> None:
-        """Raises ValueError for a choice of entries whose number is random."""
+        """Raises ValueError for `choose: random`, where the number of entries is random."""
         super().__init__(config)
         if config.choose == "random":
             raise ValueError("choose must be largest or all here, got random: how many entries are sent must be known "
@@ -48,7 +48,7 @@ class Differences(LocalSGD):
 
     @property
     def fraction(self) -> float:
-        """Of the entries of a bucket, that are sent."""
+        """The fraction of a bucket's entries that is sent."""
         return 1.0 if self.config.choose == "all" else self.config.fraction
 
     @classmethod
@@ -56,9 +56,9 @@ class Differences(LocalSGD):
         return replace(Choco.step_search(config), state_per_matrix=True)
 
     def choose_step(self, graph: Graph) -> None:
-        """Sets the step where the config has none. May take seconds once."""
-        if self.config.step_size is None:  # an object may have had another graph before
-            config = self.config.model_copy(update={"every": 1})  # whatever it is: the step is searched once
+        """Sets the step size if the config has none. May take seconds once."""
+        if self.config.step_size is None:  # searched again: the object may have been used with another graph
+            config = self.config.model_copy(update={"every": 1})  # the step size does not depend on `every`
             search, largest = self.step_search(config), largest_step(type(self), config, graph)
             self.step_size = search.without_graph() if largest is None else search.default(largest)
 

@@ -26,7 +26,7 @@ REMEMBERED = 64
 
 @dataclass(frozen=True)
 class RankGroup:
-    """Ranks that all do x <- x + strength (mean of the members - x) in a step."""
+    """Ranks that all compute x <- x + strength (mean of the members - x) in a step."""
 
     members: tuple[int, ...]
     strength: float
@@ -38,11 +38,11 @@ class Plan:
     def __init__(self, graph: Graph, rule: Sharing, rank: int, delayed: bool = False) -> None:
         """delayed: an exchange is mixed when the next one is about to begin, not in the step after it.
 
-        Raises ValueError if the graph lacks a property that the rule needs, or the rule cannot be delayed. The step of
-        a rule that has none is not searched yet (`checks.alike.agree_on_step`)."""
+        Raises ValueError if the graph lacks a property that the rule needs, or the rule cannot be delayed. Does not
+        search for the step size of a rule that has none (`checks.alike.agree_on_step` does)."""
         self.graph, self.rule, self.rank, self.delayed = graph, rule, rank, delayed
         self.coding = coding_of(rule)
-        """None where payloads are sent as they are."""
+        """None if payloads are sent uncompressed."""
         self._cliques: dict[int, RankGroup | None] = {}
         self._views: dict[tuple[int, float], RoundView] = {}
         self._check()
@@ -71,26 +71,26 @@ class Plan:
                              "the model for each of them and for each neighbor")  # fmt: skip
 
     def describe(self) -> str:
-        """The rule and its configuration, in one line, for comparison between ranks."""
+        """Returns the rule and its configuration in one line, for comparison between ranks."""
         text = f"{type(self.rule).__name__} {getattr(self.rule, 'config', '')!r}".replace("\n", " ")
         return f"{text} delayed" if self.delayed else text
 
     def exchanges_after(self, step: int) -> bool:
-        """Whether ranks exchange the parameters that they have after `step` steps."""
+        """Returns whether ranks exchange the parameters that they have after `step` steps."""
         return self.rule.exchange_number(step) is not None
 
     def phase(self, step: int) -> int:
-        """The place of a step's exchange in the period of the topology, which has one."""
+        """Returns the position of a step's exchange within the topology's period; only for periodic topologies."""
         assert self.graph.period is not None
         return (self.rule.exchange_number(step) or 0) % self.graph.period
 
     def rules(self) -> Iterator[Sharing]:
-        """Yields copies of the rule without end, one for each bucket."""
+        """Yields copies of the rule endlessly, one for each bucket."""
         while True:
             yield copy.deepcopy(self.rule)
 
     def view(self, step: int, factor: float = 1.0, rank: int | None = None) -> RoundView:
-        """The round of a step as the rule plans it; with factor a for x <- x + a (W x - x). rank: this one if None."""
+        """Returns the round of a step as the rule plans it; factor a: x <- x + a (W x - x). rank: None for this one."""
         if rank is None:
             if (step, factor) not in self._views:
                 if len(self._views) >= REMEMBERED:
@@ -101,16 +101,17 @@ class Plan:
         return found if factor == 1.0 else found.part_way(factor)
 
     def most_sources(self) -> int:
-        """The most sources that any rank has in one step."""
+        """Returns the largest number of sources that any rank has in one step."""
         uids = range(self.graph.num_nodes)
         return max((len(self.view(r, rank=uid).sources) for r in self._first_exchanges() for uid in uids), default=0)
 
     def _first_exchanges(self) -> Iterator[int]:
-        """Steps with exchanges, so many that every clique of a periodic topology is in one of them."""
+        """Yields steps with exchanges, enough that every clique of a periodic topology is in one of them."""
         return itertools.islice(exchange_rounds(self.rule), min(max(self.graph.period or 0, 16), 64))
 
     def clique(self, step: int) -> RankGroup | None:
-        """The ranks for which one all_reduce does the step: more than two, all neighbors of each other, of one weight.
+        """Returns the ranks whose step one all_reduce computes: more than two, all neighbors of each other, all of the
+        same weight.
 
         None if there are no such ranks. Every member gets the same answer.
         """
@@ -140,7 +141,7 @@ class Plan:
         return RankGroup(tuple(sorted(members)), 1.0 if abs(strength - 1.0) < 1e-12 else strength)
 
     def cliques(self) -> list[tuple[int, ...]]:
-        """The members of all cliques of a periodic topology, sorted: the same list on every rank."""
+        """Returns the members of all cliques of a periodic topology, sorted: the same list on every rank."""
         found: set[tuple[int, ...]] = set()
         if self.graph.period is None:
             return []

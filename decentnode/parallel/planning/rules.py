@@ -1,4 +1,4 @@
-"""The sharing rule that a script names, for buckets."""
+"""Makes the sharing rule that a script names, for use with buckets."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from decentnode.sharing.hooks import AROUND_STEPS, own_methods
 from decentnode.sharing.operator import Operator
 
 NEVER_CALLED = ("direction", "trains", "trained", "advance")
-"""Methods of a rule that a script does not call."""
+"""Methods of a rule that are never called when a script trains."""
 TRIED_ROUNDS = 4
-"""In how many rounds a rule of the script's own is asked what it would send: it may be another thing in some."""
+"""In how many rounds a user's own rule is asked what it would send, as it may send other payloads in some rounds."""
 SharingRule = str | Mapping[str, Any] | Sharing | type[Sharing]
 
 
@@ -32,20 +32,20 @@ class Coding:
     """How ranks compress what they send."""
 
     codec: Codec | None
-    """None: values are sent as they are."""
+    """None: values are sent uncompressed."""
     fraction: float
-    """Of the entries of a bucket, the largest, that are sent."""
+    """The fraction of a bucket's entries, the largest, that is sent."""
     differences: bool
     """Whether changes of public copies are sent (differences.py); otherwise the parameters."""
 
 
 LOSS_OF_MODELS = 1e-3
-"""The largest share of the energy of a normal vector that a codec may take from whole models: int8 takes 1e-4, int4
-3e-2. Ranks agree no closer than what it takes."""
+"""The largest fraction of the energy of a normal vector that a codec may lose of whole models: int8 loses 1e-4, int4
+3e-2. Ranks agree no more closely than that."""
 
 
 def coding_of(rule: Sharing) -> Coding | None:
-    """None where the rule's payloads are sent as they are."""
+    """Returns how payloads are compressed; None if the rule's payloads are sent uncompressed."""
     section = getattr(rule.config, "compression", None)
     codec = None if section is None else make_codec(section)
     if isinstance(rule, Differences):
@@ -102,8 +102,8 @@ def sharing_named(given: SharingRule) -> Sharing:
 
 
 def _sends_another(rule: Sharing) -> bool:
-    """Whether what a rule of the script's own gives to send differs from the parameters, tried in a few rounds of two
-    ranks. It is never asked for it: ranks read each other's buckets."""
+    """Returns whether a user's own rule sends something else than the parameters, tried in a few rounds of two ranks.
+    Its `outgoing` is never called in training, because ranks exchange their buckets directly."""
     if not own_methods(type(rule), ("outgoing",)):
         return False
     rule = copy.deepcopy(rule)
@@ -114,7 +114,7 @@ def _sends_another(rule: Sharing) -> bool:
         try:
             with torch.no_grad():
                 sent = rule.outgoing(model.clone(), view)
-        except Exception:  # what it lacks here says nothing about what it would send
+        except Exception:  # a failure in this trial says nothing about what the rule would send in training
             return False
         if set(sent) != {1} or set(sent[1].tensors) != {"x"} or sent[1].scalars \
                 or not torch.equal(sent[1].tensors["x"], model):  # fmt: skip

@@ -1,4 +1,4 @@
-"""The sections that a script names a topology and a sharing rule with."""
+"""Validates the sections by which a script names a topology and a sharing rule."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pydantic
 
 
 def config_of(argument: str, component: type[Any], section: Mapping[str, Any]) -> Any:
-    """The Config of a component for a section. Raises ValueError that says in one sentence what is wrong with it.
+    """Returns the Config of a component for a section. Raises ValueError that names all problems in one sentence.
 
-    argument: the one that the section was given as, for messages.
+    argument: the name of the argument that the section was given for, for messages.
     """
     try:
         return component.Config.model_validate(section)

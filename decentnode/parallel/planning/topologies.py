@@ -17,11 +17,11 @@ logger = logging.getLogger(__name__)
 TopologyLike = str | Mapping[str, Any] | Graph
 
 SEED = 0
-"""Of graphs that are drawn: the same in every script."""
+"""The seed of random graphs: the same in every script."""
 
 
 def make_topology(given: TopologyLike, world_size: int, local_world_size: int) -> Graph:
-    """The graph over the ranks. Raises GraphError or ValueError when it cannot be made for so many.
+    """Returns the graph over the ranks. Raises GraphError or ValueError if it cannot be made for so many.
 
     given: complete, ring, one-peer-exp (or exp), alternating-exp-ring; any graph of the table GRAPHS, by name or as a
     section such as {"name": "regular", "degree": 3}; "package.module:Class"; or a Graph. If a name does not fit the
