@@ -1,4 +1,4 @@
-"""The base of the methods of CommOptimizer, which exchange parameters between ranks beside a local optimizer."""
+"""The base class of the methods of CommOptimizer, which exchange parameters between ranks beside a local optimizer."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ ALIKE = "all ranks must take the same number of steps, and either all load state
 
 @dataclass
 class Numbers:
-    """One number of every rank, by rank, with its number of steps and whether a loss was told there (-1 of one that is
-    idle) [3]; they may still be on their way."""
+    """The result of an all-gather, which may still be in flight: of every rank, by rank, [3]: its number, its number of
+    steps, and whether it was given a loss (-1 for a rank that is idle)."""
 
     tensors: list[Tensor]
     work: Any = None
 
     def wait(self) -> list[float]:
-        """Blocking: the numbers, by rank. Raises AssemblyError naming a rank that has taken another number of steps, or
-        has told no loss where others have."""
+        """Waits for the numbers and returns them, by rank. Blocking. Raises AssemblyError naming a rank that has taken
+        another number of steps, or that was given no loss where others were."""
         wait(self.work)
         told = [each.tolist() for each in self.tensors]
         first = next((rank for rank, each in enumerate(told) if each[2] >= 0), 0)
@@ -51,10 +51,10 @@ class Numbers:
 
 
 class MadeTogether(abc.ABCMeta):
-    """The class of classes whose objects all ranks make together: all ranks get theirs, or all raise."""
+    """The metaclass of classes whose objects all ranks construct together: all ranks get theirs, or all raise."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Makes an object, then calls its `begin`. Blocking. Raises what the constructor raised, on other ranks
+        """Makes an object, then calls its `begin`. Blocking. Raises what the constructor raised; on the other ranks
         AssemblyError naming the rank and its error."""
         with together("make the optimizer"):
             made = super().__call__(*args, **kwargs)
@@ -67,32 +67,32 @@ class DistOptimizer(metaclass=MadeTogether):
     """Changes the parameters beside the local optimizer; subclasses define how ranks exchange.
 
     Per step: `before_step` while the parameters are still x(t), the local optimizer's step, then `step`, which pulls
-    the parameters (`local_pulling_step`), collects data (`dist_train_step`) and, in every `comm_period`-th step
-    exactly, exchanges with the other ranks (`comm_train_step`). Initial parameters are never changed; the center starts
-    at their mean over ranks. A constructor must not wait for other ranks, so that they can be told of its error;
-    `begin`, which is called after all ranks' constructors have succeeded, may.
+    the parameters (`local_pulling_step`), collects data (`dist_train_step`) and, in exactly every `comm_period`-th
+    step, exchanges with the other ranks (`comm_train_step`). The initial parameters are never changed; the center
+    starts at their mean over ranks. A constructor must not wait for other ranks, so that they can be told of its error;
+    `begin`, which is called after all ranks' constructors have succeeded, may wait.
     """
 
     needs_loss: ClassVar[bool] = False
     alike: ClassVar[bool] = False
-    """Whether all ranks have the same parameters all the time."""
+    """Whether all ranks always have the same parameters."""
     meetings = 0
-    """Exchanges that were begun, where the method counts them."""
+    """The number of exchanges begun, where the method counts them."""
     idle = False
-    """Whether this rank has run out of inputs, and takes this step for the others: its parameters are pulled and count
-    as before, or it has no gradient where these are averaged."""
+    """Whether this rank has run out of inputs and takes this step only for the others: its parameters are pulled and
+    take part as before, or, where gradients are averaged, it contributes none."""
     local = 1
-    """Ranks per machine, where the method asks."""
+    """Ranks per machine, where the method needs it."""
 
     def __init__(
         self, local_optimizer: Optimizer, world_size: int, dist_pulling_strength: float = 0.1,
         local_pulling_strength: float = 0.0, comm_period: int = 4, overlap: bool = False,
     ) -> None:
-        """Blocking: the ranks' parameters are averaged once. Raises ValueError for values out of range, AssemblyError
-        where another rank raised or has another method, period or list of parameters: all ranks raise, none waits.
+        """Raises ValueError for values out of range, AssemblyError if another rank raised or has another method, period
+        or list of parameters: then all ranks raise, and none waits. Blocking: the ranks' parameters are averaged once.
 
         overlap: the exchange runs during the next forward and backward pass and takes effect one step later (LSGD: two,
-        because the leader has to be known first). The order of operations is the same as without.
+        because the leader has to be known first). The order of operations is the same as without overlap.
         """
         if not isinstance(comm_period, int) or comm_period < 1:
             raise ValueError(f"comm_period must be a positive integer, got {comm_period!r}")
@@ -118,19 +118,19 @@ class DistOptimizer(metaclass=MadeTogether):
         self._kinds = [(p.dtype, p.device) for p in self.params]
         self.check_stable()
         self.center = self.flat_params()
-        """[P] the parameters that ranks are pulled to."""
+        """[P] the parameters that ranks are pulled toward."""
 
     def describe(self) -> list[str]:
-        """Lines that must be the same on all ranks, whose exchanges would not fit together else."""
+        """Returns lines that must be the same on all ranks, because otherwise their exchanges would not match."""
         return self.kind()
 
     def kind(self) -> list[str]:
-        """Those of them that say nothing of the machines."""
+        """Returns those lines of `describe` that do not depend on the machines."""
         return [f"{type(self).__name__} with comm_period {self.comm_period} and overlap {bool(self.overlap)}",
                 *(f"parameter {number}: {tuple(p.shape)} {p.dtype}" for number, p in enumerate(self.params))]
 
     def begin(self) -> None:
-        """The part of the construction that waits for the other ranks. Blocking. Raises AssemblyError on every rank if
+        """Does the part of the construction that waits for other ranks. Blocking. Raises AssemblyError on every rank if
         their descriptions differ."""
         if dist.is_initialized():
             check_alike("method", self.describe(), device_of_group())
@@ -140,18 +140,18 @@ class DistOptimizer(metaclass=MadeTogether):
     # -- flat copies ------------------------------------------------------------------------------------------
 
     def flat_params(self) -> Tensor:
-        """A copy [P] of all parameters, in the dtype that holds them all."""
+        """Returns a copy [P] of all parameters, in the dtype that can represent them all."""
         return torch.cat([p.detach().reshape(-1) for p in self.params])
 
     @staticmethod
     def dense_gradients(params: Sequence[Tensor]) -> list[Tensor]:
-        """The gradients of these parameters, dense, zeros where there is none."""
+        """Returns the gradients of these parameters, dense, with zeros where there is none."""
         found = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
         return [each if each.layout is torch.strided else each.to_dense() for each in found]
 
     @torch.no_grad()
     def apply_force(self, force: Callable[[Tensor, Tensor, float], Tensor], flat: Tensor, strength: float) -> None:
-        """force(p, its piece of `flat` [P], strength) for every parameter p, which the force changes in place."""
+        """Calls force(p, its slice of `flat` [P], strength) for every parameter p, which the force changes in place."""
         offset = 0
         for p in self.params:
             piece = flat[offset : offset + p.numel()].view(p.shape)
@@ -160,29 +160,29 @@ class DistOptimizer(metaclass=MadeTogether):
             offset += p.numel()
 
     def pull(self, target: Tensor, strength: float) -> None:
-        """parameters <- parameters + strength * (target [P] - parameters)."""
+        """Sets parameters <- parameters + strength * (target [P] - parameters)."""
         if strength:
             self.apply_force(toward_, target, strength)
 
     def sum(self, flat: Tensor) -> Tensor:
-        """Blocking: replaces `flat` by its sum over all ranks."""
+        """Replaces `flat` by its sum over all ranks. Blocking."""
         if self.world_size > 1:
             wait(dist.all_reduce(flat, async_op=True))
         return flat
 
     def mean(self, flat: Tensor) -> Tensor:
-        """Blocking: replaces `flat` by its mean over all ranks."""
+        """Replaces `flat` by its mean over all ranks. Blocking."""
         return self.sum(flat).div_(self.world_size)
 
     def largest(self, value: float) -> float:
-        """Blocking: the largest of the numbers that the ranks give."""
+        """Returns the largest of the ranks' values. Blocking."""
         own = torch.tensor([value], dtype=torch.float64, device=self._device_of_numbers)
         if self.world_size > 1:
             wait(dist.all_reduce(own, op=dist.ReduceOp.MAX, async_op=True))
         return float(own)
 
     def gather_numbers(self, value: float) -> Numbers:
-        """Sends a number to all ranks and receives theirs; not blocking (`Numbers.wait` is)."""
+        """Starts to exchange one number per rank; not blocking (`Numbers.wait` is)."""
         has_loss = -1 if self.idle else bool(self._losses)
         own = torch.tensor([value, self.steps, has_loss], dtype=torch.float64, device=self._device_of_numbers)
         found = [own.clone() for _ in range(self.world_size)]
@@ -193,28 +193,28 @@ class DistOptimizer(metaclass=MadeTogether):
         return device_of_group() if self.world_size > 1 else self.center.device
 
     def with_beat(self, *tensors: Tensor) -> Tensor:
-        """The tensors [..] one after the other, and a number of this step, so that `without_beat` can compare."""
+        """Concatenates the tensors [..] and a number for the current step, which `without_beat` checks."""
         beat = torch.tensor([self._beat(tensors[0])], dtype=tensors[0].dtype, device=tensors[0].device)
         return torch.cat([*tensors, beat])
 
     def without_beat(self, total: Tensor, steps: int) -> Tensor:
-        """The sum over ranks of what `with_beat` made, without its number. steps: taken when it was made.
+        """Removes that number from the sum over ranks of what `with_beat` made. steps: taken when it was made.
 
-        Raises AssemblyError where ranks have taken other numbers of steps, as after a state that one of them loaded.
+        Raises AssemblyError if ranks have taken different numbers of steps, as when only one of them loaded a state.
         """
         if round(float(total[-1].real)) != self.world_size * self._beat(total, steps):
             raise AssemblyError(f"rank {self.rank} exchanges in its step {steps}, others in other steps: {ALIKE}")
         return total[:-1]
 
     def _beat(self, tensor: Tensor, steps: int | None = None) -> int:
-        """The number of a step as far as sums of it over ranks are exact in the tensor's dtype."""
+        """Returns the number of a step, modulo the range in which its sum over ranks is exact in the tensor's dtype."""
         exact = int(2 / torch.finfo(tensor.dtype).eps)
         return (self.steps if steps is None else steps) % max(1, exact // self.world_size)
 
     # -- one step ---------------------------------------------------------------------------------------------
 
     def check_stable(self) -> None:
-        """Raises ValueError if the method would diverge with its strengths."""
+        """Raises ValueError if the method would diverge with its pulling strengths."""
         return
 
     @property
@@ -227,21 +227,21 @@ class DistOptimizer(metaclass=MadeTogether):
         return
 
     def local_pulling_step(self) -> None:
-        """Every step: pulls the parameters toward the center of the last exchange."""
+        """Pulls the parameters toward the center of the last exchange; called in every step."""
         self.pull(self.center, self.local_pulling_strength / self.comm_period)
 
     def dist_train_step(self, loss: float | None) -> None:
-        """Every step: collects what the exchange needs; leaves the parameters unchanged."""
+        """Collects what the exchange needs, leaving the parameters unchanged; called in every step."""
         if loss is not None:
             self._losses.append(loss)
 
     @abc.abstractmethod
     def comm_train_step(self) -> None:
-        """Every `comm_period` steps: exchanges with the other ranks. Blocking without overlap."""
+        """Exchanges with the other ranks; called in every `comm_period`-th step. Blocking without overlap."""
 
     def check_params(self) -> None:
-        """Raises RuntimeError if the local optimizer has other parameters than it had, which ranks would train apart,
-        or if they were converted; ValueError if their model has been wrapped meanwhile."""
+        """Raises RuntimeError if the local optimizer no longer has the parameters that it had, as each rank would train
+        the others alone, or if they were converted; ValueError if their model has been wrapped meanwhile."""
         now = [p for group in self.local_optimizer.param_groups for p in group["params"]]
         if len(now) != len(self.params) or not all(map(operator.is_, now, self.params)):
             raise RuntimeError("the optimizer must keep the parameters that it had when the CommOptimizer was made: "
@@ -261,13 +261,14 @@ class DistOptimizer(metaclass=MadeTogether):
         self.steps += 1
 
     def open_groups(self) -> None:
-        """Blocking, on all ranks: makes the process groups beside the default one."""
+        """Creates the process groups beside the default one. Blocking, on all ranks."""
 
     def meet_anew(self, meetings: int) -> None:
-        """The ranks are others now: what was known of each of them is forgotten. meetings: begun by the furthest."""
+        """Forgets what was known of each rank, as a new generation of ranks begins. meetings: the largest number of
+        exchanges that any rank has begun."""
 
     def close(self) -> None:
-        """Drops the exchange under way and references to process groups; no step may follow. Idempotent."""
+        """Drops the exchange in flight and the references to process groups; no step may follow. Idempotent."""
         return
 
     def state_dict(self) -> dict[str, Any]:
@@ -275,11 +276,11 @@ class DistOptimizer(metaclass=MadeTogether):
                 "world_size": self.world_size}  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Loads a state. What was under way is lost where it was between another number of ranks."""
+        """Loads a state. An exchange in flight is dropped if it was between another number of ranks."""
         self.center.copy_(state["center"])
         self.steps = int(state["steps"])
         self._losses = deque(state["losses"], maxlen=self.comm_period)
 
     def fits(self, state: dict[str, Any]) -> bool:
-        """Whether a state is of as many ranks as there are."""
+        """Returns whether a state was saved with the current number of ranks."""
         return bool(state.get("world_size", self.world_size) == self.world_size)

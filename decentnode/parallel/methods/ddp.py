@@ -12,10 +12,10 @@ from decentnode.parallel.process_group.default_group import device_of_group
 
 
 class GradientAveraging(DistOptimizer):
-    """Gradients are averaged over all ranks in every step, parameters never.
+    """Averages gradients over all ranks in every step, and never parameters.
 
-    Where a rank has no gradient of a parameter, it counts as zero; where none has one, there is none. Gradients of
-    parameters that were frozen at construction are averaged, too, from the step on in which all ranks train them.
+    A rank without a gradient of a parameter contributes zeros; if no rank has one, the parameter gets none. Gradients
+    of parameters that were frozen at construction are averaged, too, from the step on in which all ranks train them.
     """
 
     alike = True
@@ -47,13 +47,13 @@ class GradientAveraging(DistOptimizer):
             self._trained = [was or new for was, new in zip(self._trained, more, strict=True)]
 
     def _compare(self, more: list[bool]) -> None:
-        """Blocking. Raises AssemblyError where ranks train others of the parameters that were frozen."""
+        """Raises AssemblyError if ranks have unfrozen different parameters. Blocking."""
         lines = [f"parameter {number}" for number, is_ in enumerate(more) if is_]
         check_alike("list of parameters that are trained now and were frozen", lines, device_of_group())
 
     def _average(self, chosen: list[bool], more: bool) -> bool:
-        """Blocking: averages the gradients of some parameters. more: whether this rank trains others besides; returns
-        whether any rank does."""
+        """Averages the gradients of the chosen parameters. more: whether this rank trains others besides; returns
+        whether any rank does. Blocking."""
         trained = [p for p, is_ in zip(self.params, chosen, strict=True) if is_]
         own = torch.tensor([*(p.grad is not None for p in trained), more], device=self.center.device)
         flat = torch.cat([each.reshape(-1) for each in self.dense_gradients(trained)] or [self.center[:0]])

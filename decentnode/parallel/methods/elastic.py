@@ -32,7 +32,7 @@ class EASGD(DistOptimizer):
             )
 
     _flight: tuple[Tensor, Tensor, Any, int] | None = None
-    """The exchange under way: (this rank's x - c [P], its sum over ranks, the operation, the steps taken before)."""
+    """The exchange in flight: (this rank's x - c [P], its sum over ranks, the operation, the steps taken before it)."""
 
     def before_step(self) -> None:
         self._arrive()
@@ -43,11 +43,11 @@ class EASGD(DistOptimizer):
             self._flight = pull, total, work, self.steps
 
     def weighted(self, difference: Tensor) -> tuple[Tensor, ...]:
-        """The tensors that are summed over ranks, from this rank's difference x - c [P]."""
+        """Returns the tensors to be summed over ranks, from this rank's difference x - c [P]."""
         return (difference,)
 
     def total(self, summed: Tensor) -> Tensor:
-        """The sum, or weighted sum, of x_i - c over ranks [P], from the sum of the tensors of `weighted`."""
+        """Returns the (weighted) sum of x_i - c over ranks [P], from the sum of the tensors of `weighted`."""
         return summed
 
     def comm_train_step(self) -> None:
@@ -55,7 +55,7 @@ class EASGD(DistOptimizer):
             self._arrive()
 
     def _arrive(self) -> None:
-        """Applies the exchange under way, if there is one. Blocking."""
+        """Waits for the exchange in flight, if there is one, and applies it. Blocking."""
         if self._flight is not None:
             pull, summed = self._arrived(*self._flight)
             self._flight = None
@@ -63,7 +63,7 @@ class EASGD(DistOptimizer):
             elastic_center_(self.center, self.total(summed), self.dist_pulling_strength)
 
     def _arrived(self, pull: Tensor, summed: Tensor, work: Any, steps: int) -> tuple[Tensor, Tensor]:
-        """Blocking: this rank's x - c, and the sum. Raises AssemblyError."""
+        """Waits for the exchange; returns this rank's x - c, and the sum. Blocking. Raises AssemblyError."""
         wait(work)
         return pull, self.without_beat(summed, steps)
 
@@ -71,7 +71,7 @@ class EASGD(DistOptimizer):
         self._flight = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Blocking while an exchange is under way. Its result is saved, and is applied in the same step as without."""
+        """Blocking while an exchange is in flight. Its result is saved, and applied in the same step as it would be."""
         flight = None
         if self._flight is not None:
             pull, summed, work, steps = self._flight
@@ -107,12 +107,12 @@ class EASGDPlus(EASGD):
     _norm = 0.0
 
     def weighted(self, difference: Tensor) -> tuple[Tensor, ...]:
-        """The weighted difference [P] and the weight [1], so that one sum over ranks gives both sums."""
+        """Returns the weighted difference [P] and the weight [1], so that one sum over ranks gives both sums."""
         if not self.idle:
             norm = sum(float(squared_norm(p.grad)) for p in self.params if p.grad is not None) ** 0.5
             self._norm = norm if not self._norm else 0.9 * self._norm + 0.1 * norm
         kind = torch.promote_types(difference.dtype, torch.float32)
-        share = 0.0 if self.idle and not self._norm else 1.0 / max(self._norm, 1e-12)  # 0 without any gradient so far
+        share = 0.0 if self.idle and not self._norm else 1.0 / max(self._norm, 1e-12)  # 0 if idle from the start
         weight = torch.tensor([share], dtype=kind, device=difference.device)
         return difference.to(kind) * weight, weight
 

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class _Meeting:
-    """One exchange: the leader, and its model, which may still be on its way."""
+    """One exchange: the leader, and its model, which may still be in flight."""
 
     leader: int
     target: Tensor
@@ -30,7 +30,7 @@ class _Meeting:
     works: list[Any] = field(default_factory=list)
 
     def wait(self) -> list[Tensor]:
-        """Blocking: the tensors of this exchange, after all have arrived."""
+        """Waits until all tensors of this exchange have arrived and returns them. Blocking."""
         for work in self.works:
             wait(work)
         self.works.clear()
@@ -49,8 +49,8 @@ class LSGD(DistOptimizer):
     GLOBAL_EVERY = 4
 
     def __init__(self, *args: Any, local_world_size: int | None = None, **kwargs: Any) -> None:
-        """local_world_size: ranks per machine; torchrun's when not given, counted without torchrun (all ranks, where
-        machines have unequally many)."""
+        """local_world_size: ranks per machine; torchrun's when not given, and without torchrun counted (all ranks count
+        as one machine if machines have different numbers)."""
         super().__init__(*args, **kwargs)
         if local_world_size and self.world_size % local_world_size:
             raise ValueError(f"local_world_size must divide world_size, got {local_world_size} and {self.world_size}")
@@ -61,7 +61,7 @@ class LSGD(DistOptimizer):
         self._group = None
         self.meetings = 0
         self._followed = False
-        """Whether `center` is a leader's model, not yet the mean of the start."""
+        """Whether `center` is a leader's model and no longer the mean of the initial parameters."""
         self._decrease = 0.0
         self._before: Tensor | None = None
         self._warned = False
@@ -70,13 +70,13 @@ class LSGD(DistOptimizer):
         self._meeting: _Meeting | None = None
 
     def _machine(self) -> list[int]:
-        """The ranks of this one's machine; all, where their number does not divide that of all."""
+        """Returns the ranks of this rank's machine; all ranks, if their number is not a multiple of `local`."""
         local = self.world_size if self.world_size % self.local else self.local
         first = self.rank // local * local
         return list(range(first, first + local))
 
     def begin(self) -> None:
-        super().begin()  # first: whether all ranks have this method
+        super().begin()  # first, as it checks that all ranks have this method
         self.local = local = agreed_per_machine(self._given) or self.world_size
         if local < 1 or self.world_size % local:
             raise ValueError(f"local_world_size must divide world_size, got {local} and {self.world_size}")
@@ -120,8 +120,8 @@ class LSGD(DistOptimizer):
         self._before = None
 
     def score(self) -> float:
-        """This rank's score, the lower the better: its mean loss, or minus the decrease that its gradients predict. One
-        that has run out of inputs leads nobody."""
+        """Returns this rank's score, the lower the better: its mean loss, or minus the decrease that its gradients
+        predict. A rank that has run out of inputs never leads."""
         if self.idle:
             return float("inf")
         if self._losses:
@@ -166,7 +166,7 @@ class LSGD(DistOptimizer):
         self._group = self._meeting = self._scores = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Blocking while an exchange is under way. Its result is saved, and is applied in the same step as without."""
+        """Blocking while an exchange is in flight. Its result is saved, and applied in the same step as it would be."""
         meeting = self._meeting
         return super().state_dict() | {
             "meetings": self.meetings, "decrease": self._decrease, "leader": self.leader, "followed": self._followed,

@@ -1,8 +1,9 @@
-"""What CommOptimizer does when ranks come and go.
+"""What CommOptimizer does when ranks die or join.
 
-In the step in which a generation begins nobody exchanges; what was under way is dropped. The center is made one again:
-the mean of the members'. A newcomer gets that, and the mean of the members' parameters; its local optimizer begins
-afresh. Plain gradient averaging gives all members the mean of their parameters, and that step is skipped by all.
+In the step in which a generation begins, no rank exchanges, and an exchange in flight is dropped. The center becomes
+the mean of the members' centers. A newcomer gets that center, and the mean of the members' parameters; its local
+optimizer starts with a new state. With plain gradient averaging all members get the mean of their parameters, and all
+skip that step.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ T = TypeVar("T")
 
 
 class OptimizerParticipant:
-    """The `Participant` of a job that one method of CommOptimizer is."""
+    """Makes a method of CommOptimizer the `Participant` of a job."""
 
     def __init__(self, job: Job, method: DistOptimizer) -> None:
         self.job, self._method = job, weakref.ref(method)
         self.over = False
-        """Whether a generation has begun in the step under way."""
+        """Whether a generation has begun in the current step."""
         self._strength = method.dist_pulling_strength
         self._in_step = False
         self._position = self._first = 0
@@ -47,7 +48,7 @@ class OptimizerParticipant:
         return found
 
     def begin(self) -> None:
-        """Blocking for a newcomer, until it is a member."""
+        """Attaches the method to the job. Blocking for a newcomer, until it is a member."""
         close_at_exit(self)
         method = self.method
         lines = [*method.kind(), f"strengths {self._strength} and {method.local_pulling_strength}"]
@@ -63,7 +64,7 @@ class OptimizerParticipant:
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """Around one step: a regrouping inside it ends with it."""
+        """Wraps one step; if ranks regroup inside, the new generation starts when the step ends."""
         self._in_step = True
         try:
             if self.job.control.broken:
@@ -75,7 +76,7 @@ class OptimizerParticipant:
             self._resume()
 
     def guarded(self, work: Callable[[], T], otherwise: T) -> T:
-        """What `work` returns, which waits for others; `otherwise` where a generation begins in this step."""
+        """Returns what `work` returns, which waits for other ranks; `otherwise` if a generation begins in this step."""
         if self.over:
             return otherwise
         try:
@@ -87,7 +88,7 @@ class OptimizerParticipant:
             self.job.control.waits(None)
 
     def regroup(self, error: PeerLost | None) -> None:
-        """Blocking, as `Job.regroup`."""
+        """Regroups as `Job.regroup`. Blocking."""
         method = self.method
         self._position = method.steps + self._in_step
         self._reported = {"position": self._position, "fresh": self.job.control.fresh, "meetings": method.meetings,
@@ -105,7 +106,7 @@ class OptimizerParticipant:
         return self._reported
 
     def settle(self, reports: Mapping[int, Mapping[str, Any]]) -> None:
-        """Nothing is finished: whether all or some have met makes no difference to what follows."""
+        """Does nothing: exchanges are dropped, whether all ranks have finished them or only some."""
 
     def release(self) -> None:
         self.method.close()
@@ -136,7 +137,7 @@ class OptimizerParticipant:
 
     @staticmethod
     def _mean(flat: Tensor, fresh: bool, count: int) -> Tensor:
-        """Blocking: the mean of `count` members' tensors, those that are not fresh."""
+        """Returns the mean of the tensors of the `count` members that are not fresh. Blocking."""
         total = torch.zeros_like(flat) if fresh else flat.clone()
         wait(dist.all_reduce(total, async_op=True))
         return total.div_(count)

@@ -1,9 +1,10 @@
-"""What DecentralizedDataParallel does when ranks come and go.
+"""What DecentralizedDataParallel does when ranks die or join.
 
-Survivors keep their models, their optimizers' states and their buffers; what the generation left unfinished is settled
-(transports/regrouping.py), sharing rules begin anew, the topology is made for the ranks that there are. A newcomer gets
-the mean of the members' models and floating-point buffers, which leaves that mean as it is, their number of steps, the
-factor of the mixing, the loss scale and the place in the schedule of the learning rate. Its optimizer begins afresh.
+Survivors keep their models, optimizer states and buffers. The exchange that the old generation left unfinished is
+settled (transports/regrouping.py), the sharing rules are reset, and the topology is made for the ranks of the new
+generation. A newcomer gets the mean of the members' models and floating-point buffers, which leaves that mean
+unchanged, their number of steps, the mixing factor, the loss scale and the position in the learning rate schedule. Its
+optimizer starts with a new state.
 """
 
 from __future__ import annotations
@@ -41,14 +42,14 @@ logger = logging.getLogger(__name__)
 
 
 class WrapperParticipant:
-    """The `Participant` of a job that one wrapper is."""
+    """Makes a wrapper the `Participant` of a job."""
 
     def __init__(
         self, job: Job, topology: TopologyLike, local_world_size: int, sharing: SharingRule, transport: str, *,
         make_topology: Callable[[Any, int, int], Graph],
     ) -> None:
         """make_topology: as `planning.topologies.make_topology`. Raises ValueError for a topology that cannot be made
-        for another number of ranks."""
+        for other numbers of ranks."""
         if not isinstance(topology, str | Mapping) or (isinstance(topology, Mapping) and "nodes" in topology):
             raise ValueError('topology must be a name, or a section without nodes, with missing="regroup": it must be '
                              f"possible to make it for other numbers of ranks, got {topology!r}")  # fmt: skip
@@ -56,11 +57,11 @@ class WrapperParticipant:
         self._topology, self._local, self._sharing, self._transport = topology, local_world_size, sharing, transport
         self._in_step = False
         self._first = 0
-        """The step that the generation begins with."""
+        """The first step of the generation."""
         self._position = 0
-        """Steps that were over on this rank, or were about to be, when the regrouping began."""
+        """Steps that this rank had finished, or was about to finish, when the regrouping began."""
         self.came_at: int | None = None
-        """The step at which this process came to the others last, with their model; None where it was there before."""
+        """The step at which this process last joined and took the others' model; None if it never did."""
         self.exchange: RegroupingExchange
         self._module: Module
         self._steps: GossipSteps
@@ -76,9 +77,9 @@ class WrapperParticipant:
         self, module: Module, steps: GossipSteps, average: GlobalAverage, unfrozen: Unfrozen,
         take_in: Callable[[Sequence[str]], None],
     ) -> None:  # fmt: skip
-        """Makes the wrapper the job's, which it may be told to regroup from now on. module: the wrapped one; steps,
-        average, unfrozen: of it. take_in: a method of it, which exchanges more parameters by name from now on. Raises
-        as `Job.attach`."""
+        """Attaches the wrapper to the job, which may regroup it from now on. module: the wrapped one, with its steps,
+        average and unfrozen. take_in: a bound method of the wrapper, which exchanges further parameters, given by name,
+        from then on. Raises as `Job.attach`."""
         self._module, self._steps, self._average, self._unfrozen = module, steps, average, unfrozen
         self._take = weakref.WeakMethod(take_in)
         words = {True: "trained", False: "frozen"}
@@ -91,7 +92,7 @@ class WrapperParticipant:
         self.job.attach(self, lines)
 
     def come(self) -> None:
-        """Blocking for a newcomer, until it is a member."""
+        """Joins the job as a newcomer, blocking until this process is a member; otherwise does nothing."""
         if self.job.admission is not None:
             self.regroup(None)
 
@@ -99,7 +100,7 @@ class WrapperParticipant:
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """Around one step of the wrapper: a regrouping inside it ends with it."""
+        """Wraps one step of the wrapper; if ranks regroup inside, the new generation starts when the step ends."""
         self._in_step = True
         try:
             self.exchange.check()
@@ -110,22 +111,22 @@ class WrapperParticipant:
             self._resume()
 
     def regroup(self, error: PeerLost | None) -> None:
-        """Blocking, as `Job.regroup`."""
+        """Regroups as `Job.regroup`. Blocking."""
         self._position = self._steps.taken + self._in_step
-        self._average.swap()  # what is settled and shared are the local models
+        self._average.swap()  # it is the local models that are settled and shared
         self.job.regroup(error)
         self._average.swap()
         if not self._in_step:
             self._resume()
 
     def exchange_more(self) -> None:
-        """Blocking for about a second: another generation of the same ranks exchanges the parameters that wait for it,
-        too. A generation is what all ranks begin together, or none, whoever dies meanwhile."""
+        """Starts another generation of the same ranks, which also exchanges the pending parameters. Blocking for about
+        a second. All ranks begin a generation together or none does, whoever dies meanwhile."""
         self.regroup(ConnectionBroken(f"rank {self._steps.plan.rank} trains more parameters"))
 
     @torch.no_grad()
     def _resume(self) -> None:
-        """Begin the generation's first exchange."""
+        """Starts the generation's first exchange."""
         steps = self._steps
         steps.taken = self._first
         self._average.swap()
@@ -152,7 +153,7 @@ class WrapperParticipant:
     def rebuild(self, rank: int, world_size: int, reports: Mapping[int, Mapping[str, Any]]) -> None:
         steps = self._steps
         old = [number for number, uid in enumerate(self.job.members) if not reports[uid]["fresh"]]
-        self._local = int(reports[self.job.members[old[0]]]["local"])  # a newcomer's own environment does not tell it
+        self._local = int(reports[self.job.members[old[0]]]["local"])  # a newcomer's environment may say otherwise
         steps.plan = self._plan_for(rank, world_size)
         agree_on_step(steps.plan)
         self._take_in(reports)
@@ -166,7 +167,7 @@ class WrapperParticipant:
         schedule = steps.local.lr_scheduler
         if schedule is not None:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of torch, as a newcomer's optimizer has taken no step
+                warnings.simplefilter("ignore")  # torch warns because a newcomer's optimizer has taken no step
                 for _ in range(self._first - self._position):
                     schedule.step()
         self._position = self._first
@@ -176,8 +177,8 @@ class WrapperParticipant:
         logger.warning("rank %d of %d from step %d on", rank, world_size, self._first)
 
     def _take_in(self, reports: Mapping[int, Mapping[str, Any]]) -> None:
-        """Exchanges what any rank trains that was frozen, in the buckets that all have alike: who comes lacks those of
-        before, and who has lost others in the midst of this has them already."""
+        """Exchanges all parameters that any rank has unfrozen, in the same buckets on all ranks: a newcomer lacks the
+        earlier ones, and a rank whose last regrouping failed after this point already has them."""
         told, own = [reports[uid] for uid in self.job.members], self._unfrozen.groups
         wanted = max((each["unfrozen"] for each in told if not each["fresh"]), key=len)
         if wanted[: len(own)] != own:
@@ -202,7 +203,7 @@ class WrapperParticipant:
 
     @torch.no_grad()
     def _share(self, old: list[int], rank: int) -> None:
-        """Blocking, on all ranks: newcomers get the mean of the others. old: ranks that have a model."""
+        """Gives newcomers the mean of the others. old: the ranks that have a model. Blocking, on all ranks."""
         fresh, module = rank not in old, self._module
         for tensor in [*module.parameters(), *module.buffers()]:
             if tensor.is_floating_point():

@@ -1,1 +1,1 @@
-"""A step of the wrapper: noticed at the end of a backward pass, and taken bucket by bucket."""
+"""A step of the wrapper: its trigger, the end of a backward pass, and what it does, bucket by bucket."""

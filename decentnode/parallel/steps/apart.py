@@ -1,4 +1,4 @@
-"""Parameters that only one of the wrapped model and its optimizer has."""
+"""Finds parameters that only the wrapped model or only its optimizer has."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class Apart:
     """Compares the parameters of an optimizer with those that ranks exchange, again whenever it has more groups."""
 
     def __init__(self, optimizer: Optimizer, params: Sequence[Tensor]) -> None:
-        """params: those that are exchanged. Raises ValueError where the optimizer has others only."""
+        """params: those that are exchanged. Raises ValueError if the optimizer has none of them, but others."""
         self._optimizer, self._params = optimizer, list(params)
         self._groups = -1
         self._told = False
         self.unstepped: list[Tensor] = []
-        """Exchanged parameters that the optimizer does not have: nobody else clears their gradients."""
+        """Exchanged parameters that the optimizer does not have, whose gradients the wrapper has to clear."""
         own = {p for group in optimizer.param_groups for p in group["params"]}
         if own and own.isdisjoint(self._params):
             raise ValueError("optimizer must have parameters of the model, got only others: create it from the given "
@@ -28,11 +28,11 @@ class Apart:
         self.look()
 
     def exchange(self, params: Sequence[Tensor]) -> None:
-        """From now on these are exchanged."""
+        """Compares with these exchanged parameters from now on."""
         self._params, self._groups = list(params), -1
 
     def look(self) -> None:
-        """Warns, once, of parameters that every rank trains for itself."""
+        """Warns, once, if the optimizer has parameters that are not exchanged, which every rank trains by itself."""
         if len(self._optimizer.param_groups) == self._groups:
             return
         self._groups = len(self._optimizer.param_groups)

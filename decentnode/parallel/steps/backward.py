@@ -1,4 +1,4 @@
-"""Notices when a backward pass that has computed gradients of given parameters is over."""
+"""Detects the end of a backward pass that has computed gradients of given parameters."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from decentnode.parallel.checks.refusals import refuse_compiled_autograd
 logger = logging.getLogger(__name__)
 
 _last: tuple[int, weakref.ref[Any]] = (-1, weakref.ref(set()))
-"""The pass whose end a watch was told last, and that watch."""
+"""The id of the backward pass whose end was last reported, and the watch that it was reported to."""
 _told = False
 
 
 def _tell_of_two(watch: BackwardWatch) -> None:
-    """Warns, once in a process, of a backward pass that more than one watch is told the end of."""
+    """Warns, once in a process, if the end of one backward pass is reported to more than one watch."""
     global _last, _told
     number = torch._C._current_graph_task_id()
     before = _last[1]()
@@ -34,7 +34,7 @@ def _tell_of_two(watch: BackwardWatch) -> None:
 
 
 def tensors_in(output: Any) -> Iterator[Tensor]:
-    """The tensors in what a module returned: in mappings, lists, tuples and dataclasses, at any depth."""
+    """Yields the tensors in what a module returned: in mappings, lists, tuples and dataclasses, at any depth."""
     if isinstance(output, Tensor):
         yield output
     elif isinstance(output, Mapping | list | tuple):
@@ -48,28 +48,28 @@ def tensors_in(output: Any) -> Iterator[Tensor]:
 class BackwardWatch:
     """Calls a method once at the end of each backward pass in which one of the parameters got its gradient.
 
-    Reentrant checkpoints run passes of their own inside, whose ends do not count: a pass begins where the gradient of
-    a module's output comes (`output_came`), and one that began inside ends with the pass around it. Neither this object
-    nor the method's is kept alive by the parameters.
+    Reentrant checkpoints run nested backward passes, whose ends do not count. A pass begins when the gradient of one of
+    the module's outputs arrives (`output_came`); if that happens in a nested pass, the end of the outermost one counts.
+    The parameters keep neither this object nor the method's object alive.
     """
 
     def __init__(self, params: Sequence[Parameter], on_end: Callable[[], None]) -> None:
-        """params: none to watch no pass. on_end: a bound method, called on the thread that the engine ends the pass
-        on."""
+        """params: empty to watch no pass. on_end: a bound method, called on the thread on which the autograd engine
+        ends the pass."""
         self.accumulating = False
-        """While True, passes only add up gradients."""
+        """While True, passes only accumulate gradients."""
         self._on_end = weakref.WeakMethod(on_end)
         self._gradient_came = False
-        """Whether a parameter got its gradient in the pass under way."""
+        """Whether a parameter got its gradient in the current pass."""
         self._queued: weakref.ref[Callable[[], None]] | None = None
         itself = weakref.ref(self)
         nothing: weakref.ref[Callable[[], None]] = weakref.ref(lambda: None)
         known = nothing
-        """The end of the pass that is known to have a gradient: alive as long as that pass."""
+        """The end-of-pass callback of the pass that is known to have a gradient: alive as long as that pass."""
 
         def on_gradient(_: Tensor) -> None:
             nonlocal known
-            if known() is not None:  # a thousand small parameters come here in one pass
+            if known() is not None:  # fast path: one pass may call this for a thousand small parameters
                 return
             watch = itself()
             if watch is not None and not watch.accumulating:
@@ -83,18 +83,18 @@ class BackwardWatch:
         self.add(params)
 
     def add(self, params: Sequence[Parameter]) -> None:
-        """Watches these, too, unless it was stopped. They must require gradients."""
+        """Watches these parameters, too, unless stopped. They must require gradients."""
         if not self.stopped:
             self._hooks += [p.register_post_accumulate_grad_hook(self._on_gradient) for p in params]
 
     def output_came(self) -> None:
-        """To be called when the gradient of an output of the module comes: the outermost pass is under way."""
+        """Notes that a backward pass has begun; to be called when the gradient of a module's output arrives."""
         if not self.accumulating:
             self._await_end()
 
     def _await_end(self) -> None:
-        # The engine drops its callbacks when a pass raises, without a word: the weak reference is dead then, and the
-        # next pass queues one of its own.
+        # The engine silently drops its callbacks when a pass raises: the weak reference is dead then, and the next pass
+        # queues its own callback.
         if self._queued is not None and self._queued() is not None:
             return
         refuse_compiled_autograd()
@@ -117,9 +117,9 @@ class BackwardWatch:
         torch.autograd.Variable._execution_engine.queue_callback(end_of_backward)
 
     def _await_end_around(self, node: Any) -> None:
-        """Called at the end of a pass that `node` of another one runs: that one's end is waited for.
+        """Waits for the end of the outer pass; called at the end of a nested pass that `node` of the outer one runs.
 
-        It is queued where a gradient goes on from `node`, because nothing runs in that pass before.
+        The callback is queued when a gradient leaves `node`, because no code runs in the outer pass before that.
         """
         came = self._gradient_came
         handles: list[Any] = []
@@ -138,7 +138,7 @@ class BackwardWatch:
         handles += [following.register_prehook(goes_on) for following, _ in node.next_functions if following]
 
     def stop(self) -> bool:
-        """Take the hooks off the parameters; whether it was the first to do so. Idempotent."""
+        """Removes the hooks from the parameters; returns whether they were still there. Idempotent."""
         before, self.stopped = self.stopped, True
         for hook in self._hooks:
             hook.remove()

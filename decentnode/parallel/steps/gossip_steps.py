@@ -1,6 +1,6 @@
-"""Steps of a model in buckets: each mixes what has arrived, updates it, and launches the exchange of the result.
+"""Steps of a model in buckets: each mixes what has arrived, updates the model, and launches the exchange of the result.
 
-`DecentralizedDataParallel` (ddp.py) decides when a step is taken, and is what a script sees of them.
+`DecentralizedDataParallel` (ddp.py), which is what a script sees, decides when a step is taken.
 """
 
 from __future__ import annotations
@@ -22,34 +22,36 @@ from decentnode.parallel.steps.part_steps import PartSteps, suit_part_by_part
 from decentnode.parallel.transports.base import BucketExchange
 
 DELAYED_FACTOR = 0.5
-"""Of the mixing where exchanges are delayed. From one exchange to the next a mode of what ranks differ by is multiplied
-by w - c, where it would be by w (1 - c) without delay; w: its eigenvalue of W, c: how far the steps between go toward
-where they lead. For small w and c near 1 models swing. Half the way makes (1 + w) / 2 of w, and w - c at least -1/2."""
+"""The mixing factor for delayed exchanges. From one exchange to the next, a mode of the differences between ranks is
+multiplied by w - c, where it would be by w (1 - c) without delay; w: its eigenvalue of W, c: the fraction of the way to
+their target that the steps in between go. For small w and c near 1 the models would oscillate. The factor 1/2 turns w
+into (1 + w) / 2, and keeps w - c at or above -1/2."""
 
 
 class OptimizerStep:
-    """The local part of a step: the optimizer's, with the loss scaler, the clipping and the schedule of the rate."""
+    """The local part of a step: the optimizer's step, with loss scaling, gradient clipping and the learning rate."""
 
     def __init__(
         self, params: Sequence[Tensor], optimizer: Optimizer, lr_scheduler: Any, scaler: Any, clip_norm: float
     ) -> None:
-        """params: those that ranks exchange. clip_norm: largest norm of all their gradients together, 0 for any.
-        lr_scheduler, scaler: None for none. Raises ValueError where the optimizer has none of the parameters."""
+        """params: those that ranks exchange. clip_norm: largest norm of all their gradients together, 0 for no limit.
+        lr_scheduler, scaler: None for none. Raises ValueError if the optimizer has none of the parameters."""
         self._params = list(params)
         self.optimizer, self.lr_scheduler, self.scaler, self.clip_norm = optimizer, lr_scheduler, scaler, clip_norm
         self.apart = Apart(optimizer, self._params)
 
     def rate(self) -> float:
-        """The learning rate of the optimizer's first group, 1 where it has no group."""
+        """Returns the learning rate of the optimizer's first group, 1 if it has no group."""
         return float(self.optimizer.param_groups[0]["lr"]) if self.optimizer.param_groups else 1.0
 
     def clip(self) -> None:
-        """Clips the gradients. They must be unscaled."""
+        """Clips the gradients, which must be unscaled."""
         if self.clip_norm > 0:
             torch.nn.utils.clip_grad_norm_(self._params, self.clip_norm)
 
     def take(self) -> None:
-        """Updates all parameters at once. Where there is a scaler, unscales and clips first; else `clip` was called."""
+        """Updates all parameters at once. With a scaler, unscales and clips first; without, `clip` must have been
+        called."""
         if self.scaler is None:
             self.optimizer.step()
             return
@@ -65,7 +67,7 @@ class OptimizerStep:
             p.grad = None
 
     def exchange(self, params: Sequence[Tensor]) -> None:
-        """From now on ranks exchange these. The order is that in which the norm of their gradients is summed."""
+        """Lets ranks exchange these from now on. The norm of their gradients is summed in this order."""
         self._params = list(params)
         self.apart.exchange(params)
 
@@ -75,24 +77,24 @@ class OptimizerStep:
 
 
 class GossipSteps:
-    """The steps of one rank's model, its exchange in flight between two of them."""
+    """The steps of one rank's model; between two of them its exchange is in flight."""
 
     def __init__(
         self, plan: Plan, buckets: Sequence[Bucket], exchange: BucketExchange, local: OptimizerStep
     ) -> None:
         self.plan, self.buckets, self.exchange, self.local = plan, list(buckets), exchange, local
         self.part_steps = PartSteps(self.buckets) if suit_part_by_part(self.buckets) else None
-        """None where steps are taken of all parameters at once."""
+        """None if every step updates all parameters at once."""
         self.factor = DELAYED_FACTOR if plan.delayed else 1.0
-        """Of the mixing: x + factor (W x - x)."""
+        """The mixing factor: x + factor (W x - x)."""
         self.taken = 0
-        """Steps taken: the round of the topology that the next exchange has."""
+        """The number of steps taken, which is the round of the topology that the next exchange has."""
         self.learning_rate = 1.0
-        """Of the optimizer's last step."""
+        """The learning rate of the optimizer's last step."""
         self.must_restart = False
-        """Whether a state was loaded, so that what is in flight is of another model."""
+        """Whether a state was loaded, so that the exchange in flight is of another model."""
         self._broken: str | None = None
-        """The name of what broke off a step."""
+        """The name of the exception that interrupted a step."""
 
     def begin(self) -> None:
         """Starts the exchange of the initial parameters."""
@@ -102,18 +104,18 @@ class GossipSteps:
         self.launch(0)
 
     def add(self, buckets: Sequence[Bucket]) -> None:
-        """From the next step on, steps are of these buckets, too."""
-        self.buckets = [*self.buckets, *buckets]  # a step under way goes on with the list that it has
+        """Adds buckets, which take part from the next step on."""
+        self.buckets = [*self.buckets, *buckets]  # not in place: a step in progress iterates over the old list
         self.part_steps = PartSteps(self.buckets) if suit_part_by_part(self.buckets) else None
 
     @torch.no_grad()
     def take_in(
         self, buckets: Sequence[Bucket], exchange_for: Callable[[Plan, Sequence[Bucket]], BucketExchange]
     ) -> None:
-        """Blocking, on all ranks, while nothing is in flight: steps are of these buckets, too, from now on, and the
-        exchange of the parameters as they are begins.
+        """Adds buckets from now on, and starts the exchange of the parameters as they are. Blocking, on all ranks; only
+        while nothing is in flight.
 
-        exchange_for: makes the exchange of all buckets; blocking. The rules of the buckets that were there go on.
+        exchange_for: makes the exchange of all buckets; blocking. The rules of the existing buckets keep their states.
         """
         before, rate = self.exchange, self.rate()
         before.abandon()
@@ -128,8 +130,8 @@ class GossipSteps:
         self.launch(self.taken)
 
     def take(self) -> None:
-        """Blocking until the exchange in flight is over. Raises PeerLost, and RuntimeError after a step that was broken
-        off."""
+        """Takes a step. Blocking until the exchange in flight has finished. Raises PeerLost; RuntimeError after a step
+        that was interrupted."""
         if self.local.scaler is None:
             self.local.clip()
         with self._whole():
@@ -144,7 +146,7 @@ class GossipSteps:
         self.local.advance_schedule()
 
     def take_idle(self) -> None:
-        """Mixes and sends as in a step, without an update."""
+        """Takes a step without an update: mixes and sends only."""
         with self._whole():
             if not self._rests():
                 self.mix()
@@ -154,7 +156,7 @@ class GossipSteps:
 
     @contextlib.contextmanager
     def _whole(self) -> Iterator[None]:
-        """Around the part of a step that is taken whole or not at all: ranks would else mix what is not of one step."""
+        """Wraps the part of a step that must be complete: after an interruption ranks would mix different steps."""
         if self._broken is not None:
             raise RuntimeError(f"a step was interrupted by {self._broken}, and the exchange cannot continue: create "
                                "the wrapper anew, on all ranks")  # fmt: skip
@@ -165,7 +167,7 @@ class GossipSteps:
             raise
 
     def _rests(self) -> bool:
-        """Whether this step neither waits for an exchange nor begins one."""
+        """Returns whether this step neither waits for an exchange nor begins one."""
         return self.plan.delayed and not self.plan.exchanges_after(self.round_of(self.taken + 1))
 
     def _take_alone(self) -> None:
@@ -177,19 +179,19 @@ class GossipSteps:
 
     def _take_at_once(self) -> None:
         self.mix()
-        self._count_change()  # buckets that look at versions see those of the next snapshot
+        self._count_change()  # after mixing, which on GPUs takes a changed version counter for a script's change
         self.learning_rate = self.rate()
         self.local.take()
         self.launch(self.taken + 1)
 
     def _count_change(self) -> None:
-        """Lets autograd know that mixing changes the parameters: a second backward pass through a graph of before then
-        raises, as after a step of torch's."""
+        """Lets autograd know that mixing changes the parameters: a second backward pass through a graph from before the
+        step then raises, as it does after a step of a torch optimizer."""
         for bucket in self.buckets:
             increment_version(bucket.params)
 
     def mix(self) -> None:
-        """Blocking: waits for the exchange in flight and mixes what has arrived into the parameters."""
+        """Waits for the exchange in flight and mixes what has arrived into the parameters. Blocking."""
         for bucket in self.buckets:
             bucket.gather()
             self.exchange.finish(bucket, self.factor)
@@ -205,14 +207,14 @@ class GossipSteps:
         self.exchange.launch(self.buckets, self.round_of(step))
 
     def launch_anew(self) -> None:
-        """Blocking: ends the exchange in flight, mixing nothing, and starts that of the parameters as they are."""
+        """Waits for the exchange in flight without mixing it, and starts that of the current parameters. Blocking."""
         self.exchange.drain()
         self.launch(self.taken)
 
     def round_of(self, step: int) -> int:
-        """The round of the topology in which the exchange of a step takes place."""
+        """Returns the round of the topology in which the exchange of a step takes place."""
         return step
 
     def rate(self) -> float:
-        """The learning rate of which the sharing rules are told."""
+        """Returns the learning rate that the sharing rules are given."""
         return self.local.rate()

@@ -21,14 +21,14 @@ class _IdleHook(JoinHook):
 
 
 class Idles(Joinable):
-    """Takes part in the steps of the others while they have inputs and this rank has none."""
+    """Base class: takes part in the steps of the other ranks while they have inputs and this rank has none."""
 
     def _idle_step(self) -> None:
-        """A step without inputs. Blocking as a step is."""
+        """Takes a step without inputs. Blocking as a step is."""
         raise NotImplementedError
 
     def _comes_and_goes(self) -> bool:
-        """Whether ranks come and go."""
+        """Returns whether the membership may change (missing="regroup")."""
         raise NotImplementedError
 
     def join_hook(self, **_: Any) -> JoinHook:

@@ -1,4 +1,4 @@
-"""Steps that mix, update and send one part of a bucket after the other, while a cache holds it."""
+"""Steps that mix, update and send one part of a bucket after the other, while it is in a cache."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from decentnode.parallel.transports.base import BucketExchange
 
 
 class PartSteps:
-    """Takes steps of an optimizer part by part, with the bits of a step of all parameters at once."""
+    """Takes steps of an optimizer part by part, with bitwise the result of a step of all parameters at once."""
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
         self._buckets = buckets
@@ -23,10 +23,10 @@ class PartSteps:
         self._adam = {part: AdamSteps(part.params) for part in parts}
 
     def take(self, optimizer: Optimizer, exchange: BucketExchange, number: int, factor: float) -> None:
-        """Blocking until every bucket has arrived: mixes it, updates it, and sends it.
+        """Takes a step: waits for every bucket, mixes it, updates it, and sends it. Blocking until all have arrived.
 
-        optimizer: one that `optim.parts.divisible` admits. number: the round in which the buckets depart. factor: of
-        the mixing.
+        optimizer: one that `optim.parts.divisible` accepts. number: the round in which the buckets depart. factor: the
+        mixing factor.
         """
         groups = iter(self._division.groups(optimizer))
         exchange.begin(number)
@@ -58,6 +58,6 @@ class PartSteps:
 
 
 def suit_part_by_part(buckets: Sequence[Bucket]) -> bool:
-    """Whether buckets can be mixed in parts: on a CPU, as views, by a rule that does not ask for the steps between."""
+    """Returns whether buckets can be mixed in parts: on a CPU, as views, by a rule that is not sequential."""
     return all(bucket.views and bucket.flat.device.type == "cpu" and not bucket.rule.requirements.sequential
                for bucket in buckets)  # fmt: skip

@@ -1,4 +1,4 @@
-"""The optimizer that a script steps itself, where backward passes do not."""
+"""The optimizer that a script steps itself, when backward passes do not."""
 
 from __future__ import annotations
 
@@ -16,23 +16,24 @@ from decentnode.optim.outer import OuterOptimizer
 logger = logging.getLogger(__name__)
 
 TOLD_AFTER = 10
-"""Changes of the parameters before the first step: loading a state, or moving them for a second pass, makes fewer."""
+"""How often parameters may change before the first step until a warning: loading a state, or moving them for a second
+pass, causes fewer changes."""
 
 
 class ScriptOptimizer(OuterOptimizer):
-    """Its step is one of the wrapped model: it mixes, updates, and starts the next exchange.
+    """An optimizer whose step is a step of the wrapped model: it mixes, updates, and starts the next exchange.
 
     With a GradScaler (`scaler.step(optimizer)`) a rank whose gradients have an inf or NaN mixes without an update.
     """
 
     def __init__(self, optimizer: Optimizer, take: Callable[[bool], None]) -> None:
-        """take: a bound method, which takes a step, with an update or without. Its object is not kept alive."""
+        """take: a bound method, which takes a step with or without an update. Its object is not kept alive."""
         super().__init__(optimizer)
         self._take = weakref.WeakMethod(take)
 
-    @_disable_dynamo  # as torch's own: a compiled training step calls it whole
+    @_disable_dynamo  # as torch's own optimizers do: a compiled training step calls it without tracing into it
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Blocking until the exchange under way is over. Raises RuntimeError once the wrapper is closed, PeerLost."""
+        """Blocking until the exchange in flight is finished. Raises RuntimeError if the wrapper is closed, PeerLost."""
         result = self.evaluated(closure)
         take = self._take()
         if take is None:
@@ -52,7 +53,7 @@ class ScriptOptimizer(OuterOptimizer):
 
 
 class OtherUpdates:
-    """Notices that the parameters are trained by another optimizer than the wrapped model's, which ranks do not see."""
+    """Detects that another optimizer than the wrapped model's trains the parameters, which ranks would not notice."""
 
     def __init__(self, params: Sequence[Tensor]) -> None:
         self._params = list(params)
@@ -60,7 +61,7 @@ class OtherUpdates:
         self._changes = 0
 
     def look(self) -> None:
-        """To be called in the forward passes of training before the first step. Warns once."""
+        """Checks for changes; to be called in the training's forward passes before the first step. Warns once."""
         version = sum(p._version for p in self._params)
         self._changes += version != self._version
         self._version = version

@@ -13,29 +13,30 @@ Named = list[tuple[str, Parameter]]
 
 
 class Unfrozen:
-    """Finds parameters that are trained now and were not before, and gives them to the optimizer.
+    """Finds parameters that are trained now and were not before, and adds them to the optimizer.
 
-    That needs no other rank; until these parameters are exchanged, which all ranks have to begin together, they wait.
+    That needs no other rank. Until these parameters are exchanged, which all ranks have to begin together, they are
+    pending (`waiting`).
     """
 
     def __init__(
         self, named: Sequence[tuple[str, Parameter]], optimizer: Optimizer, make: Callable[[Named], Optimizer],
     ) -> None:
-        """named: all parameters of the module, in its order. make: made the optimizer of those that are trained."""
+        """named: all parameters of the module, in its order. make: the function that made the optimizer."""
         self._named, self._optimizer, self._make = list(named), optimizer, make
         self._known = [(name, p) for name, p in named if p.requires_grad]
         self._frozen = [(name, p) for name, p in named if not p.requires_grad]
         self.waiting: Named = []
         self.groups: list[list[str]] = []
-        """The names of those that have waited, in the order in which they are exchanged."""
+        """The names of the parameters that were pending, grouped as they began to be exchanged, in that order."""
 
     def found(self) -> Named:
-        """Parameters that were frozen so far and no longer are: they are to be admitted."""
+        """Returns parameters that were frozen so far and no longer are, which should be admitted."""
         return [(name, p) for name, p in self._frozen if p.requires_grad]
 
     def admit(self, names: set[str]) -> None:
-        """Lets the parameters of these names that were frozen so far wait, whether they still are or not. Raises
-        RuntimeError where the optimizer has several groups and its maker does not tell which one is theirs."""
+        """Makes the so far frozen parameters of these names pending, whether they are still frozen or not. Raises
+        RuntimeError if the optimizer has several groups and it is not clear which one they belong to."""
         known = {name for name, _ in self._known}
         fresh = [(name, p) for name, p in self._frozen if name in names and name not in known]
         if fresh:
@@ -46,7 +47,7 @@ class Unfrozen:
         self._frozen = [(name, p) for name, p in self._frozen if name not in names or not p.requires_grad]
 
     def take(self, names: Sequence[str] | None = None) -> Named:
-        """Those of these names, in that order, or all, wait no longer: they are exchanged from now on."""
+        """Returns the pending parameters of these names, in that order, or all, which are exchanged from now on."""
         waiting = dict(self.waiting)
         found = [(name, waiting.pop(name)) for name in (names or [*waiting])]
         self.waiting = [*waiting.items()]
@@ -54,14 +55,14 @@ class Unfrozen:
         return found
 
     def withdraw(self) -> None:
-        """Parameters that wait and are still frozen wait no longer."""
+        """Makes those pending parameters that are still frozen no longer pending."""
         back = {name for name, p in self.waiting if not p.requires_grad}
         self._known = [(name, p) for name, p in self._known if name not in back]
         self.waiting = [(name, p) for name, p in self.waiting if name not in back]
 
     def _give(self, fresh: Named, trained: Named) -> None:
-        """Puts parameters into the groups of the optimizer where its maker puts them when it is called anew, with all
-        that are trained; those that the script has added itself stay where they are."""
+        """Adds parameters to the optimizer's groups in which its maker puts them when it is called again with all
+        trained parameters; those that the script has added itself stay where they are."""
         groups = self._optimizer.param_groups
         own = {p for group in groups for p in group["params"]}
         lacking = {p: name for name, p in fresh if p not in own}
@@ -72,7 +73,7 @@ class Unfrozen:
             if lacking.keys().isdisjoint(theirs["params"]):
                 continue
             mine = [group for group in groups if not set(group["params"]).isdisjoint(theirs["params"])]
-            if not mine and len(made.param_groups) == len(groups):  # of parameters that were all frozen
+            if not mine and len(made.param_groups) == len(groups):  # all parameters of the group were frozen
                 mine = groups[number : number + 1]
             if len(mine) != 1:
                 name = next(lacking[p] for p in theirs["params"] if p in lacking)
@@ -81,12 +82,12 @@ class Unfrozen:
                                    'with model.optimizer.add_param_group({"params": [...]})')  # fmt: skip
             _extend(mine[0], theirs, lacking.keys())
         for p in lacking:
-            if p in made.state:  # as Adagrad's, which is made with the optimizer
+            if p in made.state:  # for example Adagrad makes its state at construction
                 self._optimizer.state[p] = made.state[p]
 
 
 def _extend(mine: dict[str, Any], theirs: Mapping[str, Any], lacking: Collection[Tensor]) -> None:
-    """Adds the parameters `lacking` of the group `theirs` to the group `mine`, in the order of a wrapper made anew."""
+    """Adds the parameters `lacking` of the group `theirs` to the group `mine`, in the order of a new optimizer."""
     names = {p: name for group in (mine, theirs)
              for p, name in zip(group["params"], group.get("param_names", ()), strict=False)}  # fmt: skip
     before = set(mine["params"])
