@@ -1,1 +1,1 @@
-"""How buckets travel between ranks: by operations of torch.distributed, through shared memory, over sockets."""
+"""The transports that exchange buckets between ranks: torch.distributed, shared memory and sockets."""

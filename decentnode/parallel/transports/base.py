@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 def _go_on(peer: int, since: float, now: float) -> None:
-    """Waits on for a rank."""
+    """Continues the wait for a rank: the default of `BucketExchange.interrupt`."""
 
 
 @dataclass
@@ -35,8 +35,8 @@ class Flight:
     works: list[tuple[Any, list[int]]] = field(default_factory=list)
     """Operations, each with the ranks that it waits for."""
     landings: dict[int, Callable[[], object]] = field(default_factory=dict)
-    """Rank -> brings what arrived from it to where it belongs; of those of which that has not been done yet. An
-    all_reduce has this rank's."""
+    """Rank -> a function that moves what arrived from it to its destination; removed once called. An all_reduce has an
+    entry for this rank itself."""
     use: int = 0
     """The number of the exchange, in shared memory."""
 
@@ -45,23 +45,23 @@ class BucketExchange(abc.ABC):
     """The exchange of all buckets: a bucket arrives, is mixed part by part, and may depart again for the next step."""
 
     interrupt: Callable[[int, float, float], None] = staticmethod(_go_on)
-    """interrupt(rank, since, now): called from time to time while a rank is waited for, where a transport can; raises
+    """interrupt(rank, since, now): called periodically while this rank waits for another, if the transport can; raises
     PeerLost to end the wait."""
     over = False
-    """Whether nothing is sent any more in this step (regrouping.py)."""
+    """Whether nothing more is sent in this step (regrouping.py)."""
 
     def __init__(self, plan: Plan, timeout_seconds: float) -> None:
         self.plan, self.graph, self.rank, self.timeout_seconds = plan, plan.graph, plan.rank, timeout_seconds
         self.bytes_sent = 0
         self.wait_seconds = 0.0
-        """Exposed communication: the seconds that all waits have taken."""
+        """Exposed communication: the total time that this rank has waited, in seconds."""
         self._step = -1
         self._flights: dict[int, Flight] = {}
 
     # -- sending ----------------------------------------------------------------------------------------------
 
     def launch(self, buckets: Sequence[Bucket], step: int) -> None:
-        """Sends every bucket as it is now; not blocking."""
+        """Sends the current values of every bucket; not blocking."""
         self.begin(step)
         for bucket in buckets:
             for part in bucket.parts:
@@ -69,31 +69,31 @@ class BucketExchange(abc.ABC):
             self.depart(bucket)
 
     def begin(self, step: int) -> None:
-        """Buckets that depart from now on belong to this step."""
+        """Assigns the buckets that depart from now on to this step."""
         self._step = step
 
     def snapshot(self, bucket: Bucket, part: BucketPart, cached: bool = False) -> None:
-        """Takes the snapshot of a part that its bucket will send. cached: the part is in the cache."""
+        """Takes the snapshot of a part for its bucket's next departure. cached: the part is in the cache."""
         place = self._place(bucket)
         if place is not None:
             bucket.snapshot_part(part, place, None, cached)
 
     def one_pass(self, bucket: Bucket, flight: Flight | None) -> bool:
-        """Whether `advance` can replace `mix`, the optimizer's step and `snapshot` for the parts of a bucket."""
+        """Returns whether `advance` can replace `mix`, the optimizer's step and `snapshot` for a bucket's parts."""
         return bucket.one_pass(None if flight is None else self.plan.view(flight.step))
 
     def advance(self, bucket: Bucket, part: BucketPart, flight: Flight | None, factor: float, rows: Rows) -> None:
-        """Mixes a part of a bucket that has arrived, takes the optimizer's step and the next snapshot, in one pass."""
+        """Mixes a part of an arrived bucket, takes the optimizer's step and the next snapshot, in one pass."""
         view = None if flight is None else self.plan.view(flight.step, factor)
         bucket.advance(part, view, rows, self._place(bucket))
 
     def _place(self, bucket: Bucket) -> Tensor | None:
-        """The tensor [S] that snapshots are written to; None in a step without neighbors."""
+        """Returns the tensor [S] that snapshots are written to; None in a step without neighbors."""
         view = self.plan.view(self._step)
         return bucket.sent_buffer() if view.neighbors or view.sources else None
 
     def _departing(self, bucket: Bucket) -> RoundView | None:
-        """The round in which a bucket departs, whose snapshot is `sent` from now on; None without neighbors."""
+        """Makes the snapshot the bucket's `sent`, and returns the round of the departure; None without neighbors."""
         view = self.plan.view(self._step)
         if not view.neighbors and not view.sources:
             return None
@@ -102,12 +102,12 @@ class BucketExchange(abc.ABC):
 
     @abc.abstractmethod
     def depart(self, bucket: Bucket) -> None:
-        """Sends a bucket of which all parts have their snapshots; not blocking."""
+        """Sends a bucket whose parts all have their snapshots; not blocking."""
 
     # -- receiving --------------------------------------------------------------------------------------------
 
     def finish(self, bucket: Bucket, factor: float = 1.0) -> None:
-        """Blocking: waits for a bucket and mixes it. Raises PeerLost naming the rank that did not answer."""
+        """Waits for a bucket and mixes it. Blocking. Raises PeerLost naming the rank that did not answer."""
         flight = self.arrive(bucket)
         if flight is not None:
             for part in bucket.parts:
@@ -115,18 +115,19 @@ class BucketExchange(abc.ABC):
             self.release(bucket)
 
     def arrive(self, bucket: Bucket) -> Flight | None:
-        """Blocking: waits for a bucket; None if it was not sent. Raises PeerLost naming a rank that did not answer."""
+        """Waits for a bucket to arrive. Returns None if it was not sent. Blocking. Raises PeerLost naming a rank that
+        did not answer."""
         flight = self._flights.get(bucket.index)
         if flight is not None:
             self._await(flight)
         return flight
 
     def _await(self, flight: Flight) -> None:
-        """Blocking until all of a flight has arrived. Raises PeerLost naming a rank that did not answer."""
+        """Waits until all of a flight has arrived. Blocking. Raises PeerLost naming a rank that did not answer."""
         raise NotImplementedError
 
     def summed(self, bucket: Bucket, flight: Flight) -> Tensor | None:  # noqa: ARG002
-        """The sum [S] of all snapshots of a bucket that has arrived; None where they came one by one."""
+        """Returns the sum [S] of all snapshots of a bucket that has arrived; None if they arrived one by one."""
         return None
 
     def mix(self, bucket: Bucket, part: BucketPart, flight: Flight, factor: float = 1.0, cached: bool = False) -> None:
@@ -134,39 +135,40 @@ class BucketExchange(abc.ABC):
         bucket.mix(self.plan.view(flight.step, factor), part, cached)
 
     def release(self, bucket: Bucket) -> None:
-        """To be called when all parts of a bucket are mixed: the received parameters are no longer needed."""
+        """Ends a bucket's exchange; to be called when all of its parts are mixed. Frees the received parameters."""
         del self._flights[bucket.index]
 
     def make_room(self, bucket: Bucket) -> None:  # noqa: B027  (most transports always have room)
-        """Blocking until the bucket's next snapshots can be written."""
+        """Waits until the bucket's next snapshots can be written. Blocking."""
 
     def flight_of(self, bucket: Bucket) -> Flight | None:
-        """The exchange of a bucket that is under way."""
+        """Returns a bucket's exchange in flight; None if there is none."""
         return self._flights.get(bucket.index)
 
     def collect(self, bucket: Bucket, flight: Flight, sources: Sequence[int]) -> None:
-        """Blocking: waits for what these ranks alone have sent. Raises PeerLost. Only where waits can be broken off."""
+        """Waits for what these ranks alone have sent. Blocking. Raises PeerLost. Only with interruptible waits."""
         raise NotImplementedError
 
     def forget(self, bucket: Bucket) -> None:
-        """Takes a bucket's exchange for over, whatever has not arrived."""
+        """Drops a bucket's exchange, even if parts of it have not arrived."""
         self._flights.pop(bucket.index, None)
 
     def _look_for(self, peer: int, started: float, now: float, step: int, waiting: str = "") -> None:
-        """Called from time to time by what waits for a rank since `started`: raises PeerLost once that is in vain."""
+        """Ends the wait for a rank, with PeerLost, if it is lost or the timeout has passed since `started`. To be
+        called periodically by code that waits."""
         self.interrupt(peer, started, now)
         if now - started > self.timeout_seconds:
             raise PeerLost(f"rank {self.rank}: the exchange of step {step} with rank {peer} took longer than "
                            f"{self.timeout_seconds:g} s{waiting}", [peer])  # fmt: skip
 
     def drain(self) -> None:
-        """Blocking: waits for all buckets in flight and discards them. Raises PeerLost as `arrive`."""
+        """Waits for all buckets in flight and discards them. Blocking. Raises PeerLost as `arrive`."""
         for flight in list(self._flights.values()):
             self._await(flight)
             self.release(flight.bucket)
 
     def finish_all(self, seconds: float) -> None:
-        """Blocking for so long at most: waits for all buckets in flight, as the process ends."""
+        """Waits for all buckets in flight, at most so many seconds, as the process ends. Blocking."""
         self.timeout_seconds = seconds
         self.drain()
 
@@ -177,11 +179,11 @@ class BucketExchange(abc.ABC):
         return bool(self._flights)
 
     def abandon(self) -> None:
-        """Ends this rank's part once nobody needs anything of it. Idempotent."""
+        """Ends this rank's part once no other rank needs anything from it. Idempotent."""
         self.end()
 
     def average(self, what: str) -> AbstractContextManager[None]:  # noqa: ARG002
-        """A context for an operation of all ranks. Raises PeerLost if it fails and a rank is known not to come to it.
+        """Wraps a collective of all ranks. Raises PeerLost if it fails and a rank is known not to take part in it.
 
         what: the operation's name, for messages.
         """
@@ -189,9 +191,9 @@ class BucketExchange(abc.ABC):
 
     def run_average(self, what: str, work: Callable[[Callable[[Tensor], Tensor]], T],
                     restart: Callable[[], None] | None = None) -> T:  # fmt: skip
-        """What `work` returns, an operation of all ranks that is given `mean_over_ranks`. Raises as `average`.
+        """Returns what `work` returns, a collective of all ranks that is given `mean_over_ranks`. Raises as `average`.
 
-        restart: given, what is in flight is discarded before, and `restart` begins the exchange anew afterwards.
+        restart: if given, what is in flight is discarded before, and `restart` starts a new exchange afterwards.
         """
         if restart is not None:
             self.drain()
@@ -202,8 +204,8 @@ class BucketExchange(abc.ABC):
         return found
 
     def tell(self, text: str, what: str) -> dict[int, str]:
-        """Blocking, on all ranks: by rank, the text that each gives; by uid where ranks come and go. Raises as
-        `average`."""
+        """Returns the texts of all ranks, by rank; by uid if the membership may change. Blocking, on all ranks. Raises
+        as `average`."""
         with self.average(what):
             told = gather_texts(text, device_of_group(), what) if num_ranks() > 1 else [text]
         return dict(enumerate(told))

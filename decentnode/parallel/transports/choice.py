@@ -1,4 +1,4 @@
-"""The exchange of buckets that ranks use, by the name of a transport."""
+"""Makes the exchange of buckets for the name of a transport."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from decentnode.parallel.transports.sockets import SocketExchange
 def exchange_for(
     transport: str, plan: Plan, buckets: Sequence[Bucket], timeout_seconds: float, job: Job | None
 ) -> BucketExchange:
-    """Blocking. job: where ranks come and go, None where they do not (membership/).
+    """Returns the exchange of the buckets. Blocking. job: None unless missing="regroup" (membership/).
 
-    Raises ValueError where shared memory or sockets are asked for and cannot be, gloo where the job has keys, or what
-    the rule compresses cannot be sent.
+    Raises ValueError if shared memory or sockets are asked for and cannot be used, if collective is asked for and the
+    job has keys, or if what the rule compresses cannot be sent.
     """
     memory = HostMemory() if plan.coding is None else CodedMemory(plan, plan.coding, buckets)
     if plan.graph.num_nodes == 1:

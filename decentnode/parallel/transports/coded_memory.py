@@ -1,4 +1,4 @@
-"""Buckets that are compressed before they leave."""
+"""Send and receive buffers for buckets that are compressed."""
 
 from __future__ import annotations
 
@@ -20,30 +20,31 @@ from decentnode.sharing.operator import draws_of
 
 
 class CodedMemory(HostMemory):
-    """`HostMemory` for buckets that are compressed, on the device on which they lie.
+    """`HostMemory` for buckets that are compressed, on the device on which they are.
 
-    A rank mixes what its neighbors got of it, not what it has: x <- x + sum_j W_ij (q_j - q_i), so that the mean of the
-    models is kept whatever compression takes away. Of a rule of differences, q are the public copies, one for each
-    round of the topology's period. They begin as the models of the first exchange, which are sent whole.
+    A rank mixes what its neighbors received from it, not its own parameters: x <- x + sum_j W_ij (q_j - q_i), so that
+    the mean of the models is kept whatever the compression loses. With a rule of differences, q are the public copies,
+    one for each round of the topology's period. They start as the models of the first exchange, which are sent
+    uncompressed.
     """
 
     def __init__(self, plan: Plan, coding: Coding, buckets: Sequence[Bucket]) -> None:
-        """Raises ValueError for what cannot be compressed to a length that is known before."""
+        """Raises ValueError for a compression whose output size is not known in advance."""
         super().__init__()
         self._plan, self._codec, self._differences = plan, coding.codec, coding.differences
         self._packings = [Packing(coding, [p.numel() for p in each.params], each.flat.dtype) for each in buckets]
         self._packed: dict[int, Tensor] = {}
-        """Bucket -> what leaves of it."""
+        """Bucket -> the encoded bytes that are sent."""
         self._rooms: dict[tuple[int, int], Tensor] = {}
-        """(bucket, source's number; -1 for what leaves) -> where the process group can receive or send it."""
+        """(bucket, source's number; -1 for sending) -> a buffer that the process group receives into or sends from."""
         self._whole_rooms: dict[int, list[Tensor]] = {}
-        """The same of buckets that are sent whole in the exchange under way: most exchanges need no room for that."""
+        """The same for buckets that are sent uncompressed in the current exchange; most exchanges have none."""
         self._own: dict[tuple[int, int], Tensor] = {}
         """(bucket, phase) -> [S] this rank's public copy."""
         self._theirs: dict[tuple[int, int, int], Tensor] = {}
         """(bucket, phase, rank) -> [S] the public copy of a neighbor."""
         self._begins: set[int] = set()
-        """Buckets that are sent whole in the exchange under way."""
+        """Buckets that are sent uncompressed in the current exchange."""
 
     def departing(self, bucket: Bucket, step: int) -> Tensor:
         packing, snapshot = self._packings[bucket.index], bucket.sent
@@ -72,19 +73,19 @@ class CodedMemory(HostMemory):
         return self._plan.phase(step) if self._differences else 0
 
     def _draws(self, bucket: Bucket, step: int) -> torch.Generator | None:
-        """Others for each bucket, as they are for each fragment of a node's model."""
+        """Returns the random generator of a bucket: another one for each, as for each fragment of a node's model."""
         if self._codec is None:
             return None
         return draws_of(self._codec, replace(self._plan.view(step), fragment=bucket.index), bucket.flat.device)
 
     def _sendable(self, bucket: Bucket, tensor: Tensor) -> Tensor:
-        """The tensor, or a copy where the process group can send it. Blocking for a copy."""
+        """Returns the tensor, or a copy that the process group can send. Blocking for a copy."""
         if self._sends_from(bucket):
             return tensor
         return self._room(bucket, -1).copy_(tensor)
 
     def _room(self, bucket: Bucket, number: int) -> Tensor:
-        """[`_size`] uint8 for what comes from a source, or leaves, in the exchange under way."""
+        """Returns [`_size`] uint8, the buffer for a source, or for sending, in the current exchange."""
         if bucket.index in self._begins:
             room = self._new_room(bucket)
             self._whole_rooms.setdefault(bucket.index, []).append(room)
@@ -100,7 +101,7 @@ class CodedMemory(HostMemory):
                            pin_memory=flat.is_cuda and not direct)  # fmt: skip
 
     def _size(self, bucket: Bucket) -> int:
-        """How many bytes come from each neighbor in the exchange under way."""
+        """Returns how many bytes come from each neighbor in the current exchange."""
         return bucket.size_bytes if bucket.index in self._begins else self._packings[bucket.index].size_bytes
 
     def landing(self, bucket: Bucket, flight: Flight, sources: Sequence[int]) -> dict[int, Tensor]:
@@ -115,7 +116,7 @@ class CodedMemory(HostMemory):
         return {size, bucket.size_bytes} if self._differences else {size}
 
     def accept(self, bucket: Bucket, flight: Flight, number: int, peer: int, body: Tensor) -> None:
-        """As there. Raises PeerLost naming the rank for what no encoder makes."""
+        """Does the same as in `HostMemory`. Raises PeerLost naming the rank for malformed bytes."""
         packing, key = self._packings[bucket.index], (bucket.index, self._phase(flight.step), peer)
         try:
             if body.numel() != self._size(bucket):
@@ -133,6 +134,6 @@ class CodedMemory(HostMemory):
         bucket.received[peer] = self._theirs[key] if self._differences else bucket.slot(number)
 
     def forget(self) -> None:
-        """Public copies begin anew, on all ranks: the next exchange sends models whole."""
+        """Drops the public copies, on all ranks: the next exchange sends whole models."""
         self._own.clear()
         self._theirs.clear()

@@ -1,4 +1,4 @@
-"""The transport `collective`: buckets travel by operations of torch.distributed.
+"""The transport `collective`: exchanges buckets by operations of torch.distributed.
 
 Every rank launches the same buckets in the same order, peers ascending. The common order keeps the point-to-point
 operations of one communicator from deadlock.
@@ -29,7 +29,7 @@ class CollectiveExchange(HostMemoryExchange):
     """`BucketExchange` by point-to-point operations, and in cliques by one all_reduce."""
 
     def __init__(self, plan: Plan, timeout_seconds: float, memory: HostMemory) -> None:
-        """Blocking: all ranks make the process groups of the topology's cliques, in the same order."""
+        """Makes the process groups of the topology's cliques, on all ranks in the same order. Blocking."""
         super().__init__(plan, timeout_seconds, memory)
         self._groups: dict[tuple[int, ...], Any] = {}
         everybody = tuple(range(self.graph.num_nodes))
@@ -38,7 +38,7 @@ class CollectiveExchange(HostMemoryExchange):
             self._groups[members] = None if members == everybody else dist.new_group(list(members), timeout=timeout)
 
     def _mean_group(self, step: int) -> tuple[int, ...] | None:
-        """The ranks that average with one all_reduce in a step; None if payloads are sent from rank to rank."""
+        """Returns the ranks that average with one all_reduce in a step; None if payloads are sent point-to-point."""
         clique = self.plan.clique(step)
         return clique.members if clique is not None and clique.members in self._groups else None
 
@@ -73,7 +73,7 @@ class CollectiveExchange(HostMemoryExchange):
         operations, whom = [], []
         sent = self._host.departing(bucket, self._step)
         landing = self._host.landing(bucket, flight, view.sources)
-        for peer in view.sources:  # first: gloo tells a peer that it may send behind whatever leaves on the connection
+        for peer in view.sources:  # receives first: gloo's "ready to receive" queues behind data on the connection
             operations.append(dist.P2POp(dist.irecv, landing[peer], peer))
             whom.append([peer])
         for peer in view.neighbors:
@@ -81,7 +81,7 @@ class CollectiveExchange(HostMemoryExchange):
             whom.append([peer])
             self.bytes_sent += sent.nbytes
         everybody = sorted({*view.neighbors, *view.sources})
-        with self._blamed(self._step, everybody):  # torch raises here already for a connection that it knows is broken
+        with self._blamed(self._step, everybody):  # torch raises here if it already knows that a connection is broken
             works = dist.batch_isend_irecv(operations)
         flight.works = list(zip(works, whom if len(works) == len(whom) else [everybody] * len(works), strict=True))
 
@@ -125,7 +125,7 @@ class CollectiveExchange(HostMemoryExchange):
 
     @contextlib.contextmanager
     def _blamed(self, step: int, peers: list[int]) -> Iterator[None]:
-        """Turns what torch.distributed raises inside into PeerLost, with the ranks that may be the cause."""
+        """Converts torch.distributed's exceptions to PeerLost, with the ranks that may be the cause."""
         try:
             yield
         except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""Host memory for buckets on a GPU, where the process group sends only what lies there, as gloo does."""
+"""Host memory for buckets on a GPU, if the process group can send only from host memory, as with gloo."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from decentnode.parallel.transports.base import BucketExchange, Flight
 
 
 class HostCopies:
-    """The copies of one bucket in host memory, which is pinned for a GPU; made when first asked for, and used again."""
+    """Copies of one bucket in host memory, pinned for a GPU; allocated at first use, and reused."""
 
     def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
@@ -27,51 +27,53 @@ class HostCopies:
         return torch.empty(flat.shape, dtype=flat.dtype, device="cpu", pin_memory=flat.is_cuda)
 
     def of_sent(self, tensor: Tensor) -> Tensor:
-        """A copy of `tensor` [S], which is sent. Blocking until it is complete."""
+        """Returns a copy of `tensor` [S], to be sent. Blocking until it is complete."""
         if self._sent is None:
             self._sent = self._new()
         return self._sent.copy_(tensor)
 
     def of_slot(self, number: int) -> Tensor:
-        """[S] for what is received into the bucket's slot of this number."""
+        """Returns a buffer [S] for what is received for the bucket's slot of this number."""
         while len(self._slots) <= number:
             self._slots.append(self._new())
         return self._slots[number]
 
 
 class HostMemory:
-    """Where the process group sends buckets from and receives them into: where they lie, or copies in host memory."""
+    """The buffers that the process group sends buckets from and receives them into: the buckets' own tensors, or copies
+    in host memory."""
 
     def __init__(self) -> None:
         self._copies: dict[int, HostCopies] = {}
-        """Of the buckets that the process group cannot send from where they lie."""
+        """Host copies of the buckets whose own tensors the process group cannot send."""
 
     @staticmethod
     def _sends_from(bucket: Bucket) -> bool:
-        """Whether the process group sends a bucket from where it lies. gloo sums what lies on a GPU, but does not send
-        it from rank to rank; of all that passes, the copies are made here."""
+        """Returns whether the process group sends a bucket's tensor directly. gloo can all-reduce a tensor on a GPU,
+        but has no point-to-point operations for it; here the copies are made for both."""
         device = bucket.flat.device
         return device.type == "cpu" or backend_of(device) == "nccl"
 
     def _copies_of(self, bucket: Bucket) -> HostCopies | None:
-        """None where the process group sends a bucket from where it lies."""
+        """Returns the bucket's host copies; None if the process group sends its tensor directly."""
         if self._sends_from(bucket):
             return None
         return self._copies.setdefault(bucket.index, HostCopies(bucket))
 
     def leaving(self, bucket: Bucket, tensor: Tensor) -> Tensor:
-        """A tensor [S] of a bucket, or its copy, where the process group can send it. Blocking for a copy."""
+        """Returns a tensor [S] of a bucket, or its host copy if the process group cannot send it. Blocking for a
+        copy."""
         copies = self._copies_of(bucket)
         return tensor if copies is None else copies.of_sent(tensor)
 
     def departing(self, bucket: Bucket, step: int) -> Tensor:  # noqa: ARG002
-        """What is sent of a bucket whose snapshot `sent` was taken after `step` steps, where the process group can send
-        it. Blocking for a copy."""
+        """Returns what is sent of a bucket whose snapshot `sent` was taken after `step` steps, in memory that the
+        process group can send from. Blocking for a copy."""
         return self.leaving(bucket, bucket.sent)
 
     def landing(self, bucket: Bucket, flight: Flight, sources: Sequence[int]) -> dict[int, Tensor]:
-        """Gives a bucket its slots for what comes from these ranks. By rank: the tensor that the process group receives
-        into, the slot or one that `land` copies there."""
+        """Assigns the bucket's slots to these sources. Returns by rank the tensor that the process group receives into:
+        the slot, or a host buffer that `land` copies there."""
         copies, found = self._copies_of(bucket), {}
         for number, peer in enumerate(sources):
             found[peer] = bucket.received[peer] = bucket.slot(number)
@@ -82,28 +84,28 @@ class HostMemory:
 
     @staticmethod
     def land(flight: Flight, sources: Sequence[int] | None = None) -> None:
-        """Blocking: brings what has arrived from these ranks, from all if None, to where it belongs; once."""
+        """Moves what has arrived from these ranks, from all if None, to its destination, at most once. Blocking."""
         for peer in [*flight.landings] if sources is None else sources:
             take = flight.landings.pop(peer, None)
             if take is not None:
                 take()
 
     def sizes(self, bucket: Bucket) -> set[int]:
-        """How many bytes may come for a bucket."""
+        """Returns the sizes in bytes that a bucket may arrive with."""
         return {bucket.size_bytes}
 
     def accept(self, bucket: Bucket, flight: Flight, number: int, peer: int, body: Tensor) -> None:  # noqa: ARG002
-        """Takes bytes [one of `sizes`] uint8 that came from the source of this number. They stay unchanged until the
-        bucket is mixed."""
+        """Takes the bytes [one of `sizes`] uint8 that came from the source of this number. They must stay unchanged
+        until the bucket is mixed."""
         arrived = body.view(bucket.flat.dtype)
         bucket.received[peer] = arrived if bucket.flat.is_cpu else bucket.slot(number).copy_(arrived)
 
     def forget(self) -> None:
-        """The next exchange has nothing to do with those before."""
+        """Makes the next exchange independent of the earlier ones."""
 
 
 class HostMemoryExchange(BucketExchange):
-    """An exchange whose buckets leave and arrive where a `HostMemory` says."""
+    """A `BucketExchange` whose send and receive buffers come from a `HostMemory`."""
 
     def __init__(self, plan: Plan, timeout_seconds: float, memory: HostMemory) -> None:
         super().__init__(plan, timeout_seconds)

@@ -1,9 +1,9 @@
-"""Exchanges from rank to rank over gloo whose waits can be broken off.
+"""Point-to-point exchanges over gloo whose waits can be interrupted.
 
-gloo waits inside, for as long as its time-out, also for a rank that lives but takes part in another generation already.
-So a thread for each neighbor waits in the training's place, which looks from time to time. It waits for nothing before
-the training does: a thread inside gloo must not outlive the interpreter (process_group/shutdown.py). All-reduces, which
-some ranks may end and others not when one dies, are not used.
+A wait inside gloo lasts up to gloo's time-out, even for a rank that lives but already takes part in another generation.
+So one thread for each neighbor waits in place of the training thread, which checks periodically whether to give up. It
+starts to wait only when the training does: a thread inside gloo must not outlive the interpreter
+(process_group/shutdown.py). All-reduces are not used, since some ranks may finish one and others not when a rank dies.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class PairFlight(Flight):
 
 
 class _Line:
-    """The thread that waits for one peer's operations, in their order. It ends with `None`, or with the process."""
+    """The thread that waits for one peer's operations, in their order, until it is given None or the process ends."""
 
     def __init__(self, peer: int, seconds: float) -> None:
         self._seconds = seconds
@@ -71,7 +71,7 @@ class _Line:
 
 
 class PairExchange(HostMemoryExchange):
-    """`BucketExchange` from rank to rank, over the process group that is the default one when it is made."""
+    """`BucketExchange` by point-to-point operations, over the process group that is the default one at construction."""
 
     def __init__(self, plan: Plan, timeout_seconds: float, memory: HostMemory) -> None:
         super().__init__(plan, timeout_seconds, memory)
@@ -86,7 +86,7 @@ class PairExchange(HostMemoryExchange):
         self._flights[bucket.index] = flight
         sent = self._host.departing(bucket, self._step)
         landing = self._host.landing(bucket, flight, view.sources)
-        # All of them, also where one is known to be gone; sources first (transports/collective.py).
+        # All operations are begun, even if a rank is known to be gone; receives first (see transports/collective.py).
         for peer in view.sources:
             self._begin(flight, landing[peer], peer, receives=True)
         for peer in view.neighbors:
@@ -101,7 +101,7 @@ class PairExchange(HostMemoryExchange):
                 leg.work = dist.irecv(tensor, peer, group=self._group)
             else:
                 leg.work = dist.isend(tensor, peer, group=self._group)
-        except RuntimeError as error:  # a connection that is known to be broken
+        except RuntimeError as error:  # the connection is known to be broken
             if own_fault(error):
                 raise
             leg.over, leg.failed = True, error
@@ -117,7 +117,7 @@ class PairExchange(HostMemoryExchange):
         self._host.land(flight, sources)
 
     def _wait_for(self, legs: Sequence[_Leg], step: int) -> None:
-        """Blocking. Raises PeerLost naming the rank."""
+        """Waits for the operations. Blocking. Raises PeerLost naming the rank."""
         started = clock.now()
         for leg in legs:
             if not leg.asked and not leg.over:
@@ -145,7 +145,7 @@ class PairExchange(HostMemoryExchange):
             assert isinstance(flight, PairFlight)
             for leg in flight.legs:
                 if leg.work is not None and not leg.asked:
-                    with contextlib.suppress(RuntimeError):  # after one time-out the others fail at once
+                    with contextlib.suppress(RuntimeError):  # after one time-out the other waits fail at once
                         leg.work.wait(timedelta(seconds=seconds))
         self._flights.clear()
 

@@ -1,9 +1,9 @@
-"""Tells which ranks of one host still take part in a training.
+"""Detects which ranks of one host still take part in a training.
 
-A rank whose process has ended, however it ended, is known by its segment of shared memory, whose owner is gone
-(communication/shared_memory/segment.py). A rank that lives says in three words of its segment what it does: how many
-steps it has taken, how many averages over all ranks it has entered, whether it has ended its training. It gives its
-segment up only after it has written the last of these, or with its process.
+A rank whose process has ended, however it ended, is detected by its segment of shared memory, whose lock is released
+then (communication/shared_memory/segment.py). A live rank publishes its state in three words of its segment: how many
+steps it has taken, how many averages over all ranks it has entered, whether it has ended its training. It releases its
+segment only after it has set the last of these, or when its process ends.
 """
 
 from __future__ import annotations
@@ -30,36 +30,37 @@ class Absence:
 
 
 class Presence:
-    """The ranks of one host, as one of them sees them; not blocking. Only the process that made it writes its words."""
+    """One rank's view of its host's ranks; not blocking. Only the process that made it writes that rank's words."""
 
     def __init__(self, segments: Sequence[Segment], words: Sequence[memoryview], rank: int) -> None:
         """segments: [rank] that rank's, watched, whose files are closed with `close`; words: [rank] [WORDS] in it.
 
-        Nobody may ask `absent` before all ranks have made their segments.
+        `absent` must not be called before all ranks have made their segments.
         """
         self.rank, self._segments, self._words = rank, list(segments), list(words)
-        # With its last reference a rank's mapping of its own segment ends, and with that the lock, while the process
-        # may live on. So the word that it has ended is written first: the finalizer keeps the segments until then.
+        # When the last reference to a segment is gone, a rank's mapping of its own segment ends and its lock is
+        # released, while the process may live on. So `ended` is set first; the finalizer keeps the segments until then.
         self._goodbye = weakref.finalize(self, _say_goodbye, os.getpid(), self._words[rank], list(segments))
 
     def close(self) -> None:
-        """Tell the other ranks that this one has ended its training. Idempotent; done when the object is collected."""
+        """Tells the other ranks that this one has ended its training. Idempotent; done when the object is collected."""
         self._segments = []
         self._goodbye()
 
     def at_step(self, step: int) -> None:
-        """This rank has taken `step` steps."""
+        """Records that this rank has taken `step` steps."""
         self._words[self.rank][_STEP] = step
 
     def enter_average(self) -> None:
-        """This rank is about to enter an average that lasts until all ranks have entered it."""
+        """Records that this rank is about to enter an average that lasts until all ranks have entered it."""
         self._words[self.rank][_AVERAGES] += 1
 
     def absent(self, awaited: Sequence[int]) -> Absence | None:
-        """Why one of the ranks `awaited`, which have not sent what they should have, will not; None if none is known.
+        """Returns the reason why one of the ranks `awaited`, which have not sent what they should have, will not; None
+        if none is known.
 
-        One whose process is gone comes first, then who has taken the fewest steps: others may have ended because of
-        that one.
+        A rank whose process is gone comes first, then the one that has taken the fewest steps: the others may have
+        ended because of it.
         """
         if not self._segments:
             return None
@@ -83,7 +84,7 @@ class Presence:
 
 
 def _say_goodbye(process: int, own: memoryview, segments: list[Segment]) -> None:
-    """own: words of this rank. A process that was forked from the rank's writes nothing for it."""
+    """own: words of this rank. Sets `ended`, unless this is a process forked from the rank's; then closes the files."""
     if os.getpid() == process:
         own[_ENDED] = 1
     for segment in segments:

@@ -1,9 +1,10 @@
-"""Exchanges that outlive the death of ranks: what a generation leaves unfinished is settled among the survivors.
+"""Exchanges that survive the death of ranks: what a generation leaves unfinished is settled among the survivors.
 
-When a generation ends, some survivors have mixed what they received in a step, and others, which waited for the dead,
-have not. An edge that is mixed at one end alone would move the mean of the models. So every survivor tells how far it
-has mixed each bucket, and whoever waits takes exactly the snapshots of those that have mixed its own; the weights of
-all other edges stay with it. Such a snapshot was sent before, so that nobody waits for anything new.
+When a generation ends, some survivors have mixed what they received in a step, and others, which waited for a dead
+rank, have not. An edge that is mixed at one end alone would change the mean of the models. So every survivor reports
+how far it has mixed each bucket, and a rank that still waits takes exactly the snapshots of those that have mixed its
+own; the weights of all other edges are added to its own weight. These snapshots have already been sent, so no rank
+waits for anything new.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ T = TypeVar("T")
 class RegroupingExchange(BucketExchange):
     """A `BucketExchange` whose waits end with a generation of ranks, and which then takes part in the next one.
 
-    After `recover` there is nothing in flight, and until `resume` nothing is sent: what is left of a step goes on
+    After `recover` nothing is in flight, and nothing is sent until `resume`: the rest of the current step continues
     without an exchange.
     """
 
@@ -42,18 +43,18 @@ class RegroupingExchange(BucketExchange):
         self._job, self._buckets, self._recover = job, list(buckets), recover
         self.timeout_seconds = inner.timeout_seconds
         self.over = False
-        """Whether a generation has begun whose first exchange has not departed yet."""
+        """Whether a new generation has begun whose first exchange has not departed yet."""
         self.mixed = [-1] * len(self._buckets)
         """[bucket] the last step whose exchange was mixed."""
         self.entered = self.left = 0
-        """Averages over all ranks that this one has begun, and ended."""
+        """The numbers of averages over all ranks that this rank has begun and finished."""
         self._level = 0
-        """Averages that are over, or that some had begun, when this generation began: who came later counts on from
-        there."""
+        """The number of averages that were finished, or begun by some rank, when this generation began: ranks that
+        joined later count from there."""
         self._begun: dict[int, Any] = {}
-        """Those that some had begun by then and not all had ended -> the group of ranks that end them; None: all."""
+        """Averages begun by some ranks but not finished by all then -> the group of ranks that finish it; None: all."""
         self._sent, self._waited = 0, 0.0
-        """Of the generations before."""
+        """Bytes sent and seconds waited in earlier generations."""
         self._put(inner)
 
     def _put(self, inner: BucketExchange) -> None:
@@ -63,7 +64,7 @@ class RegroupingExchange(BucketExchange):
         """[rank] its uid, in the generation of `inner`."""
 
     def _look(self, peer: int, since: float, now: float) -> None:
-        """Called from time to time while a rank is waited for. Raises PeerLost where that is in vain."""
+        """Raises PeerLost if a wait for a rank is in vain; called periodically while waiting."""
         control, waited = self._job.control, now - since
         if control.broken:
             raise PeerLost(f"rank {self.inner.rank}: the generation is over: {control.broken}")
@@ -114,7 +115,7 @@ class RegroupingExchange(BucketExchange):
             return None
 
         def arrived() -> Flight | None:
-            self.inner.make_room(bucket)  # before anything of the bucket is mixed: nothing is half mixed then
+            self.inner.make_room(bucket)  # before any part of the bucket is mixed, so that no bucket is half mixed
             return self.inner.arrive(bucket)
 
         return self._guarded(arrived)
@@ -136,19 +137,19 @@ class RegroupingExchange(BucketExchange):
 
     def drain(self) -> None:
         def drained() -> bool:
-            self.inner.drain()  # also where nothing of this rank's is in flight: the others forget what they know of it
+            self.inner.drain()  # also if nothing is in flight here: the others drop their public copies, too
             return True
 
         while not self._guarded(drained):
             pass
 
     def check(self) -> None:
-        """Blocking where the generation is over: takes part in the next one."""
+        """Takes part in the next generation if the current one has ended; then blocking."""
         if self._job.control.broken and not self.over:
             self._recover(None)
 
     def _guarded(self, work: Callable[[], T]) -> T | None:
-        """What `work` returns; None where the generation ended meanwhile."""
+        """Returns what `work` returns; None if the generation ended meanwhile."""
         try:
             return work()
         except PeerLost as error:
@@ -167,21 +168,22 @@ class RegroupingExchange(BucketExchange):
 
     def run_average(self, what: str, work: Callable[[Callable[[Tensor], Tensor]], T],
                     restart: Callable[[], None] | None = None) -> T:  # fmt: skip
-        """As there. Where a generation ends meanwhile, `work` is called again with those that had not ended it. Ranks
-        that came since take no part, and what they have in flight with the others is not discarded then."""
+        """Does the same as in the base class. If a generation ends meanwhile, `work` is called again with those ranks
+        that had not finished the average. Ranks that joined since take no part, and what they have in flight with the
+        others is then not discarded."""
         self.entered += 1
         anew = restart is not None and self.entered not in self._begun
         for attempt in itertools.count():
             try:
                 if anew:
                     self.inner.drain()
-                # Who came since waits for this rank's next step, and is not to be told that it never comes.
+                # A rank that joined since waits for this rank's next step; `inner.average` would make it give up.
                 known = self.entered in self._begun
                 with contextlib.nullcontext() if known else self.inner.average(what):
                     found = work(self._mean)
                 break
             except (PeerLost, RuntimeError) as error:
-                if attempt >= MAX_ATTEMPTS or own_fault(error):  # not the ranks are why
+                if attempt >= MAX_ATTEMPTS or own_fault(error):  # the cause is not a lost rank
                     raise
                 anew = False
                 lost = error if isinstance(error, PeerLost) else ConnectionBroken(f"{what} failed: {reason_of(error)}")
@@ -212,7 +214,7 @@ class RegroupingExchange(BucketExchange):
 
     @torch.no_grad()
     def settle(self, reports: Mapping[int, Mapping[str, Any]], factor: float) -> None:
-        """Blocking: mixes what is in flight with the snapshots of those that have mixed this rank's (see above)."""
+        """Mixes what is in flight with the snapshots of those that have mixed this rank's (see above). Blocking."""
         mine = list(self.members)
         for bucket in self._buckets:
             flight = self.inner.flight_of(bucket)
@@ -231,17 +233,17 @@ class RegroupingExchange(BucketExchange):
             self.inner.forget(bucket)
 
     def let_go(self) -> None:
-        """The old exchange is needed by nobody."""
+        """Drops the old exchange, which no rank needs any more."""
         self._sent, self._waited = self.bytes_sent, self.wait_seconds
         self.inner.abandon()
         for bucket in self._buckets:
-            bucket.renew_memory()  # operations that were broken off may still write into what they were given
+            bucket.renew_memory()  # interrupted operations may still write into their old buffers
 
     def replace(
         self, inner: BucketExchange, buckets: Sequence[Bucket], first_step: int,
         reports: Mapping[int, Mapping[str, Any]],
     ) -> None:  # fmt: skip
-        """Blocking: go on with another exchange, of these buckets, whose first step is `first_step`."""
+        """Continues with another exchange, of these buckets, whose first step is `first_step`. Blocking."""
         inner.bytes_sent, inner.wait_seconds = 0, 0.0
         self._put(inner)
         self._buckets = list(buckets)
@@ -250,7 +252,8 @@ class RegroupingExchange(BucketExchange):
         self._count(reports)
 
     def _count(self, reports: Mapping[int, Mapping[str, Any]]) -> None:
-        """Blocking: an average that some have begun is ended by all who have not, without those that are new."""
+        """Assigns averages that some ranks have begun to all ranks that have not finished them, except for new ranks.
+        Blocking."""
         told = [(*reports[uid]["average"], reports[uid]["fresh"]) for uid in self.members]
         self._level, self._begun = max(entered for entered, _, _ in told), {}
         waiting = False
@@ -264,6 +267,6 @@ class RegroupingExchange(BucketExchange):
             self.entered = self.left = self._level
 
     def resume(self, step: int) -> None:
-        """Sends what the buckets hold as the first exchange of the generation."""
+        """Sends the buckets' current values as the first exchange of the generation."""
         self.over = False
         self.launch(self._buckets, step)

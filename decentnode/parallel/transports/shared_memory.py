@@ -1,10 +1,10 @@
-"""The exchange of buckets between ranks of one host: a rank mixes its neighbors' parameters straight from their memory.
+"""The exchange of buckets between ranks of one host: a rank mixes its neighbors' parameters directly from their memory.
 
-Every rank makes one segment of shared memory (communication/shared_memory/segment.py), which all ranks map, and whose
-name is taken away as soon as they have. Its header has the counters, its body two slots, each with room for all
-buckets: a rank writes the parameters of a step into one slot while its neighbors may still read those of the step
-before from the other. A rank that waits for a counter looks at it again and again, with growing pauses, and looks
-from time to time whether all ranks still take part (presence.py).
+Every rank makes one segment of shared memory (communication/shared_memory/segment.py), which all ranks map, and which
+is unlinked as soon as they have. Its header has the counters, its body two slots, each with room for all buckets: a
+rank writes the parameters of a step into one slot while its neighbors may still read those of the step before from the
+other. A rank that waits for a counter polls it, with growing pauses, and periodically checks whether all ranks still
+take part (presence.py).
 """
 
 from __future__ import annotations
@@ -46,20 +46,21 @@ from decentnode.tensors import own_fault
 SLOTS = 2
 MAX_NEIGHBORS = 8
 POLL_SECONDS = (10e-6, 500e-6)
-"""Shortest and longest pause between two looks at a counter."""
+"""Shortest and longest pause between two polls of a counter."""
 LOOK_SECONDS = 0.05
-"""How often a waiting rank looks whether the others still take part: a system call per rank, 0.5 us."""
+"""How often a waiting rank checks whether the others still take part: one system call per rank, 0.5 us."""
 SETTLE_SECONDS = 0.5
-"""How long the system is given to take the locks of a process that has ended, after its connections."""
+"""How long the system may take to release the locks of a process that has ended, after closing its connections."""
 NAMES = re.compile(r"decentnode-ddp-[0-9a-f]{16}-\d+")
-"""What segments are called: a number of the wrapper, drawn by rank 0, and the rank."""
+"""The names of segments: a number of the wrapper, drawn by rank 0, and the rank."""
 
 
 def usable(buckets: Sequence[Bucket], plan: Plan) -> bool:
-    """Blocking: whether all ranks are on one host that has room for their segments; all ranks get the same answer.
+    """Returns whether all ranks are on one host that has room for their segments; the same answer on all ranks.
+    Blocking.
 
-    Only where the processor keeps stores in order, because a rank looks at counters alone: it must never see one before
-    the parameters that it counts.
+    Requires a processor that keeps stores in order, because a rank polls nothing but counters: it must never see one
+    before the parameters that it counts.
     """
     most = plan.most_sources()
     need = SLOTS * sum(b.size_bytes for b in buckets) + (1 << 20)
@@ -83,25 +84,25 @@ def usable(buckets: Sequence[Bucket], plan: Plan) -> bool:
 class SharedMemoryExchange(BucketExchange):
     """`BucketExchange` through shared memory; made by all ranks together.
 
-    Exchanges are numbered from 1 on (`use`), and number u lies in slot u % SLOTS. Counters only grow.
+    Exchanges are numbered from 1 on (`use`); number u is in slot u % SLOTS. Counters only grow.
     """
 
     def __init__(self, plan: Plan, timeout_seconds: float, buckets: Sequence[Bucket]) -> None:
-        """Blocking. Raises OSError where this rank has no shared memory, AssemblyError where another one has none."""
+        """Blocking. Raises OSError if this rank cannot make shared memory, AssemblyError if another rank cannot."""
         super().__init__(plan, timeout_seconds)
         n, rank, count = plan.graph.num_nodes, plan.rank, len(buckets)
         end = header_bytes = rounded(8 * (count + n + WORDS), PAGE)
         starts: list[list[int]] = []
-        """[slot][bucket]: the byte of the segment where it begins."""
+        """[slot][bucket]: its first byte in the segment."""
         for _ in range(SLOTS):
             found, end = placed([bucket.size_bytes for bucket in buckets], end)
             starts.append(found)
         check_alike("layout of buckets", [str(starts)], torch.device("cpu"))
         segments = self._make_segments(max(end, header_bytes + PAGE), header_bytes)
         self._published = [each.words(0, count) for each in segments]
-        """[rank][bucket]: the last exchange that the rank has written it for. The rank writes these."""
+        """[rank][bucket]: the last exchange for which the rank has written it. Written by that rank."""
         self._read = [each.words(count, n) for each in segments]
-        """[rank][reader]: the last exchange of the rank's that the reader has mixed whole. The reader writes it."""
+        """[rank][reader]: the last exchange of the rank that the reader has completely mixed. Written by the reader."""
         self._presence = Presence(segments, [each.words(count + n, WORDS) for each in segments], rank)
         self._tensors = [
             [[each.tensor(b.flat.dtype, b.flat.numel(), slot[b.index]) for b in buckets] for slot in starts]
@@ -110,16 +111,16 @@ class SharedMemoryExchange(BucketExchange):
         """[rank][slot][bucket]: [S] parameters."""
         for slot in self._tensors[rank]:
             for tensor in slot:
-                tensor.zero_()  # every page is there before the first step
+                tensor.zero_()  # touches every page before the first step
         self._readers: list[tuple[int, tuple[int, ...]]] = [(0, ())] * SLOTS
-        """[slot]: the exchange that lies in this rank's, and who reads it."""
+        """[slot]: the exchange in this rank's slot, and its readers."""
         self._held: tuple[int, tuple[int, ...]] = (0, ())
-        """The exchange, and its readers, whose release the next slot to be written still needs."""
+        """The exchange, and its readers, that must be released before the next slot can be written."""
         self._use = 0
         """The number of the exchange that departs, or departed last."""
 
     def _make_segments(self, size: int, header_bytes: int) -> list[Segment]:
-        """Blocking: [rank] its segment, which has no name any more. All ranks go on, or none (see `together`)."""
+        """Returns [rank] its segment, already unlinked. All ranks succeed, or none (see `together`). Blocking."""
         remove_stale(NAMES)
         token = torch.tensor([int.from_bytes(entropy.draw(8), "little") >> 2], device="cpu")
         with by_all_ranks("name their shared memory"):
@@ -127,7 +128,7 @@ class SharedMemoryExchange(BucketExchange):
         paths = [FOLDER / f"decentnode-ddp-{int(token):016x}-{rank}" for rank in range(self.graph.num_nodes)]
         own, segments = None, []
         try:
-            # All ranks leave this together, with their locks taken: from then on an owner without a lock is gone.
+            # All ranks leave this together, holding their locks: from then on an owner without a lock is gone.
             with together("make shared memory"):
                 own = Segment.create(paths[self.rank], size, header_bytes, watched=True)
             with together("map shared memory"):
@@ -137,7 +138,7 @@ class SharedMemoryExchange(BucketExchange):
         except BaseException:
             for each in segments if own is None else [own, *segments]:
                 each.close_file()
-            for path in paths:  # of who was killed before it took its name away: this attempt is over for all
+            for path in paths:  # a rank may have been killed before it unlinked its own; this attempt has failed
                 path.unlink(missing_ok=True)
             raise
         finally:
@@ -154,10 +155,10 @@ class SharedMemoryExchange(BucketExchange):
         self._readers[self._use % SLOTS] = (self._use, self.plan.view(step).neighbors)
 
     def _place(self, bucket: Bucket) -> Tensor:
-        """Blocking, for the first part of a step: until the neighbors have released the slot that it is written to."""
+        """Returns this rank's slot; before the first part of a step, waits until the neighbors have released it."""
         before, readers = self._held
         for reader in readers:
-            # A rank releases an exchange before it has sent all of the next one: `before + 1` will do for presence.
+            # A rank releases an exchange before it has sent all of the next one: `before + 1` is enough for presence.
             self._wait_for(partial(self._has_read, reader, before), reader, self._step, before + 1, "to release")
         self._held = (0, ())
         return self._own_slot(bucket)
@@ -167,7 +168,7 @@ class SharedMemoryExchange(BucketExchange):
         self._flights[bucket.index] = Flight(bucket, self._step, use=self._use)
         self.bytes_sent += len(self._readers[self._use % SLOTS][1]) * bucket.size_bytes
         self._published[self.rank][bucket.index] = self._use
-        if bucket.index == len(self._published[self.rank]) - 1:  # buckets depart in their order: the step is over
+        if bucket.index == len(self._published[self.rank]) - 1:  # buckets depart in order: this one ends the step
             self._presence.at_step(self._step)
 
     def _await(self, flight: Flight) -> None:
@@ -189,7 +190,7 @@ class SharedMemoryExchange(BucketExchange):
                 self._read[peer][self.rank] = flight.use
 
     def end(self) -> bool:
-        """Tells the other ranks that this one sends no more. They have mapped its memory themselves."""
+        """Tells the other ranks that this one sends no more. They have their own mappings of its memory."""
         self._presence.close()
         return False
 
@@ -207,8 +208,8 @@ class SharedMemoryExchange(BucketExchange):
             raise PeerLost(f"rank {self.rank}: {what} failed: {absence.reason}", [absence.rank]) from error
 
     def _who_left(self) -> Absence | None:
-        """A rank that will not come, if one is known. Blocking for SETTLE_SECONDS at most: a process that ends may lose
-        its connections before its lock."""
+        """Returns a rank that is known not to take part any more, or None. Blocking for SETTLE_SECONDS at most, because
+        a process that ends may lose its connections before its lock."""
         others = [r for r in range(self.graph.num_nodes) if r != self.rank]
         until = clock.now() + SETTLE_SECONDS
         while (absence := self._presence.absent(others)) is None and clock.now() < until:
@@ -225,10 +226,11 @@ class SharedMemoryExchange(BucketExchange):
         return self._read[self.rank][reader] >= use
 
     def _wait_for(self, done: Callable[[], bool], peer: int, step: int, use: int, what: str) -> None:
-        """Blocking until `done()` is true, at the latest when `peer` has sent all of exchange `use`.
+        """Waits until `done()` is true, which is the case at the latest when `peer` has sent all of exchange `use`.
+        Blocking.
 
-        Raises PeerLost when the time is up, or when a rank that has not sent all of that exchange never will, be it
-        `peer` or one that `peer` may wait for.
+        Raises PeerLost after the timeout, or when a rank that has not sent all of that exchange never will: `peer`, or
+        one that `peer` may wait for.
         """
         if done():
             return
@@ -249,7 +251,7 @@ class SharedMemoryExchange(BucketExchange):
         self.wait_seconds += clock.now() - started
 
     def _absent(self, use: int) -> Absence | None:
-        """A rank that will never send all of exchange `use`, and why; None if none is known."""
+        """Returns a rank that will never send all of exchange `use`, and why; None if none is known."""
         def behind() -> set[int]:
             return {r for r, counters in enumerate(self._published) if r != self.rank and min(counters) < use}
 

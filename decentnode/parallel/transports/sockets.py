@@ -1,8 +1,7 @@
-"""Exchanges from rank to rank over ZeroMQ, whose waits end as soon as a generation does.
+"""Point-to-point exchanges over ZeroMQ, whose waits end as soon as a generation does.
 
-Every rank listens at a port of its own for each generation; a message is a bucket's snapshot of one step. Nothing that
-comes is trusted: who sends something else is not heard, and with keys (membership/keys.py) strangers cannot send at
-all.
+Every rank listens at a port of its own for each generation; a message is a bucket's snapshot of one step. Received
+messages are not trusted: anything else is ignored, and with keys (membership/keys.py) strangers cannot send at all.
 """
 
 from __future__ import annotations
@@ -35,33 +34,33 @@ HEADER = struct.Struct("<8sIIQQ")
 """The exchange's number, rank, bucket, step, hash of the body."""
 LOOK_SECONDS = 0.05
 LINGER_MILLISECONDS = 1000
-"""At the end: what others still need of the last step has left by then."""
+"""How long sockets that close may still send what other ranks need of the last step."""
 STEPS_AHEAD = 4
-"""Steps of every rank that are kept; beyond that, senders wait."""
+"""The number of steps per rank that are kept; beyond that, senders wait."""
 
 
 class SocketExchange(HostMemoryExchange):
-    """`BucketExchange` over ZeroMQ; made by all ranks together. What lies on a GPU passes through host memory."""
+    """`BucketExchange` over ZeroMQ; made by all ranks together. Tensors on a GPU are copied to host memory."""
 
     def __init__(self, plan: Plan, timeout_seconds: float, sockets: Sockets, host: str,
                  buckets: Sequence[Bucket], memory: HostMemory) -> None:  # fmt: skip
-        """Blocking. host: an address of this machine that the others reach."""
+        """Blocking. host: an address of this machine that the others can reach."""
         super().__init__(plan, timeout_seconds, memory)
         self._buckets, self._sockets = list(buckets), sockets
         self._sizes = [memory.sizes(bucket) for bucket in buckets]
-        """[bucket] how many bytes may come for it."""
+        """[bucket] the sizes in bytes that it may arrive with."""
         most = max(HEADER.size, *(max(sizes) for sizes in self._sizes))
         self._in = sockets.listener(zmq.PULL, host, 0, most, 2 * len(buckets))
         own = json.dumps([self._in.getsockopt_string(zmq.LAST_ENDPOINT), entropy.word(8)])
         told = [json.loads(text) for text in gather_texts(own, torch.device("cpu"), "address")]
         self._token = bytes.fromhex(str(told[0][1]))[:8].ljust(8, b"\0")
         self._endpoints = [endpoint_of(*parsed(str(endpoint))) for endpoint, _ in told]
-        """[rank]"""
+        """[rank] its endpoint."""
         self._out: dict[int, zmq.Socket[bytes]] = {}
         self._inbox: dict[tuple[int, int, int], Tensor] = {}
-        """(rank, bucket, step) -> [bytes] uint8 that came and are not mixed yet."""
+        """(rank, bucket, step) -> [bytes] uint8 that arrived and are not mixed yet."""
         self._accepted: set[tuple[int, int, int]] = set()
-        """Those of them that the bucket has."""
+        """Those of them that were already handed to the bucket."""
 
     def depart(self, bucket: Bucket) -> None:
         view = self._departing(bucket)
@@ -75,14 +74,14 @@ class SocketExchange(HostMemoryExchange):
             self.bytes_sent += len(body)
 
     def _send(self, peer: int, frames: list[bytes | memoryview]) -> None:
-        """Blocking while the peer takes nothing; what comes meanwhile is taken. Raises PeerLost."""
+        """Sends to a peer. Blocking while the peer's queue is full; meanwhile receives. Raises PeerLost."""
         if peer not in self._out:
             self._out[peer] = self._sockets.sender(zmq.PUSH, self._endpoints[peer], 2 * len(self._buckets),
                                                    LINGER_MILLISECONDS)  # fmt: skip
         started = clock.now()
         while True:
             try:
-                self._out[peer].send_multipart(frames, zmq.NOBLOCK)  # copies: the snapshot is this rank's again
+                self._out[peer].send_multipart(frames, zmq.NOBLOCK)  # copies, so that the snapshot may be overwritten
             except zmq.Again:
                 self._take(LOOK_SECONDS / 10)
                 self._look_for(peer, started, clock.now(), self._step, " (waiting for it to take the parameters)")
@@ -94,7 +93,7 @@ class SocketExchange(HostMemoryExchange):
 
     def collect(self, bucket: Bucket, flight: Flight, sources: Sequence[int]) -> None:
         started = clock.now()
-        for number, peer in enumerate(self.plan.view(flight.step).sources):  # slots are by the place among all of them
+        for number, peer in enumerate(self.plan.view(flight.step).sources):  # slots are numbered over all sources
             if peer not in sources:
                 continue
             key = (peer, bucket.index, flight.step)
@@ -114,7 +113,7 @@ class SocketExchange(HostMemoryExchange):
         super().release(bucket)
 
     def _take(self, seconds: float) -> bool:
-        """Blocking for so long at most: take what has come; whether anything has."""
+        """Receives one message, waiting at most so many seconds; returns whether one arrived."""
         if len(self._inbox) >= STEPS_AHEAD * len(self._buckets) * max(1, self.graph.num_nodes - 1):
             raise PeerLost(f"rank {self.rank}: other ranks send more than {STEPS_AHEAD} steps ahead")
         if not self._in.poll(max(1, int(1000 * seconds))):
@@ -125,7 +124,7 @@ class SocketExchange(HostMemoryExchange):
         return True
 
     def _keep(self, header: bytes, body: zmq.Frame) -> None:
-        """Keep a snapshot, if it is one."""
+        """Stores a received snapshot; ignores anything else."""
         if len(header) != HEADER.size:
             return
         token, peer, number, step, digest = HEADER.unpack(header)
@@ -136,12 +135,12 @@ class SocketExchange(HostMemoryExchange):
         if xxhash.xxh3_64_intdigest(body.buffer) != digest:
             raise PeerLost(f"rank {self.rank}: what rank {peer} sent in step {step} was damaged in transit", [peer])
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of torch, about memory that cannot be written: it is only read
+            warnings.simplefilter("ignore")  # torch warns that the memory is not writable; it is only read
             found = torch.frombuffer(body.buffer, dtype=torch.uint8)
         self._inbox[peer, number, step] = found
 
     def finish_all(self, seconds: float) -> None:
-        """Nothing here uses the buckets' memory."""
+        """Does nothing, because no operation here uses the buckets' memory."""
 
     def abandon(self) -> None:
         self._close(0)
