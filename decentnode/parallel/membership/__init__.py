@@ -1,16 +1,16 @@
-"""Ranks come and go: the wrappers of a job that goes on when some of its processes die, and lets new ones in.
+"""Elastic membership: the wrappers of a job continue when some of its processes die, and let new processes in.
 
-Who is a member is agreed on as among the nodes of a run (wire/membership/): generations with a name, at most one in
-force. The rest is here:
+The membership is agreed on with the protocol of the nodes of a run (wire/membership/): generations with a name, at most
+one in force at a time. This package adds the following:
 
-- control.py: a thread that carries the messages of that protocol over ZeroMQ, and what the training asks it
-- addresses.py: where ranks listen, and how a process finds a job that runs
-- keys.py, group.py: the secret that keeps strangers out, and process groups over sockets that it closes
-- beginning.py, founding.py: how a process founds a job with others, joins it, or comes back to it
+- control.py: a thread that exchanges the messages of that protocol over ZeroMQ, and answers the training's questions
+- addresses.py: where ranks listen, and how a process finds a running job
+- keys.py, group.py: the secret that keeps strangers out, and process groups over sockets that it secures
+- beginning.py, founding.py: how a process founds a job with others, joins one, or rejoins the one that it belonged to
 - generation_groups.py: the process group of each generation
-- job.py: the process's place in the job
+- job.py: the process's part in the job
 
-What is done with exchanges that a generation leaves unfinished, so that no edge is mixed at one end alone, is in
-transports/regrouping.py; exchanges that can be broken off are pairs.py and sockets.py beside it. What
-DecentralizedDataParallel and CommOptimizer do meanwhile is in participants/.
+transports/regrouping.py settles the exchanges that a generation leaves unfinished, so that no edge is mixed at one end
+alone; pairs.py and sockets.py beside it are exchanges whose waits can be interrupted. participants/ has what
+DecentralizedDataParallel and CommOptimizer do meanwhile.
 """

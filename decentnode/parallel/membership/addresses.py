@@ -1,4 +1,4 @@
-"""Where ranks listen, and how a process asks to join a job that runs."""
+"""The addresses at which ranks listen, and how a process asks to join a running job."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ AGAIN_SECONDS = 0.2
 MOST_FOUNDERS = 1 << 12
 REFUSALS = (f"it has keys and this process has none: give them as keys=, or in {VARIABLE}",
             "it does not accept this process's keys: it has other keys, or none")  # fmt: skip
-"""What is told of a member that breaks the handshake off, by whether this process has keys. Which end hears more is a
-race."""
+"""Reported for a member that breaks off the handshake, by whether this process has keys. Which of the two ends learns
+more about the reason is a race."""
 REFUSED_TIMES = 3
-"""A member that breaks it off so often will always."""
+"""A member that has broken off the handshake so often is assumed to do so always."""
 SILENT = "nothing listens there"
-"""What is told of an address at which no process listens, which may be one that has not begun yet."""
+"""Reported for an address at which no process listens, perhaps because it has not started yet."""
 
 
 def packed_frame(message: Message) -> bytes:
-    """A message as one frame."""
+    """Encodes a message as one frame."""
     return sealed(0, encode(message), XXH3, body_sum(XXH3, b""))
 
 
 def unpacked_frame(frames: Sequence[bytes]) -> Message:
-    """Raises PeerFault, and nothing else, for what is no whole message."""
+    """Decodes a message. Raises PeerFault, and nothing else, for anything but one whole message."""
     if len(frames) != 1:
         raise PeerFault("malformed_header", f"{len(frames)} frames")
     sequence, kind, sum_, header, body = opened(memoryview(frames[0]))
@@ -62,15 +62,16 @@ def unpacked_frame(frames: Sequence[bytes]) -> Message:
 
 @dataclass(frozen=True)
 class Address:
-    """Where a rank listens, as tcp://HOST:PORT, HOST being a number."""
+    """The endpoints of a rank, as tcp://HOST:PORT, HOST being a numeric address."""
 
     control: str
-    """For messages of members."""
+    """For the messages of the membership protocol."""
     store: str
-    """For the making of process groups."""
+    """For making process groups."""
 
     def refuses(self, seconds: float) -> bool:
-        """Blocking: whether that machine says that nothing listens there any more: the process is gone."""
+        """Returns whether the machine refuses connections to this port, which means that the process is gone.
+        Blocking."""
         try:
             socket.create_connection(parsed(self.control), timeout=seconds).close()
         except ConnectionRefusedError:
@@ -81,7 +82,7 @@ class Address:
 
 
 def parsed(endpoint: str) -> tuple[str, int]:
-    """(host, port) of HOST:PORT, with or without tcp://. Raises ValueError."""
+    """Returns (host, port) of HOST:PORT, with or without tcp://. Raises ValueError."""
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
         raise ValueError(f"an address must be HOST:PORT, got {endpoint!r}")
@@ -93,12 +94,12 @@ def endpoint_of(host: str, port: int) -> str:
 
 
 def numeric(host: str) -> str:
-    """Blocking: the address of a host by its name. Raises OSError."""
+    """Returns the numeric address of a host name. Blocking. Raises OSError."""
     return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
 
 
 def own_address(toward: str) -> str:
-    """The address of this machine from which `toward`, a host, is reached. Raises OSError."""
+    """Returns the address of this machine from which the host `toward` is reached. Raises OSError."""
     found = numeric(toward)
     with socket.socket(socket.AF_INET6 if ":" in found else socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((found, 9))
@@ -107,16 +108,16 @@ def own_address(toward: str) -> str:
 
 @dataclass(frozen=True)
 class Listening:
-    """Where this process is to listen: `listen` of `initialize_dist`."""
+    """Where this process should listen: the `listen` of `initialize_dist`."""
 
     host: str | None = None
-    """None: the address from which the others are reached."""
+    """None: the address from which the other ranks are reached."""
     port: int = 0
-    """Of the first rank of this machine; 0 for any. Ranks take two each."""
+    """The port of the first rank of this machine; 0 for any. Every rank takes two ports."""
 
     @classmethod
     def given(cls, listen: str | None) -> Listening:
-        """listen: HOST:PORT, HOST or :PORT. Raises ValueError."""
+        """Parses HOST:PORT, HOST or :PORT, and adds the offset of the local rank. Raises ValueError."""
         if not listen:
             return cls()
         host, found, port = listen.rpartition(":")
@@ -130,19 +131,20 @@ class Listening:
 
 @dataclass(frozen=True)
 class Terms:
-    """What all members of a job have alike, and a newcomer is told."""
+    """The settings that all members of a job share, and that a newcomer is sent."""
 
     run: bytes
     founders: tuple[Address, ...]
     capacity: int
-    """Uids that there can be."""
+    """The number of uids that can be assigned."""
     min_ranks: int
     suspect_seconds: float
     began: float = 0.0
-    """Seconds since 1970."""
+    """The time when the job began, in seconds since 1970."""
 
     def encoded(self, lines: Sequence[str]) -> bytes:
-        """lines: what the wrapper of a newcomer must have like those of the members; left out where they are many."""
+        """Returns the settings as JSON. lines: what a newcomer's wrapper must have in common with the members'; left
+        out if too long."""
         told = {"founders": [[a.control, a.store] for a in self.founders], "capacity": self.capacity,
                 "min_ranks": self.min_ranks, "suspect_seconds": self.suspect_seconds,
                 "began": self.began}  # fmt: skip
@@ -151,7 +153,7 @@ class Terms:
 
     @classmethod
     def decoded(cls, run: bytes, raw: bytes) -> tuple[Terms, tuple[str, ...]]:
-        """Raises PeerFault for what is no such text."""
+        """Parses what `encoded` returned. Raises PeerFault for anything else."""
         try:
             told = json.loads(raw)
             founders = tuple(Address(str(control), str(store)) for control, store in told["founders"])
@@ -171,7 +173,7 @@ class Terms:
 
 @dataclass(frozen=True)
 class Admission:
-    """What a newcomer was told by a member."""
+    """A member's permission for a newcomer to join."""
 
     uid: int
     seat: bytes
@@ -182,17 +184,16 @@ class Admission:
 
 
 def ask_to_join(addresses: Sequence[str], own: Address, seconds: float, access: Access | None = None) -> Admission:
-    """Blocking: asks members at HOST:PORT, one after the other, for a place in their job. Says in the log at once where
-    nobody listens at any of them, and asks again. Raises AssemblyError after `seconds`, with what became of each
-    address, and at once where a member refuses for good; UsageError for what is no address. access: this process's
-    keys."""
+    """Asks members at HOST:PORT, one after the other, for a place in their job, repeatedly. Blocking. Logs a warning at
+    once if nothing listens at any of them. Raises AssemblyError after `seconds`, with the result for each address, and
+    at once if a member refuses for good; UsageError for a malformed address. access: this process's keys."""
     try:
         waiting = [endpoint_of(numeric(host), port) for host, port in map(parsed, addresses)]
     except (ValueError, OSError) as error:
         raise UsageError(f"join must be addresses of members, HOST:PORT and more behind commas: {error}") from None
     found: dict[str, str] = {}
     times = dict.fromkeys(waiting, 0)
-    """Endpoint -> how often it has refused this process's keys."""
+    """Endpoint -> how many times in a row it has refused this process's keys."""
     until, told = clock.now() + seconds, False
     context = zmq.Context()
     try:
@@ -224,7 +225,7 @@ def ask_to_join(addresses: Sequence[str], own: Address, seconds: float, access: 
 def _knock(context: zmq.Context[zmq.Socket[bytes]], access: Access, endpoint: str, own: Address, seconds: float) -> (
     Admission | Turned | str
 ):
-    """One attempt: what a member answers, or why there is no answer."""
+    """Makes one attempt; returns a member's answer, or why there is none."""
     if Address(endpoint, "").refuses(seconds):
         return SILENT
     asking = context.socket(zmq.DEALER)

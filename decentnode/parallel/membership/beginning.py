@@ -1,4 +1,4 @@
-"""How a process comes to a job whose ranks come and go: it founds it with others, joins it, or comes back to it."""
+"""How a process begins: it founds a job with other ranks, joins a running one, or rejoins its own."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from decentnode.parallel.membership.founding import JobSettings
 from decentnode.parallel.membership.keys import HOW, Access
 
 KEY = "decentnode/member"
-"""In the store that ranks meet at: for each rank, which attempt of torchrun its process is of, and where it listens."""
+"""Key prefix in the store at which ranks meet: for each rank, the attempt of torchrun that its process belongs to, and
+its address."""
 SEEN_SECONDS = 0.5
 NO_KEYS = "none"
 
 
 def begin(join: str | None, settings: JobSettings) -> None:
-    """Blocking: makes this process's job, and the process group of those that found it together. A process that joins
-    has none before it has wrapped a model. Raises as `initialize_dist`."""
+    """Makes this process's job, and the process group of the ranks that found it together. Blocking. A process that
+    joins has no group before it has wrapped a model. Raises as `initialize_dist`."""
     if join is not None:
         founding.join([each.strip() for each in join.split(",") if each.strip()] or [""], settings)
         return
@@ -56,7 +57,7 @@ def begin(join: str | None, settings: JobSettings) -> None:
 
 
 def _check_keys(store: dist.Store, rank: int, world: int, access: Access) -> None:
-    """Blocking: raises AssemblyError on all ranks where they have not the same keys: none would hear the others."""
+    """Raises AssemblyError on all ranks if their keys differ, as they could not communicate. Blocking."""
     own = access.fingerprint
     store.set(f"{KEY}/keys/{rank}", own or NO_KEYS)
     told = [store.get(f"{KEY}/keys/{other}").decode().replace(NO_KEYS, "") for other in range(world)]
@@ -64,7 +65,7 @@ def _check_keys(store: dist.Store, rank: int, world: int, access: Access) -> Non
     for other, theirs in enumerate(told):
         if theirs != own:
             until = clock.now() + SEEN_SECONDS * 10
-            with suppress(RuntimeError):  # with the process of one rank the store ends
+            with suppress(RuntimeError):  # the store ends with the process of the rank that hosts it
                 while store.add(f"{KEY}/keys", 0) < world and clock.now() < until:
                     clock.sleep(SEEN_SECONDS / 10)
             words = [f"keys {each}" if each else "no keys" for each in (theirs, own)]
@@ -72,7 +73,8 @@ def _check_keys(store: dist.Store, rank: int, world: int, access: Access) -> Non
 
 
 def expected() -> tuple[int, int]:
-    """What stands for (rank, world size) in a process that is to join: a number that no member has, a larger one."""
+    """Returns a stand-in for (rank, world size) before a process has joined: its uid, which no member has, and a larger
+    number."""
     job = jobs.current()
     assert job is not None and job.admission is not None
     uid = job.admission.uid
@@ -80,15 +82,15 @@ def expected() -> tuple[int, int]:
 
 
 def _underlying(store: Any) -> Any:
-    """The store that all attempts of torchrun share."""
+    """Returns the store that all attempts of torchrun share."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return store
 
 
 def _running(store: Any, rank: int, world: int, attempt: int) -> list[str]:
-    """Blocking for a moment: members of the job that this rank belonged to before it was started again; none where it
-    is the first of its rank, or where all ranks were started again, as torchrun's agent does with its own."""
+    """Returns addresses of members of the job that this rank belonged to before it was restarted; none if this is the
+    rank's first process, or if all ranks were restarted, as torchrun's agent does with its own. Blocking briefly."""
     own = _entry(store, rank)
     if own is None:
         return []

@@ -1,7 +1,7 @@
-"""The thread that agrees on generations with the other ranks' threads, and what the training asks it.
+"""The thread that agrees on generations with the other ranks' threads, and answers the training's questions.
 
-The protocol is wire/membership's; this thread has its sockets: one that others send to, and one for each other rank.
-Nothing it sends needs to arrive: whatever matters is repeated until it is answered.
+The protocol is that of wire/membership; this thread has the sockets: one that the others send to, and one for each
+other rank. No single message needs to arrive: whatever matters is repeated until it is answered.
 """
 
 from __future__ import annotations
@@ -43,36 +43,36 @@ from decentnode.wire.messages import SEAT_TOKEN_BYTES, Bye, Granted, Knock, Mess
 logger = logging.getLogger(__name__)
 
 TURN_SECONDS = 0.25
-"""The thread looks at its clocks at least so often."""
+"""Longest time between two checks of the thread's deadlines."""
 MAX_AT_ONCE = 256
-"""Messages that are taken before the clocks are looked at again."""
+"""Largest number of messages received between two checks of the deadlines."""
 QUEUE = 1000
-"""Messages that a socket keeps; others are dropped, and repeated later by who needs them."""
+"""Messages that a socket queues; others are dropped, and repeated later if they matter."""
 LOOK_SECONDS = 0.02
 PROBE_EVERY_SECONDS, PROBE_SECONDS = 0.2, 0.5
 RENEW_SECONDS = 1.0
-"""Where a connection broke and nobody is found to be gone for so long, all make new ones."""
+"""If a connection broke and no process is found to be gone for so long, all ranks make new connections."""
 CLOSE_SECONDS = 5.0
 MAX_CONTROL_BYTES = 1 << 20
 LINGER_MILLISECONDS = 300
 UNKNOWN_SECONDS = 3.0
-"""A newcomer whom nobody answers for so long asks for a place again."""
+"""A newcomer that gets no answer for so long asks for a place again."""
 LEFT_SECONDS = 0.5
-"""What a rank that said goodbye had sent is given so long to arrive."""
+"""How long data that a rank sent before its goodbye may still be in flight."""
 ASK_SECONDS = 0.3
-"""A member that is waited for so long is asked whether it lives."""
+"""After waiting so long for a member, this rank checks whether it is alive."""
 
 
 class ConnectionBroken(PeerLost):
-    """A connection to a rank broke, which may live all the same: another generation makes new ones."""
+    """A connection to a rank broke, although the rank may live: another generation makes new connections."""
 
 
 class Control:
-    """One process's part. Every method may be called by the training's thread; only those that say so block."""
+    """One process's part in the membership. The training thread may call every method; only those that say so block."""
 
     def __init__(self, host: str, port: int, access: Access | None = None) -> None:
-        """host: an address of this machine that the others reach. port: 0 for any. access: None for anybody's. Raises
-        OSError where the port is taken."""
+        """host: an address of this machine that the others can reach. port: 0 for any. access: None admits anybody.
+        Raises OSError if the port is taken."""
         self.sockets = Sockets(access or Access())
         try:
             self._in = self.sockets.listener(zmq.ROUTER, host, port, MAX_CONTROL_BYTES, QUEUE)
@@ -85,7 +85,7 @@ class Control:
         self._out_at: dict[int, str] = {}
         self._addresses: dict[int, Address] = {}
         self._lock = threading.RLock()
-        """Guards all below, and the membership."""
+        """Guards everything below, and the membership."""
         self._changed = threading.Condition(self._lock)
         self._waker = Waker()
         self._membership: Membership | None = None
@@ -98,7 +98,7 @@ class Control:
         self._waiting_since: float | None = None
         self._asked_machine = 0.0
         self.generation = Generation(0, ())
-        """The one in force, or the last that was."""
+        """The generation in force, or the last one that was."""
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="decentnode-members", daemon=True)
         self._thread.start()
@@ -107,8 +107,8 @@ class Control:
 
     def begin(self, uid: int, terms: Terms, lines: Sequence[str], digest: str, ready_seconds: float,
               admission: Admission | None = None) -> None:  # fmt: skip
-        """Be a member from the start, or (admission) ask to be one of the next generation. lines, digest: of what is
-        wrapped here. ready_seconds: how long the others' training may take to come to a generation."""
+        """Starts as a founding member, or (with an admission) asks to be part of the next generation. lines, digest: of
+        what is wrapped here. ready_seconds: how long the others' training may take to reach a generation."""
         with self._lock:
             founders = len(terms.founders)
             below_half = 2 * terms.min_ranks <= founders
@@ -129,8 +129,8 @@ class Control:
         self._waker.wake()
 
     def close(self) -> None:
-        """Blocking until what was sent has left, for a few seconds at most: tells the others that this process leaves,
-        and closes all of its sockets. Idempotent."""
+        """Tells the others that this process leaves, and closes all of its sockets. Blocking until what was sent has
+        left, a few seconds at most. Idempotent."""
         with self._lock:
             if self._closing:
                 return
@@ -155,12 +155,12 @@ class Control:
 
     @property
     def broken(self) -> str:
-        """Why the generation in force has ended, or is about to; empty while it has not."""
+        """Why the generation in force has ended, or is about to; empty while it continues."""
         return self._broken
 
     @property
     def fresh(self) -> bool:
-        """Whether this process has no model of the job yet."""
+        """Whether this process does not have the job's model yet."""
         return self._membership is not None and self._membership.fresh
 
     def address_of(self, uid: int) -> Address:
@@ -168,14 +168,14 @@ class Control:
             return self._addresses[uid]
 
     def waits(self, since: float | None) -> None:
-        """The training waits for other ranks since then, or (None) does not."""
+        """Records that the training has been waiting for other ranks since then, or (None) is not waiting."""
         if (since is None) != (self._waiting_since is None):
             self._waiting_since = since
             if since is not None:
                 self._waker.wake()
 
     def look(self, started: float) -> None:
-        """Called again and again by what waits for other members. Raises ConnectionBroken where that is in vain."""
+        """Raises ConnectionBroken if waiting for other members is in vain; to be called periodically while waiting."""
         if self.broken:
             raise ConnectionBroken(f"the generation is over: {self.broken}")
         if clock.now() - started > ASK_SECONDS:
@@ -183,12 +183,12 @@ class Control:
             self.find_gone()
 
     def has_left(self, uid: int, waited: float) -> bool:
-        """Whether a rank said goodbye, and what it had sent has had the time to come."""
+        """Returns whether a rank said goodbye and what it had sent has had the time to arrive."""
         return uid in self._left and waited > LEFT_SECONDS
 
     def is_gone(self, uid: int) -> bool:
-        """Blocking for PROBE_SECONDS at most: whether the machine of a rank says that its process is gone. It is asked
-        once in PROBE_EVERY_SECONDS; False in between."""
+        """Returns whether the machine of a rank refuses connections to its port, as its process is gone. Blocking for
+        PROBE_SECONDS at most. Probes once in PROBE_EVERY_SECONDS; False in between."""
         now = clock.now()
         if now - self._asked_machine < PROBE_EVERY_SECONDS:
             return False
@@ -196,39 +196,39 @@ class Control:
         return self.address_of(uid).refuses(PROBE_SECONDS)
 
     def addresses(self) -> list[str]:
-        """Where all who are known listen."""
+        """Returns the control endpoints of all known ranks."""
         with self._lock:
             return [each.control for each in self._addresses.values()]
 
     def _nobody_knows(self) -> bool:
-        """Whether this process asks to join and nobody has answered."""
+        """Returns whether this process asks to join and has got no answer."""
         with self._lock:
             state = self._membership
             return state is not None and state.stage == "outside" and not state.joining.answered
 
     def find_gone(self) -> None:
-        """Blocking for PROBE_SECONDS per rank whose machine does not answer, once in PROBE_EVERY_SECONDS: report those
-        whose process is gone, so that the generation ends."""
+        """Reports members whose process is gone, so that the generation ends. Blocking for PROBE_SECONDS per rank whose
+        machine does not answer. Probes once in PROBE_EVERY_SECONDS."""
         now = clock.now()
         if now - self._asked_machine >= PROBE_EVERY_SECONDS:
             self._asked_machine = now
             self._probe()
 
     def has_model(self, position: int) -> None:
-        """This process has the job's model now, after `position` steps."""
+        """Records that this process has the job's model now, after `position` steps."""
         with self._lock:
             assert self._membership is not None
             self._membership.fresh, self._membership.position = False, position
 
     def next_generation(self, error: PeerLost | None, seconds: float, leaves: bool,
                         knock_again: Callable[[], None] | None = None) -> Generation:  # fmt: skip
-        """Blocking: the next generation, once all of its members wait for it here. It is in force when this returns.
+        """Returns the next generation, in force, once all of its members wait for it here. Blocking.
 
-        error: why this one is over for the training, if it found so itself: whose process is gone is found out. leaves:
-        there is something to go on without though everybody lives, such as a broken connection. knock_again: called
-        where this process was granted a place that no member knows of. Raises `error` where
-        nobody is missed and nothing else ends this generation; PeerLost after `seconds`, naming who is waited for;
-        AssemblyError where this process is refused.
+        error: why the current generation is over for the training, if the training found so itself; then the processes
+        are probed to find out which is gone. leaves: whether a new generation is needed although everybody lives, as
+        after a broken connection. knock_again: called if no member knows of the place that this process was granted.
+        Raises `error` if no member is lost and nothing else ends the generation; PeerLost after `seconds`, naming the
+        ranks that are missing; AssemblyError if this process is refused.
         """
         started = asked = clock.now()
         probed = 0.0
@@ -257,7 +257,7 @@ class Control:
             self.waits(None)
 
     def _arrive(self, started: float, seconds: float) -> Generation | None:
-        """Say that the training waits for the generation that is agreed on; it, once it is in force."""
+        """Reports that the training is ready for the agreed generation; returns it once it is in force, else None."""
         with self._changed:
             assert self._membership is not None
             if self._refused:
@@ -275,10 +275,10 @@ class Control:
         return None
 
     _arrived: Generation | None = None
-    """A generation that came into force since the training asked last."""
+    """A generation that came into force since the training last asked."""
 
     def _missing(self) -> str:
-        """Whom the agreement waits for."""
+        """Returns which ranks the agreement waits for, as text."""
         state = self._membership
         assert state is not None
         if state.stage == "short":
@@ -289,7 +289,7 @@ class Control:
         return f"waiting for {state.describe(state.coordinator)} ({state.stage}: {state.reason})"
 
     def _probe(self) -> None:
-        """Blocking for PROBE_SECONDS per rank whose machine does not answer: report those whose process is gone."""
+        """Reports members whose process is gone. Blocking for PROBE_SECONDS per rank whose machine does not answer."""
         with self._lock:
             assert self._membership is not None
             proposal = self._membership.proposal
@@ -304,7 +304,7 @@ class Control:
             self._waker.wake()
 
     def _nothing_ended(self) -> bool:
-        """Whether the generation that the training was in is still in force."""
+        """Returns whether the generation that the training was in is still in force."""
         with self._lock:
             return not self._broken and self._arrived is None
 
@@ -368,12 +368,12 @@ class Control:
                     self._answer(who, message)
                 elif self._membership is not None:
                     if isinstance(message, Bye) and message.run == self._membership.run:
-                        self._left.add(message.source)  # nobody is missed before somebody waits for it
+                        self._left.add(message.source)  # the generation ends only when a rank waits for this one
                     else:
                         self._take(self._membership.receive(message, clock.now()))
 
     def _answer(self, who: bytes, knock: Knock) -> None:
-        """A process that is no member asks to be one."""
+        """Answers a process that is not a member and asks to become one."""
         state, terms = self._membership, self._terms
         now = clock.now()
         if state is None or terms is None:
@@ -381,7 +381,7 @@ class Control:
         else:
             caller = Address(knock.control, knock.bulk)
             found: tuple[int, bytes] | Turned
-            if caller in terms.founders:  # a rank that was started again
+            if caller in terms.founders:  # a rank that was restarted
                 found = terms.founders.index(caller), b""
             else:
                 granted = state.newcomers.knock(knock, Caller(), now)
@@ -421,7 +421,7 @@ class Control:
         state = self._membership
         if state is None:
             return
-        for uid, address in self._addresses.items():  # connections are there before they are needed
+        for uid, address in self._addresses.items():  # connect before anything needs to be sent
             if self._out_at.get(uid) != address.control:
                 self._connect(uid, address.control)
         outbox, state.outbox = state.outbox, []

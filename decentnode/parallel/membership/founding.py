@@ -1,4 +1,4 @@
-"""How a process gets the job that it belongs to: with others, or by asking the members of one that runs."""
+"""How a process gets the job that it belongs to: founded together with other ranks, or joined while it runs."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ from decentnode.wire.messages import MAX_SEATS
 Missing = Literal["fail", "regroup"]
 
 STORE_KEY = "decentnode/founder"
-"""In the store that ranks with keys meet at: where each listens, or (behind FAILED) why it does not."""
+"""Key prefix in the store at which ranks with keys meet: each rank's address, or (after FAILED) why it has none."""
 FAILED = "failed "
 
 
 @dataclass(frozen=True)
 class JobSettings:
-    """What a process is told of a job that it founds or joins, as `initialize_dist`."""
+    """The settings of a job that a process founds or joins, as given to `initialize_dist`."""
 
     listen: str | None
     timeout_seconds: float
     min_ranks: int | None = None
-    """Of whom founds it."""
+    """Used by founders only."""
     newcomers: int = MAX_SEATS
-    """Of whom founds it."""
+    """Used by founders only."""
     keys: str | Path | None = None
 
     def listening(self, toward: str) -> Job:
-        """As `Job.listening`."""
+        """Returns a job that listens, as `Job.listening`."""
         return Job.listening(self.listen, toward, self.timeout_seconds, self.keys)
 
 
 def start(settings: JobSettings) -> Job:
-    """Blocking: all ranks of the process group found a job. Raises OSError, ValueError, UsageError for keys, which this
-    process group is not closed by; AssemblyError where another rank did."""
+    """Founds a job with all ranks of the process group. Blocking. Raises OSError, ValueError, UsageError for keys,
+    which cannot secure this process group; AssemblyError if another rank raised."""
     with together("listen for members"):
         if Access.given(settings.keys).closed:
             raise UsageError('a job with keys creates its own process group: call initialize_dist(missing="regroup") '
@@ -57,7 +57,7 @@ def start(settings: JobSettings) -> Job:
 
 
 def start_closed(store: dist.Store | None, rank: int, world: int, settings: JobSettings) -> Job:
-    """Blocking: as `start`, of ranks that have keys and meet at a store; makes their process group, too."""
+    """Does the same as `start` for ranks that have keys and meet at a store; also makes their process group."""
     def by_store(text: str) -> list[str]:
         if store is None:
             return [text]
@@ -79,8 +79,8 @@ def start_closed(store: dist.Store | None, rank: int, world: int, settings: JobS
 
 
 def join(addresses: Sequence[str], settings: JobSettings) -> Job:
-    """Blocking: this process is to join a job. Raises OSError, ValueError, AssemblyError, UsageError,
-    EnvironmentFault."""
+    """Makes a job for this process, which joins a running one. Blocking. Raises OSError, ValueError, AssemblyError,
+    UsageError, EnvironmentFault."""
     toward = "127.0.0.1"
     with suppress(ValueError):
         toward = parsed(addresses[0])[0]
@@ -89,8 +89,8 @@ def join(addresses: Sequence[str], settings: JobSettings) -> Job:
 
 
 def job_for(missing: Missing | None, timeout_seconds: float) -> Job | None:
-    """Blocking where a job is founded here: the job of a wrapper, None where it ends with the first rank that dies.
-    missing: as the wrapper was given it; None: as `initialize_dist` was."""
+    """Returns the job of a wrapper, founding it if needed; None if the training ends when the first rank dies. Blocking
+    if it founds one. missing: the wrapper's argument; None: as given to `initialize_dist`."""
     if missing not in (None, "fail", "regroup"):
         raise ValueError(f'missing must be "fail" or "regroup", got {missing!r}')
     if missing == "fail":
@@ -109,7 +109,7 @@ def _by_group(text: str) -> list[str]:
 
 
 def _begun(made: Job, beginning: Callable[[], None]) -> Job:
-    """Makes a job this process's, once its beginning is over. Raises what that does, and listens no more then."""
+    """Calls `beginning` and makes the job this process's. Raises what that raised, having closed the job's sockets."""
     try:
         beginning()
     except BaseException:

@@ -20,60 +20,60 @@ from decentnode.parallel.membership.group import BACKEND, GroupSockets, use
 from decentnode.wire.generation import FIRST, Generation, Name, proposer_of
 
 FORM_SECONDS = 20.0
-"""How long the making of a process group may take."""
+"""How long making a process group may take."""
 CONNECT_SECONDS = 2.0
 DROP_SECONDS = 2.0
-"""How long a process that ends waits for the threads of groups that are over."""
+"""How long a process that ends waits for the threads of groups of earlier generations."""
 MEET_SECONDS = (1e-3, 20e-3)
 UNUSED_TAG = 0x6E6F6465
-"""Of messages that nobody sends."""
+"""A message tag that no rank ever sends."""
 
 
 class GenerationGroups(abc.ABC):
     """Makes the default process group of one generation after the other."""
 
     endpoint: str
-    """Where the others' groups find this process."""
+    """The address at which the other ranks' groups reach this process."""
 
     def __init__(self, timeout_seconds: float) -> None:
         self._timeout = timedelta(seconds=timeout_seconds)
         self._old: list[Any] = []
-        """Groups that are over, but whose operations may still be needed."""
+        """Groups of earlier generations, whose operations may still be needed."""
 
     def make_first(self, rank: int, endpoints: Sequence[str]) -> None:  # noqa: B027  (with gloo they have one)
-        """Makes the group of those that found a job, where they have none. endpoints: [rank] of each."""
+        """Makes the group of the founding ranks, if they have none. endpoints: [rank] of each."""
 
     @abc.abstractmethod
     def make(
         self, generation: Generation, members: Sequence[int], own: int, endpoint_of_member: Callable[[int], str],
         gloo_seconds: float,
     ) -> None:
-        """Blocking: makes the group of a generation. members: [rank] its uid; own: this process's. endpoint_of_member:
-        by uid, where it is found. gloo_seconds: how long gloo may take to connect them. Raises ConnectionBroken,
-        RuntimeError."""
+        """Makes the group of a generation. Blocking. members: [rank] its uid; own: this process's uid.
+        endpoint_of_member: returns a member's endpoint, by uid. gloo_seconds: how long gloo may take to connect them.
+        Raises ConnectionBroken, RuntimeError."""
 
     def _leave(self) -> None:
-        """Leaves the default group, whose generation is over."""
+        """Leaves the default group, whose generation is over, and keeps it until `drop_old`."""
         if dist.is_initialized():
             self._old.append(dist.group.WORLD)
             dist.destroy_process_group()
 
     def drop_old(self) -> None:
-        """Gives up the groups that are over, with what was broken off in them. Nobody needs them any more."""
+        """Drops the groups of earlier generations with their interrupted operations, which no rank needs any more."""
         self._old = []
 
     def close(self) -> None:  # noqa: B027
-        """Not blocking: no group is made any more. Before the sockets of `Control` are closed."""
+        """Makes no groups any more; to be called before the sockets of `Control` are closed. Not blocking."""
 
     def join_threads(self) -> None:  # noqa: B027
-        """Blocking for a few seconds at most: until threads of groups that are over have ended."""
+        """Waits for the threads of groups of earlier generations. Blocking for a few seconds at most."""
 
 
 class GlooGroups(GenerationGroups):
     """Groups of gloo, whose ranks meet at the store of the member that proposed their generation."""
 
     def __init__(self, control: Control, host: str, port: int, timeout_seconds: float) -> None:
-        """port: 0 for any. Raises RuntimeError, OSError where it is taken."""
+        """port: 0 for any. Raises RuntimeError or OSError if it is taken."""
         super().__init__(timeout_seconds)
         self._control = control
         self._store = dist.TCPStore(host, port, None, True, wait_for_workers=False,
@@ -95,8 +95,8 @@ class GlooGroups(GenerationGroups):
         dist.distributed_c10d._set_pg_timeout(self._timeout, dist.group.WORLD)
 
     def _store_at(self, endpoint: str) -> dist.TCPStore:
-        """Blocking for FORM_SECONDS at most: the store of another member. Raises ConnectionBroken where its process is
-        gone: torch alone would try again all that time."""
+        """Returns the store of another member. Blocking for FORM_SECONDS at most. Raises ConnectionBroken if its
+        process is gone, which torch by itself would only notice after all that time."""
         started, (name, port) = clock.now(), parsed(endpoint)
         while not Address(endpoint, "").refuses(CONNECT_SECONDS):
             try:
@@ -111,8 +111,8 @@ class GlooGroups(GenerationGroups):
         raise ConnectionBroken(f"nothing listens at {name}:{port} any more")
 
     def _meet(self, store: dist.Store, rank: int, world_size: int) -> None:
-        """Blocking until all members are at the store: what torch then does waits in vain for nobody but who dies in
-        these milliseconds. Raises ConnectionBroken."""
+        """Waits until all members are at the store, so that torch's next wait is in vain only if a rank dies within
+        these milliseconds. Blocking. Raises ConnectionBroken."""
         store.set(f"here/{rank}", "1")
         here = [f"here/{each}" for each in range(world_size)]
         started, backoff = clock.now(), Backoff(MEET_SECONDS)
@@ -133,10 +133,10 @@ class GlooGroups(GenerationGroups):
 
 
 class KeyedGroups(GenerationGroups):
-    """Groups over sockets that are closed to strangers (group.py)."""
+    """Groups over sockets that are secured with keys (group.py)."""
 
     def __init__(self, control: Control, host: str, port: int, timeout_seconds: float) -> None:
-        """port: 0 for any. Raises OSError where it is taken."""
+        """port: 0 for any. Raises OSError if it is taken."""
         super().__init__(timeout_seconds)
         self._sockets = GroupSockets(control.sockets, host, port)
         self.endpoint = self._sockets.endpoint
@@ -162,17 +162,17 @@ class KeyedGroups(GenerationGroups):
 
 
 def make_group(store: dist.Store, rank: int, world_size: int, seconds: float) -> None:
-    """Blocking for so long at most: makes the default process group, over gloo. Raises RuntimeError."""
-    # Ranks find each other by the group's name, which is how many this process has made, failed attempts included.
+    """Makes the default process group, over gloo. Blocking for so many seconds at most. Raises RuntimeError."""
+    # Ranks find each other by the group's name, which counts the groups that a process has made, failed ones included.
     dist.distributed_c10d._world.group_count = 0
     dist.init_process_group("gloo", store=store, world_size=world_size, rank=rank, timeout=timedelta(seconds=seconds))
 
 
 def _drop(groups: list[Any]) -> None:
-    """Blocking: ends what is under way in process groups of gloo, on this rank and, as connections close, on others.
+    """Ends pending operations in process groups of gloo, on this rank and, as connections close, on others. Blocking.
 
-    There is no call for that. But gloo closes all connections of a group when one wait of it takes longer than it may.
-    What is waited for must be nothing that anybody sends: gloo ends the process where a message is longer than asked.
+    torch has no call for that. But gloo closes all connections of a group when one of its waits times out. The wait
+    must be for something that no rank ever sends: gloo ends the process if a message is longer than expected.
     """
     for group in groups:
         if group.size() > 1:

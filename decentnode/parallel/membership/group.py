@@ -1,9 +1,9 @@
 """A process group of torch.distributed over ZeroMQ sockets with keys, for the ranks of a job that has them.
 
-gloo listens to anybody, and neither it nor torch's store encrypts. This group has one socket that listens per process,
-for its whole life, and one towards each other rank. An operation is a message, or chunks of one, from rank to rank; an
-all-reduce sends every rank the whole tensor, which each then sums in the order of the ranks. So nothing but a wait has
-to be done after an operation was begun, and every wait can be broken off.
+gloo accepts connections from anybody, and neither gloo nor torch's store encrypts. This group has one listening socket
+per process, for the life of the process, and one toward each other rank. An operation is a message, or chunks of one,
+from rank to rank; for an all-reduce every rank sends all others its whole tensor, and each sums them in the order of
+the ranks. So after an operation was started only a wait is left, and every wait can be interrupted.
 """
 
 from __future__ import annotations
@@ -28,46 +28,46 @@ from decentnode.wire.generation import Name
 from decentnode.wire.messages import ORIGIN_BYTES
 
 BACKEND = "decentnode"
-"""What torch.distributed calls these groups."""
+"""The name of this backend in torch.distributed."""
 HEADER = struct.Struct(f"<I{ORIGIN_BYTES}sIIQII")
 """Generation (number, origin), group, rank in the generation, operation, chunk, kind."""
 CHUNK_BYTES = 1 << 22
 MOST_WAITING = 1 << 14
-"""Chunks that came before this rank asked for them: ranks are a few operations apart at most."""
+"""Largest number of chunks received before this rank asked for them: ranks are a few operations apart at most."""
 REMEMBERED = 64
 LINGER_MILLISECONDS = 3000
-"""At the end: what others still need has left by then."""
+"""How long sockets that close may still send what other ranks need."""
 POLL_SECONDS = 0.05
 ALL, PAIR = range(2)
-"""Kinds: operations of all ranks of a group, which they begin in one order, and those of two."""
+"""Kinds of operations: collectives, which all ranks of a group begin in one order, and point-to-point ones."""
 
 Key = tuple[int, int, int, int, int]
 """(kind, group, rank, operation, chunk)"""
 
 
 class GroupSockets:
-    """The sockets of a process's groups, generation after generation."""
+    """The sockets of a process's groups, used for one generation after the other."""
 
     def __init__(self, sockets: Sockets, host: str, port: int) -> None:
-        """Raises OSError where the port is taken."""
+        """Raises OSError if the port is taken."""
         self._sockets = sockets
         self._in = sockets.listener(zmq.PULL, host, port, CHUNK_BYTES, 0)
         self.endpoint: str = self._in.getsockopt_string(zmq.LAST_ENDPOINT)
         self._out: dict[str, zmq.Socket[bytes]] = {}
         self._peers: tuple[str, ...] = ()
         self.name: Name = (0, bytes(ORIGIN_BYTES))
-        """Of the generation."""
+        """The name of the generation."""
         self._over: deque[Name] = deque(maxlen=REMEMBERED)
-        """Generations that this process has left: what comes of these is dropped, what comes of others may be needed,
-        as others may begin the next one before this rank."""
+        """Names of generations that this process has left. Their messages are dropped; those of unknown generations
+        are kept, because another rank may begin the next generation before this one."""
         self._waiting: dict[tuple[Name, Key], memoryview] = {}
         self._made: dict[tuple[int, ...], int] = {}
-        """Ranks -> groups of exactly these that were made in this generation."""
+        """Ranks -> number of groups of exactly these ranks that were made in this generation."""
         self._lock = threading.RLock()
         self.rank = 0
 
     def begin(self, name: Name, rank: int, endpoints: Sequence[str]) -> None:
-        """A generation begins. rank: this process's. endpoints: [rank] where each listens."""
+        """Begins a generation. rank: this process's. endpoints: [rank] its address."""
         with self._lock:
             if name != self.name:
                 self._over.append(self.name)
@@ -78,13 +78,13 @@ class GroupSockets:
                 self._out.pop(endpoint).close(0)
 
     def group(self, ranks: Sequence[int], timeout_seconds: float) -> MemberGroup:
-        """A group of these ranks of the generation, which all of them make in the same order."""
+        """Makes a group of these ranks of the generation, which all of them make in the same order."""
         key = tuple(ranks)
         number = self._made[key] = self._made.get(key, 0) + 1
         return MemberGroup(self, key, zlib.crc32(repr((key, number)).encode()), timeout_seconds)
 
     def send(self, name: Name, peer: int, key: tuple[int, int, int], data: memoryview) -> None:
-        """Not blocking: bytes for a rank. key: (kind, group, operation). `data` must not change any more."""
+        """Sends bytes to a rank. Not blocking. key: (kind, group, operation). `data` must not change afterwards."""
         kind, group, operation = key
         with self._lock:
             if name != self.name:
@@ -97,7 +97,7 @@ class GroupSockets:
                 self._out[endpoint].send_multipart([head, data[start : start + CHUNK_BYTES]], copy=False)
 
     def take(self, seconds: float) -> None:
-        """Blocking for so long at most: keep what came."""
+        """Receives and stores messages, waiting at most so many seconds for the first."""
         with self._lock:
             if seconds and not self._in.poll(int(1000 * seconds)):
                 return
@@ -114,8 +114,8 @@ class GroupSockets:
             raise PeerLost(f"ranks are more than {MOST_WAITING} messages ahead")
 
     def found(self, name: Name, key: tuple[int, int, int, int], size: int) -> list[memoryview] | None:
-        """The chunks of a message, once all are there. key: (kind, group, rank, operation). Raises PeerLost where they
-        are not of this size."""
+        """Returns the chunks of a message once all have arrived, else None. key: (kind, group, rank, operation). Raises
+        PeerLost if their size is another one."""
         count = max(1, -(-size // CHUNK_BYTES))
         with self._lock:
             chunks = [self._waiting.get((name, (*key, chunk))) for chunk in range(count)]
@@ -136,7 +136,7 @@ class GroupSockets:
 
 
 class MemberWork:
-    """An operation under way: torch.distributed's Work, as far as anybody asks."""
+    """An operation in flight: the part of torch.distributed's Work that its callers use."""
 
     def __init__(self, group: MemberGroup, awaited: Mapping[int, tuple[tuple[int, int, int, int], int]],
                  end: Callable[[dict[int, Tensor]], None]) -> None:  # fmt: skip
@@ -148,7 +148,7 @@ class MemberWork:
         self._failed = ""
 
     def is_completed(self) -> bool:
-        """Whether it is over, or its time is up. Not blocking."""
+        """Returns whether the operation is finished, or has timed out. Not blocking."""
         if not self._over:
             self._group.sockets.take(0.0)
             self._look()
@@ -165,7 +165,7 @@ class MemberWork:
             self._over = True
 
     def wait(self, *_: Any) -> bool:
-        """Blocking. Raises PeerLost naming the ranks that sent nothing in time."""
+        """Waits for the operation. Blocking. Raises PeerLost naming the ranks that sent nothing in time."""
         while not self.is_completed():
             self._group.sockets.take(POLL_SECONDS)
         if not self._over:
@@ -176,7 +176,7 @@ class MemberWork:
 
 
 def _joined(chunks: Sequence[memoryview], size: int) -> Tensor:
-    """[size] the bytes of a message."""
+    """Returns [size] the bytes of a message, concatenated."""
     whole = torch.empty(size, dtype=torch.uint8, device="cpu")
     at = 0
     for each in chunks:
@@ -187,18 +187,18 @@ def _joined(chunks: Sequence[memoryview], size: int) -> Tensor:
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    """[n] a copy of a tensor's bytes on the CPU, in the order of its elements. Blocking for a GPU."""
+    """Returns [n] a copy of a tensor's bytes on the CPU, in the order of its elements. Blocking for a GPU."""
     plain = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
     return plain.reshape(-1).view(torch.uint8)
 
 
 def _view(raw: Tensor) -> memoryview:
-    """The bytes [n] themselves."""
+    """Returns a view of the bytes [n], without a copy."""
     return memoryview(raw.numpy().data)
 
 
 def _as(raw: Tensor, like: Tensor) -> Tensor:
-    """Bytes as a tensor like another one."""
+    """Returns bytes viewed as a tensor of the dtype and shape of `like`."""
     return raw.view(like.dtype).view(like.shape)
 
 
@@ -209,11 +209,11 @@ REDUCTIONS: list[tuple[Any, Callable[[Tensor, Tensor], Tensor]]] = [
 
 
 class MemberGroup(dist.ProcessGroup):
-    """The operations that wrappers use, and some that scripts do: all_reduce, all_gather, broadcast, barrier, send and
-    receive. What lies on a GPU passes through host memory. Others raise RuntimeError."""
+    """Implements the operations that wrappers use, and some that scripts do: all_reduce, all_gather, broadcast,
+    barrier, send and receive. Tensors on a GPU are copied to host memory. Other operations raise RuntimeError."""
 
     def __init__(self, sockets: GroupSockets, ranks: Sequence[int], number: int, timeout_seconds: float) -> None:
-        """ranks: of the generation, ascending."""
+        """ranks: their numbers in the generation, ascending."""
         super().__init__(list(ranks).index(sockets.rank), len(ranks))  # type: ignore[call-arg]
         self.sockets, self._ranks, self._number, self.timeout_seconds = sockets, tuple(ranks), number, timeout_seconds
         self.generation = sockets.name
@@ -228,7 +228,7 @@ class MemberGroup(dist.ProcessGroup):
 
     def _begin(self, to: Sequence[int], data: Tensor | None, sizes: Mapping[int, int],
                end: Callable[[dict[int, Tensor]], None]) -> MemberWork:  # fmt: skip
-        """One operation of all: `data` [n] bytes for the ranks `to`; from each rank of `sizes` so many."""
+        """Starts a collective: sends `data` [n] bytes to the ranks `to`; expects so many bytes from each of `sizes`."""
         self._operations += 1
         if data is not None:
             raw = _view(data)
@@ -298,7 +298,7 @@ _sockets: GroupSockets | None = None
 
 
 def use(sockets: GroupSockets) -> None:
-    """Groups of this backend are made with these from now on."""
+    """Makes the groups of this backend use these sockets from now on."""
     global _sockets
     _sockets = sockets
     if BACKEND not in dist.Backend.backend_list:

@@ -1,4 +1,4 @@
-"""A process's place in a job whose ranks come and go, and the process group of each generation of them."""
+"""A process's part in a job whose membership may change, and the process group of each generation."""
 
 from __future__ import annotations
 
@@ -44,57 +44,58 @@ from decentnode.wire.messages import MAX_SEATS
 logger = logging.getLogger(__name__)
 
 GLOO_SECONDS = 5.0
-"""How long gloo may take to connect ranks that have all met, which it does in milliseconds: for who dies meanwhile it
-waits in vain. Twice as long at each further attempt, as a machine may be busy."""
+"""How long gloo may take to connect ranks that have all met, which normally takes milliseconds: if a rank dies
+meanwhile, gloo waits in vain. Doubled at each further attempt, as a machine may be busy."""
 JOIN_SECONDS = 30.0
-"""How long a process asks members to let it in, before it says that none does."""
+"""How long a process asks members to let it in before it raises."""
 KNOCK_AGAIN_SECONDS = 3.0
 POLL_SECONDS = (20e-6, 1e-3)
 MAX_ATTEMPTS = 16
-"""Generations that may fail one after the other before this process gives up."""
+"""How many generations may fail in a row before this process gives up."""
 SUSPECT_SECONDS = 10.0
 
 
 class Participant(Protocol):
-    """What a job regroups: a wrapper, in the steps of one regrouping. Each may block and raise PeerLost, RuntimeError
-    or OSError where a rank is lost meanwhile; then all begin again with the next generation."""
+    """What a job regroups, such as a wrapper; the methods are the stages of a regrouping. Each may block, and raise
+    PeerLost, RuntimeError or OSError if a rank is lost meanwhile; then all start again with the next generation."""
 
     def report(self) -> Mapping[str, Any]:
-        """What the others have to know of this rank, as JSON has it; the same until the regrouping is over."""
+        """Returns what the others have to know of this rank, JSON-serializable; constant during the regrouping."""
 
     def settle(self, reports: Mapping[int, Mapping[str, Any]]) -> None:
-        """Bring exchanges of the old generation to an end, by uid what the members of the new one reported."""
+        """Completes the exchanges of the old generation. reports: those of the new generation's members, by uid."""
 
     def release(self) -> None:
-        """Nobody needs anything of this rank's old exchange any more."""
+        """Drops this rank's old exchange, which no other rank needs any more."""
 
     def rebuild(self, rank: int, world_size: int, reports: Mapping[int, Mapping[str, Any]]) -> None:
-        """Make the new exchange, and give those that are new the model."""
+        """Makes the new exchange, and gives newcomers the model."""
 
 
 class Job:
-    """One per process. Made by `initialize_dist(missing="regroup")`."""
+    """A process's job, at most one per process. Made by `initialize_dist(missing="regroup")`."""
 
     def __init__(self, control: Control, groups: GenerationGroups, own: Address, timeout_seconds: float) -> None:
         self.control, self.timeout_seconds = control, timeout_seconds
         self._groups, self._own = groups, own
         self._terms: Terms | None = None
         self.admission: Admission | None = None
-        """Of a process that came from outside and is no member yet."""
+        """Set while this process has been admitted by a member but is not a member yet."""
         self._participant: weakref.ref[Any] | None = None
         self.members: tuple[int, ...] = ()
         """[rank] its uid."""
         self.meeting_place: dist.Store | None = None
-        """Where ranks with keys met: kept, as with its owner's process the others may not have read all."""
+        """The store at which ranks with keys met. Kept, because it ends with its owner's process and the others may not
+        have read everything yet."""
         self._asked: list[str] = []
-        """Where this process asked for a place."""
+        """The addresses at which this process asked for a place."""
         self._as: tuple[Sequence[str], str] = ((), "")
-        """What `attach` compared, and its digest."""
+        """The lines that `attach` compared, and their digest."""
 
     @classmethod
     def listening(cls, listen: str | None, toward: str, timeout_seconds: float, keys: str | Path | None) -> Job:
-        """A process that listens where the others reach it. toward: a host of theirs. keys: as `initialize_dist`.
-        Raises OSError, ValueError, UsageError, EnvironmentFault."""
+        """Makes a job that listens at an address that the others can reach. toward: a host of theirs. keys: as of
+        `initialize_dist`. Raises OSError, ValueError, UsageError, EnvironmentFault."""
         given, access = Listening.given(listen), Access.given(keys)
         host = own_address(given.host or toward)
         access.check(host)
@@ -112,7 +113,7 @@ class Job:
 
     @property
     def closed(self) -> bool:
-        """Whether the job has keys, without which nobody is heard."""
+        """Whether the job has keys, without which no process can connect."""
         return self.control.sockets.access.closed
 
     @property
@@ -122,12 +123,12 @@ class Job:
 
     @property
     def host(self) -> str:
-        """The address of this machine that the others reach."""
+        """The address of this machine that the others can reach."""
         return parsed(self._own.control)[0]
 
     @property
     def terms(self) -> Terms:
-        """What all members have alike."""
+        """The settings that all members share."""
         assert self._terms is not None
         return self._terms
 
@@ -135,8 +136,8 @@ class Job:
 
     def found(self, rank: int, world: int, tell: Callable[[str], list[str]], min_ranks: int | None,
               newcomers: int) -> None:  # fmt: skip
-        """Blocking: `world` ranks found the job. tell: gives all of them this one's text; [rank] each one's. Raises
-        ValueError for numbers out of range."""
+        """Founds the job with `world` ranks. Blocking. tell: sends this rank's text to all and returns [rank] each
+        one's. Raises ValueError for numbers out of range."""
         least = world // 2 + 1 if min_ranks is None else min_ranks
         if not 1 <= least <= world:
             raise ValueError(f"min_ranks must be in [1, {world}], got {min_ranks}")
@@ -152,7 +153,7 @@ class Job:
         logger.info("new processes can join this job at %s", self.address)
 
     def knock(self, addresses: Sequence[str], seconds: float = JOIN_SECONDS) -> None:
-        """Blocking: ask members of a job for a place in it. Raises AssemblyError, UsageError."""
+        """Asks members of a job for a place in it. Blocking. Raises AssemblyError, UsageError."""
         self._asked = list(addresses)
         seconds = min(seconds, self.timeout_seconds)
         self.admission = ask_to_join(addresses, self._own, seconds, self.control.sockets.access)
@@ -160,9 +161,9 @@ class Job:
         logger.info("rank %d of the job at %s", self.admission.uid, self.admission.by)
 
     def attach(self, participant: Participant, lines: Sequence[str]) -> None:
-        """Be a member with this wrapper from now on; a process that comes from outside asks to be (`regroup`).
+        """Makes this process a member with this wrapper; a newcomer only asks to be one, until it calls `regroup`.
 
-        lines: what all members must have alike. Raises ValueError for a second wrapper, AssemblyError where a newcomer
+        lines: what must be the same on all members. Raises ValueError for a second wrapper, AssemblyError if a newcomer
         differs from the members.
         """
         if self._participant is not None:
@@ -182,36 +183,36 @@ class Job:
         wait_with(self._wait)
 
     def _knock_again(self) -> None:
-        """Blocking: asks for another place, as no member knows of the one that was granted: who granted it may be
-        gone. Raises AssemblyError where all are."""
+        """Asks for another place, because no member knows of the one that was granted: the member that granted it may
+        be gone. Blocking. Raises AssemblyError if all members are."""
         known = [*dict.fromkeys([*self._asked, *(each.removeprefix("tcp://") for each in self.control.addresses())])]
         try:
             self.knock(known, KNOCK_AGAIN_SECONDS)
         except AssemblyError:
             if all(Address(endpoint_of(*parsed(each)), "").refuses(CONNECT_SECONDS) for each in known):
                 raise AssemblyError(f"the job is over: nothing listens at {', '.join(known)} any more") from None
-            return  # there is another time
+            return  # the caller tries again later
         assert self.admission is not None
         self.control.begin(self.admission.uid, self.terms, *self._as, self.timeout_seconds, self.admission)
 
     def leave(self) -> None:
-        """Tell the others that this process takes no more steps. Idempotent; blocking for less than a second."""
+        """Tells the others that this process takes no more steps. Idempotent; blocking for less than a second."""
         wait_with(None)
         self._groups.close()
         self.control.close()
         self._groups.join_threads()
 
     def close(self) -> None:
-        """As `leave`: of a process that ends without a wrapper, too."""
+        """Calls `leave`; also for a process that ends without a wrapper."""
         self.leave()
 
     # -- another generation -----------------------------------------------------------------------------------
 
     def regroup(self, error: PeerLost | None) -> None:
-        """Blocking: take part in the next generation, and make ready what is wrapped.
+        """Takes part in the next generation, and prepares the wrapper for it. Blocking.
 
-        error: why this one is over, where this rank found so. Raises it where nobody is missed, PeerLost where no
-        generation comes about in time, AssemblyError where this process is let into none.
+        error: why the current generation is over, if this rank found so. Raises it if no member is lost; PeerLost if no
+        generation is formed in time, AssemblyError if this process is refused.
         """
         participant = self._participant() if self._participant is not None else None
         assert participant is not None
@@ -246,22 +247,22 @@ class Job:
         raise error
 
     def _form(self, generation: Generation, gloo_seconds: float) -> None:
-        """Blocking: makes the default process group of this generation's members. gloo_seconds: how long gloo may take
+        """Makes the default process group of this generation's members. Blocking. gloo_seconds: how long gloo may take
         to connect them."""
         self.members = tuple(sorted(generation.members))
         self._groups.make(generation, self.members, self.control.uid, self._store_of, gloo_seconds)
 
     def _store_of(self, uid: int) -> str:
-        """Where a member is found by who makes a process group with it."""
+        """Returns the endpoint at which a member is reached to make a process group with it."""
         return self._own.store if uid == self.control.uid else self.control.address_of(uid).store
 
     def barrier(self) -> None:
-        """Blocking until all members are here."""
+        """Waits until all members have called this. Blocking."""
         gather_texts("", torch.device("cpu"), "barrier")
 
     def _wait(self, work: Any) -> None:
-        """Waits for an operation of all ranks. Raises ConnectionBroken where this generation ends, or the
-        operation fails. It may go on alone then: its tensors are nobody else's."""
+        """Waits for a collective. Raises ConnectionBroken if this generation ends, or the operation fails. The
+        operation may then continue unwatched, because nothing else uses its tensors."""
         started, backoff = clock.now(), Backoff(POLL_SECONDS)
         while not work.is_completed():
             self.control.look(started)
@@ -276,8 +277,8 @@ class Job:
 
 
 def _forget_frames(error: BaseException) -> None:
-    """Lets go of the operations, and so of the connections, that the frames of an error hold: the other ends wait for
-    these to be closed."""
+    """Drops references to operations, and so to connections, that the frames of an error hold: the other ends wait for
+    the connections to be closed."""
     error.__traceback__ = error.__cause__ = error.__context__ = None
 
 
@@ -285,17 +286,17 @@ _job: Job | None = None
 
 
 def current() -> Job | None:
-    """The job of this process; None where ranks do not come and go."""
+    """Returns the job of this process; None unless missing="regroup"."""
     return _job
 
 
 def job_address() -> str | None:
-    """HOST:PORT at which others join this process's job; None where ranks do not come and go."""
+    """Returns HOST:PORT at which others join this process's job; None unless missing="regroup"."""
     return None if _job is None else _job.address
 
 
 def become(job: Job) -> None:
-    """Makes it the job of this process."""
+    """Makes the job that of this process, and closes it at exit."""
     global _job
     close_at_exit(job)
     _job = job

@@ -1,8 +1,8 @@
-"""The secret that the ranks of a job share, and the sockets that it closes to everybody else.
+"""The secret that the ranks of a job share, and the sockets that it secures against everybody else.
 
-From the secret every rank makes the same CURVE key pair (RFC 26/CurveZMQ): a connection comes about only between
-processes that know it, and what goes over it is encrypted. Without a secret anybody who reaches a rank's port may ask
-to join, so that ranks then listen on loopback addresses alone, unless they are told that the network is safe.
+From the secret every rank derives the same CURVE key pair (RFC 26/CurveZMQ): connections are made only between
+processes that know it, and are encrypted. Without a secret anybody who can reach a rank's port may ask to join, so
+ranks then listen on loopback addresses alone, unless they are told that the network is safe.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ VARIABLE = "DECENTNODE_KEYS"
 """The environment variable that stands for `keys` of `initialize_dist`."""
 OFF = "off"
 SEAL_BYTES = 1024
-"""What a frame may be longer with keys: encryption adds 33 bytes, and libzmq counts the commands of the handshake as
-frames, which have 200 to 500 bytes (RFC 26)."""
+"""How much longer a frame may be with keys: encryption adds 33 bytes, and libzmq counts the commands of the handshake
+as frames, which have 200 to 500 bytes (RFC 26)."""
 HOW = f"create a secret with decentnode keygen --secret FILE and give the file as keys=, or in {VARIABLE}, on all ranks"
 
 
 @dataclass(frozen=True)
 class Access:
-    """Who may speak with this process."""
+    """The keys of this process, which decide who may communicate with it."""
 
     public: bytes = b""
-    """The key of all who may, in Z85; empty where anybody may."""
+    """The public key of all members, in Z85; empty if anybody may connect."""
     secret: bytes = field(default=b"", repr=False)
     told_off: bool = False
-    """Whether this process was told to do without keys, on whatever address it listens."""
+    """Whether this process was told ("off") to do without keys, on whatever address it listens."""
 
     @classmethod
     def given(cls, keys: str | Path | None) -> Access:
-        """keys: the file of the secret, "off", or None for what the environment says. Raises EnvironmentFault for a
-        file that is missing, that others could read, or that is no secret."""
+        """Reads the keys. keys: the file of the secret, "off", or None to use the environment. Raises EnvironmentFault
+        for a file that is missing, that other users could read, or that is no secret."""
         told = str(keys) if keys is not None else os.environ.get(VARIABLE, "")
         if told in ("", OFF):
             return cls(told_off=told == OFF)
@@ -63,12 +63,13 @@ class Access:
 
     @property
     def fingerprint(self) -> str:
-        """What tells secrets apart and gives none away; empty without one."""
+        """A text that differs between secrets without revealing them; empty without a secret."""
         digest = hashlib.blake2b(self.secret, digest_size=8, person=b"decentnode shown")
         return digest.hexdigest() if self.closed else ""
 
     def check(self, host: str) -> None:
-        """Raises UsageError where this process would listen at an address that strangers reach. host: a number."""
+        """Raises UsageError if this process would listen, without keys, at an address that strangers can reach. host: a
+        numeric address."""
         known = address(host)
         if not self.closed and not self.told_off and not (known is not None and known.is_loopback):
             raise UsageError(f"ranks listen on {host} only with keys, since anyone who can reach the port could join, "
@@ -76,21 +77,21 @@ class Access:
                              "allows ranks without keys")  # fmt: skip
 
     def log_in(self, socket: zmq.Socket[bytes]) -> None:
-        """Prove this process to whom the socket connects to, and have that one prove itself."""
+        """Makes a socket authenticate this process to the other end, and require the same of it."""
         if self.closed:
             socket.curve_secretkey, socket.curve_publickey, socket.curve_serverkey = (
                 self.secret, self.public, self.public,
             )  # fmt: skip
 
     def admit(self, socket: zmq.Socket[bytes]) -> None:
-        """Let those alone connect to a socket who prove themselves."""
+        """Makes a listening socket accept only peers that authenticate themselves."""
         if self.closed:
             socket.curve_server = True
             socket.curve_secretkey, socket.curve_publickey = self.secret, self.public
 
 
 class Sockets:
-    """Makes a process's sockets towards the other ranks. Its door is to be looked after by one thread (`turn`)."""
+    """Makes a process's sockets toward the other ranks. One thread must serve the authentication (`turn`)."""
 
     def __init__(self, access: Access) -> None:
         self.access, self.context = access, zmq.Context()
@@ -102,9 +103,9 @@ class Sockets:
             self._door = Authenticator(self.context, ring, {}, lambda *_: self._tell("other keys"))
 
     def listener(self, kind: int, host: str, port: int, max_bytes: int, queue: int) -> zmq.Socket[bytes]:
-        """A socket that listens. port: 0 for any. max_bytes: of one frame; a connection that sends more is cut.
+        """Returns a listening socket. port: 0 for any. max_bytes: of one frame; a connection that sends more is closed.
 
-        Raises OSError where the port is taken.
+        Raises OSError if the port is taken.
         """
         made = self.context.socket(kind)
         made.setsockopt(zmq.RCVHWM, queue)
@@ -119,7 +120,7 @@ class Sockets:
         return made
 
     def sender(self, kind: int, endpoint: str, queue: int, linger: int) -> zmq.Socket[bytes]:
-        """A socket that connects to another rank's. linger: milliseconds that its messages may take at its end."""
+        """Returns a socket that connects to another rank's. linger: milliseconds that its messages get when it closes."""
         made = self.context.socket(kind)
         for option, value in ((zmq.LINGER, linger), (zmq.SNDHWM, queue), (zmq.RECONNECT_IVL, 50),
                               (zmq.RECONNECT_IVL_MAX, 1000), (zmq.IPV6, int("[" in endpoint))):  # fmt: skip
@@ -128,10 +129,10 @@ class Sockets:
         made.connect(endpoint)
         return made
 
-    # -- the thread that looks after the door -----------------------------------------------------------------
+    # -- the thread that serves the authentication ------------------------------------------------------------
 
     def watch(self, listener: zmq.Socket[bytes], register: Callable[[zmq.Socket[bytes]], None]) -> None:
-        """Say once in the log that strangers come to a listener. register: is given the sockets to be polled."""
+        """Logs once if strangers connect to a listener. register: is given the sockets to be polled."""
         if self._door is not None:
             monitor = listener.get_monitor_socket(FAILED & ~zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
             self._watched.append((listener, monitor))
@@ -139,7 +140,7 @@ class Sockets:
             register(monitor)
 
     def turn(self) -> None:
-        """Answer who may connect; not blocking."""
+        """Answers authentication requests and logs refused connections; not blocking."""
         if self._door is not None:
             self._door.answer()
         for _, monitor in self._watched:
@@ -155,8 +156,8 @@ class Sockets:
                            why)  # fmt: skip
 
     def close(self, linger: int) -> None:
-        """Closes all sockets that were made. Blocking while what was sent leaves: for `linger` milliseconds, or as long
-        as an open socket says itself."""
+        """Closes all sockets that were made. Blocking while pending messages are sent: for `linger` milliseconds, or
+        for the time that an open socket has set itself."""
         for listener, monitor in self._watched:
             end_monitor(listener, monitor)
         if self._door is not None:
@@ -166,12 +167,12 @@ class Sockets:
 
 FAILED = (zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
           | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)  # fmt: skip
-"""Events of a connection that is not made. Without detail: it was closed, as by who merely looks whether a process
-listens."""
+"""Events of a failed handshake. Without detail: the connection was closed, for example by a process that merely probes
+whether this one listens."""
 
 
 def failed_handshake(monitor: zmq.Socket[bytes]) -> str:
-    """Why a connection was not made, of what a socket's monitor heard so far; empty where none failed. Not blocking."""
+    """Returns why a connection failed, from the events of a socket's monitor so far; empty if none did. Not blocking."""
     why = ""
     while monitor.poll(0):
         event = parse_monitor_message(monitor.recv_multipart(zmq.NOBLOCK))
