@@ -120,7 +120,7 @@ class Sockets:
         return made
 
     def sender(self, kind: int, endpoint: str, queue: int, linger: int) -> zmq.Socket[bytes]:
-        """Returns a socket that connects to another rank's. linger: milliseconds that its messages get when it closes."""
+        """Returns a socket that connects to another rank's. linger: milliseconds to send the rest when it closes."""
         made = self.context.socket(kind)
         for option, value in ((zmq.LINGER, linger), (zmq.SNDHWM, queue), (zmq.RECONNECT_IVL, 50),
                               (zmq.RECONNECT_IVL_MAX, 1000), (zmq.IPV6, int("[" in endpoint))):  # fmt: skip
@@ -172,7 +172,7 @@ whether this one listens."""
 
 
 def failed_handshake(monitor: zmq.Socket[bytes]) -> str:
-    """Returns why a connection failed, from the events of a socket's monitor so far; empty if none did. Not blocking."""
+    """Returns why a connection failed, from the events of a socket's monitor; empty if none did. Not blocking."""
     why = ""
     while monitor.poll(0):
         event = parse_monitor_message(monitor.recv_multipart(zmq.NOBLOCK))

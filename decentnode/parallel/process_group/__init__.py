@@ -1,1 +1,1 @@
-"""The default process group of torch.distributed: operations of all ranks, what they agree on, how they leave it."""
+"""The default process group of torch.distributed: its collectives, what its ranks agree on, how they leave it."""

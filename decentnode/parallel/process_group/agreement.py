@@ -1,4 +1,4 @@
-"""What all ranks have alike, or do together or not at all."""
+"""Makes sure that all ranks have the same values, or that all of them do something together or none does."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ MAX_REASON = 2000
 
 @contextlib.contextmanager
 def by_all_ranks(what: str) -> Iterator[None]:
-    """A context for operations of all ranks and nothing else. Raises PeerLost where one fails, in words of ours: torch
-    says which address is gone, not which rank.
+    """Wraps collectives of all ranks and nothing else. Raises PeerLost if one fails, with a message that names ranks:
+    torch names only the address that is gone.
 
     what: their purpose, a verb and its object.
     """
@@ -34,8 +34,8 @@ def by_all_ranks(what: str) -> Iterator[None]:
 
 
 def _lost(what: str, error: RuntimeError) -> PeerLost:
-    """Names the ranks whose processes are gone, or else those that have not come to an operation that failed: where one
-    is gone, others may only be slow."""
+    """Returns a PeerLost for a failed operation. It names the ranks whose processes are gone, if any, since the others
+    may only be slow; otherwise those that have not reached the operation."""
     ended = gone()
     reason = reason_of(error, ended)
     absent = [] if ended else late()
@@ -47,10 +47,10 @@ def _lost(what: str, error: RuntimeError) -> PeerLost:
 
 @contextlib.contextmanager
 def together(what: str) -> Iterator[None]:
-    """A context that all ranks leave with success, or none. Its body must not wait for other ranks; its end blocks.
+    """Wraps a body that must succeed on all ranks. It must not wait for other ranks; leaving the context blocks.
 
     what: the body's purpose, a verb and its object, for messages. Raises what the body raised on this rank; if it
-    raised on other ranks alone, AssemblyError naming the first of them and its error; PeerLost where one has ended. So
+    raised on other ranks only, AssemblyError naming the first of them and its error; PeerLost if a rank has ended. So
     no rank waits in vain.
     Without a process group this process is the only rank.
     """
@@ -77,7 +77,7 @@ def together(what: str) -> Iterator[None]:
 
 
 def check_alike(what: str, lines: Iterable[str], device: torch.device) -> None:
-    """Blocking. Raises AssemblyError on every rank, naming a rank and its first other line, if lines differ."""
+    """Raises AssemblyError on every rank, naming a rank and its first differing line, if lines differ. Blocking."""
     told = [text.split("\n") for text in gather_texts("\n".join(lines), device, what)]
     for rank, theirs in enumerate(told):
         if theirs == told[0]:

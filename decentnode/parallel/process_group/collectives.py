@@ -1,4 +1,4 @@
-"""Operations of all ranks: they tell each other texts, take means, and wait for each other."""
+"""Collectives of all ranks: they exchange texts, compute means, and wait for each other."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _waits: Callable[[Any], None] | None = None
 
 
 def wait(work: Any) -> None:
-    """Blocking: waits for an operation of all ranks (torch's Work; None where there is nothing to wait for)."""
+    """Waits for a collective (torch's Work; None returns at once). Blocking."""
     if work is not None:
         (_waits or (lambda each: each.wait()))(work)
 
 
 def wait_with(how: Callable[[Any], None] | None) -> None:
-    """From now on `wait` waits so: where ranks come and go, a wait ends with their generation. None: as torch does."""
+    """Sets how `wait` waits: with missing="regroup" a wait ends with the generation. None: as torch does."""
     global _waits
     _waits = how
     use_store(how is None)
@@ -37,9 +37,9 @@ _BESIDE = re.compile(r"^\[[^\]]*:\d+\] |\.? ?This is typically caused by.*", re.
 
 
 def reason_of(error: BaseException, found: Sequence[int] | None = None) -> str:
-    """What torch says of an operation that failed, without the line of gloo's source and its guesses at the cause; and
-    which rank's script has ended first, with its error, where it has told so, or which processes of this host are gone
-    without a word. found: those, where `gone` was asked already, which takes its time."""
+    """Returns torch's message for a failed operation, without gloo's source line and its guesses at the cause. Adds
+    which rank's script ended first, with its error, if that rank has reported it, or which processes of this host are
+    gone without a report. found: those, if `gone`, which takes its time, was called already."""
     said, ended = _BESIDE.sub("", str(error)) or type(error).__name__, first_end()
     if ended is None:
         ranks = gone() if found is None else found
@@ -50,8 +50,8 @@ def reason_of(error: BaseException, found: Sequence[int] | None = None) -> str:
 
 
 def gather_texts(text: str, device: torch.device, what: str, group: Any = None) -> list[str]:
-    """Blocking: [rank] the text of every rank of a group, of all when None. Raises ValueError if this rank's is too
-    long. what: its name."""
+    """Returns [rank] the text of every rank of a group, of all ranks if None. Blocking. Raises ValueError if this
+    rank's text is too long. what: the texts' name."""
     own = text.encode(errors="replace")
     if len(own) > MAX_TEXT_BYTES:
         raise ValueError(f"the description of the {what} is too long: {len(own)} bytes")
@@ -67,20 +67,20 @@ def gather_texts(text: str, device: torch.device, what: str, group: Any = None) 
 
 
 def broadcast_all(tensors: Iterable[Tensor]) -> None:
-    """Blocking: replaces every tensor by that of rank 0, in place."""
-    if num_ranks() == 1:  # which may have NCCL and a model on the CPU
+    """Replaces every tensor by that of rank 0, in place. Blocking."""
+    if num_ranks() == 1:  # a single rank may have NCCL and a model on the CPU
         return
     for each in tensors:
         tensor = distinct(each.detach())
         if tensor.numel():
             flat = tensor.resolve_conj().resolve_neg().contiguous().view(-1)
-            wait(dist.broadcast(flat.view(torch.uint8), 0, async_op=True))  # backends know few types
+            wait(dist.broadcast(flat.view(torch.uint8), 0, async_op=True))  # backends support few dtypes
             if flat.data_ptr() != tensor.data_ptr():
                 tensor.copy_(flat.view(tensor.shape))
 
 
 def mean_over_ranks(tensor: Tensor, group: Any = None) -> Tensor:
-    """Blocking: replaces a tensor by its mean over all ranks, or over those of a group."""
+    """Replaces a tensor by its mean over all ranks, or over those of a group. Blocking."""
     count = dist.get_world_size(group)
     if count > 1:
         wait(dist.all_reduce(tensor, group=group, async_op=True))

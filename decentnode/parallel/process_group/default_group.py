@@ -1,4 +1,4 @@
-"""The default process group: how many ranks it has, and on which devices its tensors lie."""
+"""The default process group: its number of ranks, and the devices of its tensors."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor
 
 
 def num_ranks() -> int:
-    """The number of ranks of the default process group; 1 without one."""
+    """Returns the number of ranks of the default process group; 1 without one."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def local_device() -> torch.device:
-    """The GPU of this rank: that with its local rank's number, or the only one that the process sees.
+    """Returns the GPU of this rank: the one with its local rank's number, or the only one that the process sees.
 
-    Raises ValueError where neither is there.
+    Raises ValueError if there is neither.
     """
     rank, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
     if rank >= count and count != 1:
@@ -26,14 +26,14 @@ def local_device() -> torch.device:
 
 
 def device_of_group() -> torch.device:
-    """The device of tensors that the default process group can send."""
+    """Returns the device of tensors that the default process group can send."""
     cuda = dist.get_backend() == "nccl"
     return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
 
 
 def backend_of(device: torch.device) -> str:
-    """The name of what sends tensors of a device in the default process group; "" where torch knows of nothing, as for
-    groups written in Python."""
+    """Returns the name of the backend that sends tensors of a device in the default process group; "" if torch does
+    not know it, as for groups written in Python."""
     try:
         return str(dist.group.WORLD._get_backend(device).name())  # type: ignore[union-attr]
     except RuntimeError:
@@ -41,8 +41,8 @@ def backend_of(device: torch.device) -> str:
 
 
 def check_device(name: str, tensor: Tensor) -> None:
-    """Raises ValueError for a tensor that the default process group cannot send: one of the CPU where it has NCCL
-    alone. name: of the tensor."""
+    """Raises ValueError for a tensor that the default process group cannot send: one on the CPU if it has NCCL alone.
+    name: the tensor's, for messages."""
     if dist.is_initialized() and num_ranks() > 1 and dist.get_backend() == "nccl" and not tensor.is_cuda:
         raise ValueError(f"{name} must be on the device that the process group's backend nccl sends from, got "
                          f"{tensor.device}: "

@@ -1,7 +1,7 @@
-"""Tells the other ranks how a script ended, and to how many operations of all ranks one has come in which process,
+"""Reports to the other ranks how a script ended, and how many collectives each rank has entered in which process,
 through the store of the default process group.
 
-What they see by themselves is a connection that closed, memory that was given up, or that a time is up.
+Without these reports ranks only see a closed connection, released memory, or a timeout.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ KEY = "decentnode/ended"
 COME = "decentnode/come"
 MAX_BYTES = 400
 STORE_SECONDS = 1.0
-"""How long the store may take: the machine that it is on may be gone."""
+"""How long the store may take to answer: its machine may be gone."""
 GONE_SECONDS = 0.2
-"""How long a process may take to be gone whose connections the system has closed."""
+"""How long a process may take to be gone after the system has closed its connections."""
 
 _rank_0_has_store = False
-"""Whether the store is a server of rank 0's process, as far as this package made the process group."""
+"""Whether the store is a server in rank 0's process, if this package made the process group."""
 _in_use = True
-"""Whether the store may be used: where ranks come and go, it may be gone, or closed to strangers."""
+"""Whether the store may be used: with missing="regroup" it may be gone, or secured against strangers."""
 
 
 def use_store(allowed: bool) -> None:
-    """From now on errors are told and looked for, or not."""
+    """Sets whether errors are reported and looked up from now on."""
     global _in_use
     _in_use = allowed
 
 
 def tell_end() -> None:
-    """Tells the other ranks of the error that this script has just ended with, or that it has ended without one, if it
-    is the first in the group. Blocking for STORE_SECONDS at most. To be called as the interpreter ends."""
-    error = getattr(sys, "last_value", None)  # set before an uncaught one is printed
+    """Reports the error that this script has just ended with, or that it has ended without one, unless another rank has
+    reported before. Blocking for STORE_SECONDS at most. To be called as the interpreter ends."""
+    error = getattr(sys, "last_value", None)  # set before an uncaught exception is printed
     if hasattr(sys, "ps1") or not _usable() or (error is None and not _outlives_ranks()):
         return
     said = "" if error is None else told(error)
@@ -51,14 +51,14 @@ def tell_end() -> None:
 
 
 def _outlives_ranks() -> bool:
-    """Whether the store is an agent's of torchrun: one of rank 0 may be gone when all ranks have come to their end, of
-    which torch prints a warning."""
+    """Returns whether the store belongs to torchrun's agent. A store of rank 0 may be gone when all ranks end, of which
+    torch prints a warning."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def first_end() -> tuple[int, str] | None:
-    """The rank whose script ended first, and its error, empty where it had none; None if no end is known. Blocking for
-    STORE_SECONDS at most."""
+    """Returns the rank whose script ended first, and its error, empty if it had none; None if no end is known. Blocking
+    for STORE_SECONDS at most."""
     found = _within_time(lambda store: store.get(KEY) if store.check([KEY]) else b"") if _usable() else b""
     rank, _, text = (found or b"")[:MAX_BYTES].decode(errors="replace").partition(" ")
     if not (rank.isascii() and rank.isdigit()) or int(rank) >= dist.get_world_size():
@@ -67,16 +67,16 @@ def first_end() -> tuple[int, str] | None:
 
 
 def announce(store: Any, rank: int) -> None:
-    """Tells the other ranks what this one's process is, before there is a process group. store: that of the group to
-    be. Raises RuntimeError where nobody has it any more."""
+    """Publishes the identity of this rank's process before there is a process group. store: of the future group. Raises
+    RuntimeError if the store is gone."""
     global _rank_0_has_store
     _rank_0_has_store = not _outlives_ranks()
     store.set(f"{COME}/{rank}", _own())
 
 
 def lacking(store: Any, rank: int, size: int) -> tuple[list[int], list[int]]:
-    """Returns (the ranks that have not announced themselves, those whose process is gone, as far as this host tells).
-    Blocking for STORE_SECONDS and GONE_SECONDS at most. store: as of `announce`. size: how many ranks there are."""
+    """Returns (the ranks that have not announced themselves, those whose process is gone, as far as this host can see).
+    Blocking for STORE_SECONDS and GONE_SECONDS at most. store: as of `announce`. size: the number of ranks."""
     said = _within_time(lambda given: _read(given, size), store)
     if isinstance(said, RuntimeError):
         return [], [0] if _rank_0_has_store and rank else []
@@ -87,8 +87,8 @@ _come = 0
 
 
 def come() -> None:
-    """Tells the other ranks that this one has come to one more operation of all ranks, and what its process is.
-    Blocking for STORE_SECONDS at most."""
+    """Publishes that this rank has entered one more collective, and the identity of its process. Blocking for
+    STORE_SECONDS at most."""
     global _come
     _come += 1
     if _usable():
@@ -100,7 +100,7 @@ def _own() -> str:
 
 
 def _host() -> str:
-    """Names the part of this host in which numbers of processes mean the same; "" where the system does not tell."""
+    """Returns a name of this host's process id namespace; "" if the system does not tell."""
     try:
         return f"{boot_id()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
@@ -108,15 +108,15 @@ def _host() -> str:
 
 
 def late() -> list[int]:
-    """The ranks that have not come to the operation that this one came to last; none where that is not known. Blocking
-    for STORE_SECONDS at most."""
+    """Returns the ranks that have not entered the collective that this one entered last; none if that is not known.
+    Blocking for STORE_SECONDS at most."""
     return [rank for rank, said in enumerate(_all_said()) if not said or int(said[0]) < _come]
 
 
 def gone() -> list[int]:
-    """The ranks of this host that have come to an operation of all ranks once, or to `initialize_dist`, and whose
-    process is gone; rank 0 also of another host where it has the store and the connection to that is closed. Blocking
-    for GONE_SECONDS until there is one, and for STORE_SECONDS at most."""
+    """Returns the ranks of this host that have entered a collective or `initialize_dist` before, and whose process is
+    gone; also rank 0 of another host if it has the store and the connection to that is closed. Blocking for
+    GONE_SECONDS until there is one, and for STORE_SECONDS at most."""
     if not _usable():
         return []
     said = _within_time(lambda store: _read(store, dist.get_world_size()))
@@ -126,7 +126,7 @@ def gone() -> list[int]:
 
 
 def _gone(every: Sequence[Sequence[str]]) -> list[int]:
-    """As `gone`, of what every rank has told."""
+    """Does the same as `gone`, from what every rank has published."""
     here = {rank: (int(said[1]), said[2]) for rank, said in enumerate(every)
             if len(said) == 4 and said[2] and said[3] == _host()}  # fmt: skip
     until = clock.now() + GONE_SECONDS
@@ -138,14 +138,14 @@ def _gone(every: Sequence[Sequence[str]]) -> list[int]:
 
 
 def _all_said() -> list[list[str]]:
-    """What every rank has told in `come`, by rank; nothing where that is not known. Blocking for STORE_SECONDS at
-    most."""
+    """Returns what every rank has published in `come`, by rank; nothing if that is not known. Blocking for
+    STORE_SECONDS at most."""
     said = _within_time(lambda store: _read(store, dist.get_world_size())) if _usable() else None
     return said if isinstance(said, list) else []
 
 
 def _read(store: Any, size: int) -> list[list[str]] | RuntimeError:
-    """What every one of so many ranks has told; the error where the connection to the store is closed."""
+    """Returns what each of so many ranks has published; the error if the connection to the store is closed."""
     keys = [f"{COME}/{rank}" for rank in range(size)]
     try:
         return [store.get(key).decode().split(" ", 3) if store.check([key]) else [] for key in keys]
@@ -158,8 +158,8 @@ def _usable() -> bool:
 
 
 def _within_time(work: Callable[[Any], Any], store: Any = None) -> Any:
-    """What `work` returns, which is given a store, that of the default process group when None; None where that fails
-    or takes too long."""
+    """Returns what `work` returns, which is given a store, that of the default process group if None; None if it fails
+    or takes longer than STORE_SECONDS."""
     found: list[Any] = []
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""How many ranks there are on each machine, as all ranks agree on it."""
+"""Determines how many ranks each machine has, the same result on all ranks."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from decentnode.system import boot_id
 from decentnode.words import names
 
 TOLD = "LOCAL_WORLD_SIZE"
-"""What torchrun says of the number of ranks on a machine."""
+"""The environment variable in which torchrun puts the number of ranks on a machine."""
 
 
 def ranks_per_machine(given: int | None = None) -> int:
-    """The number of ranks on each machine, as `agreed_per_machine`; 1 where machines have unequally many."""
+    """Returns the number of ranks on each machine, as `agreed_per_machine`; 1 if machines have different numbers."""
     return agreed_per_machine(given) or 1
 
 
 def agreed_per_machine(given: int | None = None) -> int | None:
-    """The number of ranks on each machine, the same on all ranks: the given one, or torchrun's, or as counted; None
-    where machines have unequally many. Blocking, on all ranks.
+    """Returns the number of ranks on each machine, the same on all ranks: the given one, or torchrun's, or as counted;
+    None if machines have different numbers. Blocking, on all ranks.
 
-    Raises ValueError for what is no number, and AssemblyError naming the ranks where these were given other numbers, or
-    where some are told another one than is counted, and the others none: then all ranks raise, and none waits.
+    Raises ValueError for a value that is no number, and AssemblyError naming the ranks if they were given different
+    numbers, or if some were given another number than is counted and the others none: then all ranks raise, and none
+    waits.
     """
     own = f"{given or os.environ.get(TOLD, '')} {int(bool(given))}"
     alone = num_ranks() == 1

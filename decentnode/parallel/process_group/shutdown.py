@@ -1,11 +1,11 @@
 """Ends exchanges, leaves process groups and joins their threads before a process's interpreter ends.
 
-A thread of gloo still holds the tensors of an operation after it has reported that the operation is over. To release
-a tensor that Python knows, it needs the interpreter's lock. If the interpreter is ending by then, CPython (up to 3.13)
-ends the thread at once, by unwinding frames of C++ that must not be unwound: "terminate called without an active
-exception", exit code -6, after all work was done. A script that uses torch alone and does not destroy its groups ends
-in the same way. Destroying a group joins its threads, which is safe as long as the interpreter is not ending yet. A
-group that is still referenced keeps its threads, so wrappers drop their references first.
+A thread of gloo still holds the tensors of an operation after it has reported that the operation is finished. To
+release a tensor that Python knows, it needs the interpreter's lock. If the interpreter is ending by then, CPython (up
+to 3.13) ends the thread at once, by unwinding frames of C++ that must not be unwound: "terminate called without an
+active exception", exit code -6, after all work was done. A script that uses torch alone and does not destroy its groups
+ends in the same way. Destroying a group joins its threads, which is safe as long as the interpreter is not ending yet.
+A group that is still referenced keeps its threads, so wrappers drop their references first.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from decentnode.parallel.process_group.ends import tell_end
 
 EXIT_SECONDS = 2.0
 SETTLE_SECONDS = 0.3
-"""How long the threads of groups that the script itself still references are given to release their tensors."""
+"""How long the threads of groups that the script itself still references get to release their tensors."""
 
 
 class Closable(Protocol):
@@ -36,14 +36,14 @@ class Closable(Protocol):
 
 class InFlight(Protocol):
     def finish_all(self, seconds: float) -> None:
-        """Blocking for so long at most: waits for operations that are under way."""
+        """Waits for pending operations, so many seconds at most. Blocking."""
 
 
 _processes: set[int] = set()
 """The processes that joined a group or made wrappers. A forked child inherits this module's state, but no threads."""
 _alive: weakref.WeakKeyDictionary[Closable, frozenset[int]] = weakref.WeakKeyDictionary()
-"""What is closed before the process ends, with the identities of the parameters that it steps and holds: a parameter
-itself would keep its wrapper alive where a hook of the script's on it refers to the wrapper."""
+"""Objects to close before the process ends, each with the ids of the parameters that it steps. References to the
+parameters would keep a wrapper alive if a script's hook on a parameter refers to the wrapper."""
 _left: list[tuple[InFlight, object]] = []
 """Exchanges in flight whose wrapper is gone: their buffers have to outlive them."""
 
@@ -54,15 +54,15 @@ def leave_at_exit() -> None:
 
 
 def close_at_exit(wrapper: Closable, params: Sequence[Tensor] = ()) -> None:
-    """Closes `wrapper` before that, if it still exists. Its `close` drops its references to process groups. params:
-    those that it steps in backward passes."""
+    """Makes this process close `wrapper` before it ends, if it still exists. Its `close` must drop its references to
+    process groups. params: those that it steps in backward passes."""
     _alive[wrapper] = frozenset(map(id, params))
     leave_at_exit()
 
 
 def close_others(wrapper: Closable, params: Iterable[Tensor]) -> bool:
-    """Closes the wrappers of any of these parameters that are still there, because two would both step in a backward
-    pass; returns whether one of them was open. wrapper: the one that goes on."""
+    """Closes the other wrappers of any of these parameters, because two would both step in a backward pass; returns
+    whether one of them was open. wrapper: the one that stays open."""
     mine = set(map(id, params))
     others = [each for each, theirs in _alive.items() if each is not wrapper and not mine.isdisjoint(theirs)]
     closed = [each.close() for each in others]
@@ -70,13 +70,13 @@ def close_others(wrapper: Closable, params: Iterable[Tensor]) -> bool:
 
 
 def takes_no_steps(wrapper: Closable) -> None:
-    """The wrapper is closed now, and exchanges no parameters any more."""
+    """Records that the wrapper is closed and exchanges no parameters any more."""
     if wrapper in _alive:
         _alive[wrapper] = frozenset()
 
 
 def exchanged_by_wrapper(params: Iterable[Tensor]) -> bool:
-    """Whether any of these parameters are stepped by a wrapper that is still open."""
+    """Returns whether a wrapper that is still open steps any of these parameters."""
     stepped = [each for each in _alive.values() if each]
     return bool(stepped) and any(id(p) in each for p in params for each in stepped)
 
@@ -91,7 +91,7 @@ def _close_all() -> None:
     if os.getpid() not in _processes:
         return
     tell_end()  # before the others see that this rank has left
-    for wrapper in reversed(list(_alive)):  # a wrapper uses the job, which was made before it
+    for wrapper in reversed(list(_alive)):  # reversed, as a wrapper uses the job, which was registered before it
         wrapper.close()
     for exchange, _ in _left:
         with contextlib.suppress(Exception):
@@ -101,17 +101,17 @@ def _close_all() -> None:
 
 
 def leave() -> None:
-    """Leaves all process groups and joins their threads. Idempotent; blocking until operations under way are over."""
+    """Leaves all process groups and joins their threads. Idempotent; blocking until pending operations have ended."""
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
-    gc.collect()  # groups that only reference cycles hold
+    gc.collect()  # frees groups that only reference cycles hold
     if _gloo_runs():
         clock.sleep(SETTLE_SECONDS)
 
 
 def _gloo_runs() -> bool:
-    """Whether the process still has threads of gloo."""
+    """Returns whether the process still has threads of gloo."""
     try:
         return any(each.read_text().startswith("pt_gloo_run") for each in Path("/proc/self/task").glob("*/comm"))
-    except OSError:  # a thread that ends meanwhile, or another system than Linux
+    except OSError:  # a thread ended meanwhile, or this is not Linux
         return True

@@ -1,5 +1,5 @@
-"""What is printed when a rank ends by Ctrl-C, or because another one has: the script's own lines. The stack from there
-through torch and this package is a screen for every rank, among which the error that began it was not found."""
+"""Prints only the script's own lines when a rank ends by Ctrl-C, or because another one has ended. The full stack
+through torch and this package fills a screen per rank and hides the error that caused it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from decentnode.errors import DecentnodeError, own_frames
 
 
 def shorten_traces() -> None:
-    """From now on an uncaught KeyboardInterrupt or DecentnodeError is printed with frames of the user's code alone.
+    """Makes uncaught KeyboardInterrupts and DecentnodeErrors print only stack frames of the user's code from now on.
 
-    To be called before torch puts the rank before what is printed (init_process_group). Does nothing where the script
-    has a hook of its own.
+    To be called before torch adds the rank to what is printed (init_process_group). Does nothing if the script has set
+    an excepthook of its own.
     """
     if sys.excepthook is sys.__excepthook__:
         sys.excepthook = _print

@@ -1,1 +1,1 @@
-"""What a script that records its training as a run has beside the wrapper."""
+"""Recording a script's training as a run: its records, checkpoints and ranks."""

@@ -1,4 +1,4 @@
-"""The checkpoints of a training that is recorded as a run: what is in them, and which of them a run goes on with."""
+"""The checkpoints of a training that is recorded as a run: their contents, and which of them a run continues from."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class RunCheckpoints:
         self._model, self._ranks, self._config, self._keep, self._also = model, ranks, config, keep, also
         self._device = next(model.module.parameters()).device
         self._random: dict[str, Any] | None = None
-        """The states of the process's random generators at which the run goes on, until it does."""
+        """The states of the process's random generators in the checkpoint, until `draw_on` restores them."""
 
     def _state(self) -> dict[str, Any]:
         model = self._model
@@ -54,12 +54,13 @@ class RunCheckpoints:
         encode(self._state(), "state", {}, copy=False)
 
     def _alike(self, what: str) -> AbstractContextManager[None]:
-        """As `together`, where ranks stay."""
+        """Returns `together` if the ranks are fixed; otherwise a context that does nothing."""
         return together(what) if self._ranks.folder is None else contextlib.nullcontext()
 
     def save(self, run: Path, epochs: int) -> None:
-        """Writes one into the run's directory, after so many epochs. Blocking until the disks of all ranks have it,
-        where ranks stay: only then older ones go, since such a run goes on with a checkpoint that all ranks have."""
+        """Writes a checkpoint into the run's directory, after so many epochs. Blocking, with fixed ranks until the
+        disks of all ranks have it: only then are older ones removed, since such a run continues from a checkpoint that
+        all ranks have."""
         tensors: dict[str, Tensor] = {}
         tree = encode(self._state(), "state", tensors, copy=False)
         to_host(tensors)
@@ -73,8 +74,8 @@ class RunCheckpoints:
             store.remove(folder, old.folder, uid)
 
     def go_on(self, run: Path, records: RankRecords) -> int:
-        """Loads the newest checkpoint that all ranks have, and forgets what was recorded after it. Blocking. Returns
-        the epochs that are over, 0 where there is no checkpoint. Raises ValueError where the run's config was another,
+        """Loads the newest checkpoint that all ranks have, and drops the records after it. Blocking. Returns the number
+        of finished epochs, 0 if there is no checkpoint. Raises ValueError if the run's config was another,
         CheckpointError."""
         folder, uid, world = run / store.FOLDER, self._ranks.uid, len(self._ranks.members)
         found, _ = store.scan([folder], uid)
@@ -93,14 +94,14 @@ class RunCheckpoints:
         self._take_up(state, manifest)
         epochs = manifest.cut.round
         if self._ranks.folder is None:
-            for later in (one.cut for one in found if one.cut.round > epochs):  # this rank alone has it
+            for later in (one.cut for one in found if one.cut.round > epochs):  # not all ranks have these
                 store.remove(folder, later.folder, uid)
         records.forget_from(epochs)
         return epochs
 
     def _usable(self, folder: Path) -> dict[tuple[int, int], store.Manifest]:
-        """(epochs that are over, number of ranks then, or 0 where ranks come and go) -> the checkpoint on this machine
-        that this rank may go on with."""
+        """Returns the checkpoints on this machine that this rank may continue from, by (finished epochs, number of
+        ranks then, or 0 with missing="regroup")."""
         if self._ranks.folder is None:
             return checkpoints_of_ranks(folder, self._ranks.uid)
         return {(epochs, 0): each for epochs, each in checkpoints_of_anybody(folder, self._ranks.uid).items()}
@@ -111,7 +112,7 @@ class RunCheckpoints:
         for name, each in self._also.items():
             each.load_state_dict(state["also"][name])
         take_up_accumulated(model._named, model._watch, state.get("accumulated", {}))
-        self._random = state["random"] if manifest.uid == uid else None  # a new rank draws what no other does
+        self._random = state["random"] if manifest.uid == uid else None  # no two ranks may draw the same numbers
         before = len(manifest.cut.members)
         if self._ranks.folder is None and before != world and uid == 0:
             rest = f"ranks {before} and up begin as rank mod {before}" if before < world else (
@@ -119,8 +120,8 @@ class RunCheckpoints:
             logger.warning("the run continues with %d ranks from a checkpoint of %d: %s", world, before, rest)
 
     def _begin_anew(self, run: Path, records: RankRecords, others: set[int]) -> None:
-        """Forgets the records of a run that ended before its first checkpoint. others: for how many ranks it has
-        checkpoints nevertheless. Raises CheckpointError where more than a first epoch would be lost."""
+        """Drops the records of a run that ended before its first checkpoint. others: for how many ranks it has
+        checkpoints nevertheless. Raises CheckpointError if more than a first epoch would be lost."""
         epochs = records.epochs
         if others or epochs > bool(self._keep):
             has = f"checkpoints of {' and '.join(map(str, sorted(others)))} ranks alone" if others else "none"
@@ -130,16 +131,15 @@ class RunCheckpoints:
         records.forget_from(-1)
 
     def draw_on(self) -> None:
-        """Brings the process's random generators to where they were as the checkpoint was made. Once; nothing where the
-        run began anew."""
+        """Restores the process's random generators from the checkpoint, once; does nothing if the run began anew."""
         if self._random is not None:
             load_streams(self._random, self._device)
             self._random = None
 
 
 def checkpoints_of_anybody(folder: Path, uid: int) -> dict[int, store.Manifest]:
-    """Epochs that are over -> the checkpoint of node `uid`; where it has none, as it was no member or is new, that of
-    the lowest uid that has one on this machine. folder: checkpoints/ of the run."""
+    """Returns the checkpoints of node `uid` by finished epochs. Where it has none, because it was no member or is new,
+    that of the lowest uid that has one on this machine. folder: checkpoints/ of the run."""
     found: dict[int, store.Manifest] = {}
     uids = {int(each.stem) for each in folder.glob("*/*.json") if each.stem.isdecimal()}
     for other in [uid, *sorted(uids - {uid})]:
@@ -149,8 +149,8 @@ def checkpoints_of_anybody(folder: Path, uid: int) -> dict[int, store.Manifest]:
 
 
 def checkpoints_of_ranks(folder: Path, uid: int) -> dict[tuple[int, int], store.Manifest]:
-    """(epochs that are over, number of ranks then) -> the checkpoint on this machine that rank `uid` goes on with: its
-    own, and of fewer ranks n that of rank `uid` mod n. folder: checkpoints/ of the run."""
+    """Returns the checkpoints on this machine from which rank `uid` continues, by (finished epochs, number of ranks
+    then): its own, and of fewer ranks n that of rank `uid` mod n. folder: checkpoints/ of the run."""
     found: dict[tuple[int, int], store.Manifest] = {}
     for other in sorted({int(each.stem) for each in folder.glob("*/*.json") if each.stem.isdecimal()}):
         for each in store.scan([folder], other)[0]:

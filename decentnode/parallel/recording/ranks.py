@@ -1,4 +1,4 @@
-"""The ranks of a training that is recorded as a run: those that stay, and those that come and go."""
+"""The ranks of a training that is recorded as a run: fixed ones, or a changing membership."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ Measure = Callable[[], Mapping[str, float]]
 
 
 class RunRanks:
-    """Ranks that stay: a node of the run each, by their number."""
+    """Fixed ranks: each is a node of the run, by its rank."""
 
     folder: str | None = None
-    """The name of the run's directory, where all ranks know it without a word."""
+    """The name of the run's directory, if all ranks know it without communication."""
 
     def __init__(self, model: DecentralizedDataParallel) -> None:
         self.model, self.uid = model, model.rank
 
     @property
     def members(self) -> tuple[int, ...]:
-        """The uids of all ranks there are."""
+        """The uids of all current ranks."""
         return tuple(range(self.model.world_size))
 
     @property
     def came_now(self) -> bool:
-        """Whether this rank came to the others at the step that it is at: what these do between two epochs there, they
-        do without it."""
+        """Whether this rank joined at the current step, so that it takes no part in what the others do between two
+        epochs at this step."""
         return False
 
     def measured(self, measure: Measure | None) -> dict[str, float]:
-        """Blocking, on all ranks: the figures of an evaluation."""
+        """Returns the metrics of an evaluation. Blocking, on all ranks."""
         found: dict[str, float] = {}
         if measure is not None:
             with together("evaluate the model"):
@@ -53,8 +53,8 @@ class RunRanks:
 
 
 class ComingAndGoing(RunRanks):
-    """Ranks that die and join: a node of the run each, by the uid that they keep. What they do together is one average
-    over all ranks, which is begun again when one dies; a rank that comes meanwhile takes no part in it."""
+    """Ranks with a changing membership: each is a node of the run, by the uid that it keeps. An evaluation is one
+    average over all ranks, which is begun again if a rank dies; a rank that joins meanwhile takes no part in it."""
 
     def __init__(self, model: DecentralizedDataParallel) -> None:
         super().__init__(model)
@@ -81,7 +81,7 @@ class ComingAndGoing(RunRanks):
                 model._average.take(keep=True, measure=False, mean_of=mean)
                 try:
                     merged = measure()
-                except Exception as error:  # the script's: the others are not to wait for this rank meanwhile
+                except Exception as error:  # of the script; raised later, as the others would wait for this rank
                     failed[:] = [error]
                 finally:
                     model.revert_global_avg()

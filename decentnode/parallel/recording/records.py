@@ -1,4 +1,4 @@
-"""What one rank of a recorded training writes into its folder of the run's directory, and what is read of it there."""
+"""Writes one rank's records into its folder of the run's directory, and reads them from there."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from decentnode.metrics.writer import MetricsWriter, encode
 from decentnode.system import write_atomic
 
 HELD_SECONDS = 10.0
-"""How long a rank waits for the process that recorded as it before: one whose peer was killed needs a moment to end."""
+"""How long a rank waits for the process that recorded before it: one whose peer was killed needs a moment to end."""
 AGAIN_SECONDS = 0.1
 
 
 class RankRecords:
-    """The records (metrics.jsonl) and the status of a rank, which no other process writes meanwhile."""
+    """The records (metrics.jsonl) and the status file of a rank; locked against other processes."""
 
     def __init__(self, run: Path, uid: int) -> None:
-        """Blocking for HELD_SECONDS at most. Makes the rank's folder in the run's directory. Raises OSError,
-        EnvironmentFault where another process records there."""
+        """Makes the rank's folder in the run's directory and locks it. Blocking for HELD_SECONDS at most. Raises
+        OSError, EnvironmentFault if another process records there."""
         self._uid, self._folder = uid, node_dir(run, uid)
         self._folder.mkdir(parents=True, exist_ok=True)
         self._lock = hold(self._folder)
@@ -38,18 +38,18 @@ class RankRecords:
         """Bytes that earlier processes of the run had sent."""
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append a record."""
+        """Appends a record."""
         self._writer.write(record)
 
     @property
     def epochs(self) -> int:
-        """How many epochs there are records of."""
+        """The number of epochs that have records."""
         records = reader.read(self._folder / "metrics.jsonl")
         return max((record["round"] + (record["kind"] != "evaluation") for record in records), default=0)
 
     def forget_from(self, epoch: int) -> None:
-        """Drop the records of this epoch and of all after it, which are trained once more; an evaluation before its
-        first step is kept. -1: drop all."""
+        """Drops the records of this epoch and of all after it, which will be trained again; an evaluation before its
+        first step is kept. -1: drops all."""
         path = self._folder / "metrics.jsonl"
         kept = [record for record in reader.read(path) if record["round"] < epoch + (record["kind"] == "evaluation")]
         self.sent = max((int(record.get("data_bytes_sent", 0)) for record in kept), default=0)
@@ -58,14 +58,14 @@ class RankRecords:
         self._writer = MetricsWriter(path)
 
     def write_status(self, doing: str, epoch: int, planned: int) -> None:
-        """Write what this rank does for `decentnode status`; a disk that refuses costs that alone."""
+        """Writes what this rank is doing, for `decentnode status`; failures of the disk are ignored."""
         status = {"uid": self._uid, "pid": os.getpid(), "time": clock.wall(), "round": epoch, "rounds": planned,
                   "doing": doing, "waiting_for": [], "waiting_seconds": 0.0, "edges": {}, "faults": {}}  # fmt: skip
         with contextlib.suppress(OSError):
             write_atomic(self._folder / "status.json", json.dumps(status))
 
     def close(self) -> None:
-        """Others may record here again."""
+        """Closes the files and releases the lock."""
         self._writer.close()
         self._lock.close()
 
@@ -86,11 +86,11 @@ def figures_of(run: Path, uid: int) -> dict[str, Any]:
 
 
 def hold(folder: Path) -> FileIO:
-    """Blocking for HELD_SECONDS at most: keeps other processes from recording into a node's folder until the file that
-    is returned is closed or this process ends, however it does. Raises OSError, EnvironmentFault where one does record:
-    with the launcher alone killed, its ranks train on.
+    """Locks a node's folder against other processes that would record there, until the returned file is closed or this
+    process ends, in whatever way. Blocking for HELD_SECONDS at most. Raises OSError, EnvironmentFault if a process
+    still records: if only the launcher was killed, its ranks continue to train.
 
-    A lock of the process (fcntl): workers that it has forked do not hold it on.
+    The lock belongs to the process (fcntl): workers that it has forked do not hold it.
     """
     path, until = folder / "lock", clock.now() + HELD_SECONDS
     file = FileIO(path, "a")
@@ -99,7 +99,7 @@ def hold(folder: Path) -> FileIO:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno not in (errno.EACCES, errno.EAGAIN):
-                return file  # a disk without locks
+                return file  # the file system has no locks
             if clock.now() > until:
                 file.close()
                 raise EnvironmentFault(f"another process still writes to {folder} (its status.json has the pid): end "

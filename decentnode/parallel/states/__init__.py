@@ -1,1 +1,1 @@
-"""What checkpoints have of a wrapper, and how a state of another run is loaded."""
+"""The contents of a wrapper's checkpoints, and how a state of another run is loaded."""

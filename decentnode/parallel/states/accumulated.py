@@ -1,4 +1,4 @@
-"""Gradients that backward passes have added up and no step has used yet, as checkpoints keep them."""
+"""Saves and loads gradients that backward passes have accumulated and no step has used yet."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from decentnode.parallel.steps.backward import BackwardWatch
 
 
 def accumulated(named: Sequence[tuple[str, Tensor]], watch: BackwardWatch) -> dict[str, Any]:
-    """The gradients that backward passes have added up and no step has used yet, and whether the next pass adds its own
-    to them. They are no part of a wrapper's state: who loads that elsewhere begins a step with none, as in torch.
+    """Returns the gradients that were accumulated and not used by a step yet, and whether the next backward pass adds
+    to them. They are not part of a wrapper's state: loading that elsewhere starts a step with none, as in torch.
 
     named: the exchanged parameters, with their names; watch: of their backward passes.
     """
@@ -24,7 +24,7 @@ def accumulated(named: Sequence[tuple[str, Tensor]], watch: BackwardWatch) -> di
 def take_up_accumulated(
     named: Sequence[tuple[str, Tensor]], watch: BackwardWatch, state: Mapping[str, Any]
 ) -> None:
-    """Puts back what `accumulated` returned; {}: nothing was added up."""
+    """Restores what `accumulated` returned; {}: no gradients."""
     gradients = state.get("gradients", {})
     for name, p in named:
         found = gradients.get(name)
@@ -35,7 +35,7 @@ def take_up_accumulated(
 
 
 def _parts(gradient: Tensor) -> Tensor | dict[str, Tensor]:
-    """A gradient as checkpoints keep it: a sparse one, as of an Embedding, in its parts, in the order of their sums."""
+    """Returns a gradient as checkpoints store it: a sparse one, as of an Embedding, in its parts, not coalesced."""
     if gradient.layout is torch.strided:
         return gradient
     return {"indices": gradient._indices(), "values": gradient._values()}

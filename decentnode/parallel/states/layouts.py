@@ -1,4 +1,4 @@
-"""What sharing rules keep of each bucket, cut anew for the buckets of another run."""
+"""Converts the states that sharing rules keep for each bucket to the buckets of another run."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ Layout = list[list[tuple[str, int]]]
 
 
 def layout(buckets: Sequence[Bucket], named: Sequence[tuple[str, Tensor]]) -> Layout:
-    """Which parameters are in which bucket; named: all of them, with their names."""
+    """Returns which parameters are in which bucket; named: all of them, with their names."""
     names = {p: name for name, p in named}
     return [[(names[p], p.numel()) for p in bucket.params] for bucket in buckets]
 
 
 def recut(states: Sequence[Any], saved: Layout | None, wanted: Layout) -> list[Any]:
-    """The states of the rules of the buckets of `wanted`, from those of the buckets of `saved`.
+    """Returns the rules' states for the buckets of `wanted`, from those for the buckets of `saved`.
 
-    saved: None in files that do not tell it. Tensors with one value per element of a bucket are cut at the parameters;
-    all else must be the same in every bucket. Raises ValueError where that is not so, or a parameter is missing.
+    saved: None if the file does not have it. Tensors with one value per element of a bucket are split at the
+    parameters; everything else must be the same in every bucket. Raises ValueError if it is not, or a parameter is
+    missing.
     """
     if saved is None and len(states) == len(wanted):
         return list(states)

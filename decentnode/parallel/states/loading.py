@@ -14,9 +14,9 @@ T = TypeVar("T")
 
 
 def load_together(steps: GossipSteps, load: Callable[[], T]) -> T:
-    """What `load` returns, which loads a state, while nothing is in flight. Blocking: all ranks do it, or all raise and
-    may go on training from what they have loaded by then. Raises what `load` raised here, else AssemblyError,
-    PeerLost."""
+    """Returns what `load` returns, which loads a state, while nothing is in flight. Blocking: it succeeds on all ranks,
+    or all raise and may continue to train from what they have loaded by then. Raises what `load` raised here, else
+    AssemblyError, PeerLost."""
     before = steps.taken, steps.factor
 
     def undo() -> None:
@@ -31,8 +31,8 @@ def all_or_none(
     steps: GossipSteps, what: tuple[str, str], work: Callable[[], T], check: Callable[[], None],
     undo: Callable[[], None] = lambda: None,
 ) -> T:
-    """What `work` returns, while nothing is in flight. Blocking: it succeeds on all ranks, as `check` does, or all
-    raise and may go on training, after `undo`. Raises what `work` raised here, else AssemblyError, PeerLost.
+    """Returns what `work` returns, while nothing is in flight. Blocking: `work` and `check` succeed on all ranks, or
+    all raise and may continue to train, after `undo`. Raises what `work` raised here, else AssemblyError, PeerLost.
 
     what: the operation's name, and a verb with its object, for messages. check: compares ranks; blocking.
     """
@@ -44,7 +44,7 @@ def all_or_none(
                     result = work()
                 except Exception as error:
                     own = error
-                    raise ValueError(error) from error  # a RuntimeError would be taken for a sign of a lost rank
+                    raise ValueError(error) from error  # because `average` takes a RuntimeError for a lost rank
             check()
     except (AssemblyError, ValueError):
         undo()
@@ -56,7 +56,7 @@ def all_or_none(
 
 
 def restart(steps: GossipSteps) -> None:
-    """Begins anew after a state that was loaded as a part of another module's. Blocking, on all ranks."""
+    """Starts a new exchange after a state was loaded as a part of another module's. Blocking, on all ranks."""
     steps.exchange.drain()
     with steps.exchange.average("load_state_dict"):
         _check_steps(steps)
@@ -64,7 +64,7 @@ def restart(steps: GossipSteps) -> None:
 
 
 def _check_steps(steps: GossipSteps) -> None:
-    """Blocking. Raises AssemblyError where ranks have loaded states of different steps."""
+    """Raises AssemblyError if ranks have loaded states of different steps. Blocking."""
     check_alike("loaded state", [f"step {steps.taken}"], device_of_group())
 
 

@@ -1,4 +1,4 @@
-"""What a wrapper's state has beside its module's: of the optimizer, the schedule, the sharing rules and the steps."""
+"""The part of a wrapper's state beside its module's: optimizer, schedule, sharing rules and number of steps."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from decentnode.parallel.steps.gossip_steps import GossipSteps
 
 
 def kept_of(steps: GossipSteps, named: Sequence[tuple[str, Tensor]], optimizer: Optimizer) -> dict[str, Any]:
-    """What a wrapper's state has beside its module's. named: the exchanged parameters, with their names. optimizer:
-    the one that the script sees, with its hooks."""
+    """Returns the part of a wrapper's state beside its module's. named: the exchanged parameters, with their names.
+    optimizer: the one that the script sees, with its hooks."""
     local, kept = steps.local, optimizer.state_dict()
     return {
         "optimizer": kept, "optimizer_kind": kind_of(local.optimizer), "optimizer_entries": entries_of(kept),
@@ -34,7 +34,7 @@ def take_up(
     steps: GossipSteps, named: Sequence[tuple[str, Tensor]], optimizer: Optimizer, state: Mapping[str, Any]
 ) -> None:
     """Loads what `kept_of` returned. Raises ValueError, having loaded nothing, for a sharing rule's state that does not
-    fit the buckets, and for that of another optimizer or scheduler. The exchange is not begun anew (loading.py)."""
+    fit the buckets, and for that of another optimizer or scheduler. Does not start a new exchange (loading.py)."""
     kept, local = recut(state["sharing"], state.get("layout"), layout(steps.buckets, named)), steps.local
     check_saved(local.optimizer, state["optimizer"], state.get("optimizer_kind"), state.get("optimizer_entries"))
     if local.lr_scheduler is not None and state["lr_scheduler"] is not None:
@@ -50,7 +50,7 @@ def take_up(
 
 
 def _on(device: torch.device, value: Any) -> Any:
-    """The state of a rule, whose tensors lie where its bucket does: files and other machines have them on the CPU."""
+    """Returns the state of a rule, moved to its bucket's device: files and other machines have it on the CPU."""
     if isinstance(value, Tensor):
         return value.to(device)
     if isinstance(value, Mapping):
@@ -61,10 +61,10 @@ def _on(device: torch.device, value: Any) -> Any:
 
 
 def load_scheduler(scheduler: Any, state: Mapping[str, Any], kind: str | None = None) -> None:
-    """Raises ValueError for a state that lacks what this class of schedulers keeps. kind: the class that it was saved
-    of, where it is known."""
+    """Loads a scheduler's state. Raises ValueError if it lacks entries that this class needs. kind: the class that it
+    was saved from, if known."""
     try:
-        scheduler.load_state_dict(copy.deepcopy(state))  # torch takes entries out of it
+        scheduler.load_state_dict(copy.deepcopy(state))  # a copy, as torch removes entries from it
     except KeyError as error:
         raise ValueError(f"lr_scheduler must be {kind or 'the one'}, which was saved, got {kind_of(scheduler)}: the "
                          f"state has no {error}") from error  # fmt: skip
