@@ -1,1 +1,1 @@
-"""What other packages' users bring along, in this package's terms."""
+"""Compatibility: lets scripts and config files of other packages run with this one."""

@@ -1,4 +1,4 @@
-"""SDTL's `CommOptimizer` by its arguments: scripts that import it from `DistOptimizers` import it from here instead.
+"""SDTL's `CommOptimizer` with its arguments: scripts that import it from `DistOptimizers` import it from here instead.
 
 The methods are those of decentnode.parallel, which follow the papers. With `faithful=True` they do what SDTL does.
 """
@@ -20,38 +20,38 @@ from decentnode.parallel.process_group.collectives import wait
 from decentnode.parallel.process_group.default_group import device_of_group, num_ranks
 
 SMALLEST = 1e-8
-"""Added to running squares of gradients, by which EASGD+ weighs."""
+"""Added to the running squares of gradients by which EASGD+ weighs."""
 
 
 class SDTLMethod(DistOptimizer):
-    """What SDTL's methods have in common: forces after the gradient's step, and exchanges in the steps k (T - 1) for
-    k = 1, 2, 3 and so on, where T is `comm_period` (in all of them for T = 1)."""
+    """What SDTL's methods have in common: forces after the gradient step, and exchanges in the steps k (T - 1) for
+    k = 1, 2, 3 and so on, where T is `comm_period` (in every step for T = 1)."""
 
     def __init__(
         self, local_optimizer: Optimizer, world_size: int, local_pulling_strength: float = 0.0,
         dist_pulling_strength: float = 0.1, comm_period: int = 4, overlap: bool = False,
     ) -> None:
-        """The arguments have SDTL's order. Blocking, and raises, as the class that this one derives from."""
+        """The arguments are in SDTL's order. Blocks and raises as the base class."""
         super().__init__(local_optimizer, world_size, dist_pulling_strength, local_pulling_strength, comm_period)
         if overlap:
             raise ValueError("overlap must be False with faithful=True")
         self.before = self.flat_params()
-        """[P] the parameters that the method has kept last."""
+        """[P] the parameters that the method stored last."""
 
     def begin(self) -> None:
         super().begin()
-        self.center = self.before.clone()  # the rank's own model, not the mean of all
+        self.center = self.before.clone()  # the rank's own model, not the mean of all ranks
 
     @property
     def communicates(self) -> bool:
         return (self.steps + 1) % max(1, self.comm_period - 1) == 0
 
     def gradients(self) -> Tensor:
-        """[P] zero where a parameter has none."""
+        """Returns the gradients [P], zero where a parameter has none."""
         return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in self.params])
 
     def follow(self, target: Tensor) -> None:
-        """x <- x + d, then x <- x + c (center - x), with d = c (target [P] - center), which the center takes too."""
+        """Sets x <- x + d, then x <- x + c (center - x); d = c (target [P] - center), which the center gets, too."""
         change = (target - self.center).mul_(self.dist_pulling_strength)
         self.center.add_(change)
         self.pull(self.flat_params().add_(change), 1.0)
@@ -76,7 +76,7 @@ class EASGD(SDTLMethod):
 
 
 class EASGDPlus(SDTLMethod):
-    """The center goes from the mean after the exchange before towards a mean weighted by squares of gradients."""
+    """The center moves from the mean after the previous exchange toward a mean weighted by squared gradients."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -101,15 +101,15 @@ class EASGDPlus(SDTLMethod):
 
 
 class LSGD(SDTLMethod):
-    """All go towards the rank whose running product of gradient and step is the smallest; each parameter group has its
-    own leader."""
+    """All ranks move toward the rank whose running product of gradient and step is the smallest; each parameter group
+    has its own leader."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         groups = self.local_optimizer.param_groups
         self.sizes = [sum(p.numel() for p in group["params"]) for group in groups]
         self.decreases = self.before.new_zeros(len(groups))
-        """[G] of each group."""
+        """[number of groups] the running product of each group."""
 
     def dist_train_step(self, loss: float | None) -> None:
         super().dist_train_step(loss)
@@ -119,7 +119,7 @@ class LSGD(SDTLMethod):
         self.before = now
 
     def leader_model(self) -> Tensor:
-        """[P] the leaders' parameters. Blocking."""
+        """Returns [P] the leaders' parameters. Blocking."""
         model = self.before.clone()
         if self.world_size > 1:
             own = self.decreases.to(device_of_group())
@@ -144,7 +144,7 @@ class LSGD(SDTLMethod):
 
 
 class LSGDPlus(LSGD):
-    """The center goes from the mean of all towards the leaders, and all towards the center."""
+    """The center moves from the mean of all ranks toward the leaders, and all ranks move toward the center."""
 
     def comm_train_step(self) -> None:
         self.center = self.mean(self.before.clone())
@@ -162,9 +162,9 @@ class CommOptimizer(parallel.CommOptimizer):
         local_pulling_strength: float = 0.0, dist_pulling_strength: float = 0.1, comm_period: int = 4, *,
         faithful: bool = False, **more: Any,
     ) -> None:
-        """world_size: the process group's when not given. faithful: EASGD pulls ranks by c / n and the center by c, all
-        methods exchange every comm_period - 1 steps and after the gradient's step, and LSGD follows as SDTL does; DDP
-        is the same. more: arguments of the method. Blocking, and raises, as the class that this one derives from.
+        """world_size: the process group's when not given. faithful: EASGD pulls ranks by c / n and the center by c; all
+        methods exchange every comm_period - 1 steps and after the gradient step; LSGD follows as SDTL does; DDP is the
+        same. more: arguments of the method. Blocks and raises as the base class.
         """
         self._faithful = faithful
         super().__init__(

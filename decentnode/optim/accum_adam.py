@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from decentnode.optim import kernel
 
 BLOCK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 24}
-"""Elements that the fused step updates at a time: its scratch memory then stays in the cache."""
+"""Elements that the fused step updates at a time, so that its scratch memory stays in the cache."""
 FUSED_TYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
@@ -24,9 +24,9 @@ class AccumAdam(Optimizer):
         m' = b1 m + (1 - b1) g,  v' = b2 v + (1 - b2) g^2        (not stored)
         x <- x - lr / (1 - b1^k) m' / (sqrt(v') / sqrt(1 - b2^k) + eps)
 
-    and at the end of a window m and v are committed from the mean of its gradients. Larger windows give larger,
-    large-batch-like steps; a good size grows with the number of nodes. With accum_iter 1 the result is that of
-    torch.optim.Adam bit for bit. weight_decay is added to the gradient (L2), in AccumAdamW it shrinks the parameters.
+    and at the end of a window m and v are updated from the mean of its gradients. Larger windows give larger,
+    large-batch-like steps; a good size grows with the number of nodes. With accum_iter 1 the result is bitwise that of
+    torch.optim.Adam. weight_decay is added to the gradient (L2); in AccumAdamW it shrinks the parameters.
     """
 
     _decoupled = False
@@ -36,8 +36,8 @@ class AccumAdam(Optimizer):
         weight_decay: float = 0.0, accum_iter: int = 4, *, fused: bool | None = None, maximize: bool = False,
     ) -> None:
         """fused: True uses torch's fused Adam, block by block; False one operation after the other over all parameters.
-        None is True where the parameters allow it, but uses one compiled loop for float32 on a CPU, which the first
-        step compiles where a C compiler is found.
+        None is like True where the parameters allow it, but uses one compiled loop for float32 on a CPU, which the
+        first step compiles if there is a C compiler.
 
         Raises ValueError for values out of range.
         """
@@ -53,7 +53,7 @@ class AccumAdam(Optimizer):
         super().__init__(params, defaults)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes states of Decent-DP's class too, whose groups have fewer options, and whose committed moments are kept
+        """Also loads states of Decent-DP's class, whose groups have fewer options, and whose stored moments are
         multiplied by their betas."""
         theirs = any("fused" not in group for group in state_dict["param_groups"])
         super().load_state_dict(state_dict)
@@ -128,11 +128,11 @@ class AccumAdam(Optimizer):
             torch._foreach_zero_(sums)
 
     def _update_fused(self, group: dict[str, Any], params: list[Tensor]) -> None:
-        """Does what `_update` does, in one pass over parameters, gradients and state."""
+        """Does the same as `_update`, in one pass over parameters, gradients and state."""
         beta1, beta2 = group["betas"]
         size, step, decay = group["accum_iter"], self.state[params[0]]["step"], group["weight_decay"]
         device = params[0].device
-        # a tensor of a number would be copied there
+        # torch.full, because torch.tensor would copy the number from the host to the device
         window = torch.full((), float(-(-step // size)), dtype=torch.float32, device=device)
         adam = torch._fused_adamw_ if self._decoupled else torch._fused_adam_
 
@@ -141,7 +141,7 @@ class AccumAdam(Optimizer):
                  eps=group["eps"], amsgrad=False, maximize=group["maximize"])  # fmt: skip
 
         states = [self.state[p] for p in params]
-        # a gradient may be of another dtype, too (`Tensor.grad_dtype`)
+        # copied where the layout or dtype differs from the parameter's (for the dtype see `Tensor.grad_dtype`)
         grads: list[Tensor] = [
             g if (g.stride(), g.dtype) == (p.stride(), p.dtype) else torch.empty_like(p).copy_(g)
             for p in params if (g := p.grad) is not None
@@ -185,7 +185,7 @@ class AccumAdam(Optimizer):
     def _apply(
         group: dict[str, Any], params: list[Tensor], first: list[Tensor], root: list[Tensor], window: int
     ) -> None:
-        """x <- x - lr/(1 - b1^k) first / (root / sqrt(1 - b2^k) + eps); root is used up."""
+        """Sets x <- x - lr/(1 - b1^k) first / (root / sqrt(1 - b2^k) + eps); overwrites root."""
         beta1, beta2 = group["betas"]
         torch._foreach_div_(root, (1 - beta2**window) ** 0.5)
         torch._foreach_add_(root, group["eps"])
@@ -199,15 +199,15 @@ class AccumAdamW(AccumAdam):
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether a tensor's elements fill one piece of memory, in rows or with channels last."""
+    """Returns whether a tensor's elements fill one piece of memory, in rows or with channels last."""
     channels_last = tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
     return channels_last or tensor.is_contiguous()
 
 
 def _blocks(rows: Sequence[tuple[Tensor, ...]], block: int) -> Iterator[list[list[Tensor]]]:
-    """Flattens the tensors of all rows (of one dense layout each) and cuts them into pieces: yields a list per column.
+    """Flattens tensors of all rows (each of one dense layout) and cuts them; yields a list of pieces per column.
 
-    The pieces of one list have at most `block` elements in all.
+    The pieces of one list have at most `block` elements in total.
     """
     columns: list[list[Tensor]] = [[] for _ in range(5)]
     filled = 0

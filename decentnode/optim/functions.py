@@ -28,7 +28,7 @@ _NORMS = (_NormBase, LayerNorm, GroupNorm)
 
 
 def tag_parameters(model: Module) -> None:
-    """Marks the parameters that weight decay applies to: all but those of norms, and biases."""
+    """Marks the parameters that weight decay applies to: all but biases and those of normalization layers."""
     for module in model.modules():
         for name, p in module.named_parameters(recurse=False):
             setattr(p, DECAYED, not isinstance(module, _NORMS) and not name.endswith("bias") and p.dim() >= 2)
@@ -39,12 +39,12 @@ def _tensors(params: Named) -> list[Tensor]:
 
 
 def _fused(params: Named) -> bool | None:
-    """Whether torch has a fused implementation for these, which it does not choose by itself on a CPU; else None."""
+    """Returns True if torch has a fused implementation for these, else None. torch itself does not use it on a CPU."""
     return all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in _tensors(params)) or None
 
 
 def parameter_groups(params: Named, weight_decay: float) -> list[dict[str, Any]]:
-    """Two parameter groups: weights, with weight decay, and norms and biases, without.
+    """Returns two parameter groups: weights, with weight decay; normalization parameters and biases, without.
 
     A parameter's tag says which it is; one without a tag counts as a weight if it has two dimensions or more.
     """

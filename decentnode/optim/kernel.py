@@ -1,4 +1,4 @@
-"""AccumAdam's step on a CPU as one loop over memory, in C, compiled at first use where a compiler is found."""
+"""AccumAdam's step on a CPU as one loop over memory, in C, compiled at first use if there is a compiler."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from torch import Tensor
 from decentnode import native
 
 SMALLEST = 1 << 16
-"""Steps of fewer elements are not worth compiling the loop."""
+"""Fewest elements for which the compiled loop is used, as compiling it pays off."""
 CHUNK = 1 << 18
-"""Elements that a thread takes at a time."""
+"""Elements that a thread processes at a time."""
 
 
 def library() -> ctypes.CDLL | None:
-    """The compiled loops; None where there is no compiler, or it fails. Blocking, once in a process."""
+    """Returns the compiled loops; None if there is no compiler, or it fails. Compiles once per process, blocking."""
     return native.compiled(Path(__file__).with_name("accum_adam.c"))
 
 
 def usable(params: Sequence[Tensor]) -> bool:
-    """Whether `step` can update these parameters: enough of float32 on a CPU, where a compiler is found."""
+    """Returns whether `step` can update these parameters: enough of them, float32 on a CPU, with a compiler."""
     enough = sum(p.numel() for p in params) >= SMALLEST
     return enough and params[0].device.type == "cpu" and params[0].dtype == torch.float32 and library() is not None
 
@@ -35,7 +35,7 @@ def step(
     lr: float, betas: tuple[float, float], eps: float, l2: float, shrink: float, maximize: bool, window: int,
     accum_iter: int, last: bool,
 ) -> None:  # fmt: skip
-    """Updates in place, in window `window` (from 1); commits the moments if it is its `last` step. Blocking."""
+    """Updates in place, in window `window` (from 1); updates the moments if it is its `last` step. Blocking."""
     compiled = library()
     assert compiled is not None
     beta1, beta2 = betas
@@ -57,7 +57,7 @@ def step(
 
 
 def _chunks(rows: Sequence[tuple[Tensor, ...]]) -> Iterator[tuple[int, list[int]]]:
-    """The rows in chunks of at most CHUNK elements: (elements, addresses)."""
+    """Yields the rows in chunks of at most CHUNK elements: (elements, addresses)."""
     for row in rows:
         total, starts = row[0].numel(), [t.data_ptr() for t in row]
         for at in range(0, total, CHUNK):

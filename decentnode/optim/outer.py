@@ -1,4 +1,4 @@
-"""Optimizers that scripts step in place of one of torch's: for schedulers, GradScaler and frameworks they are it."""
+"""Optimizers that scripts step in place of a torch optimizer, and that schedulers and GradScaler accept as one."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from torch.optim import Optimizer
 
 
 class OuterOptimizer(Optimizer):
-    """Has the groups and the state of a local optimizer, and another step, which takes the local one among others.
+    """Has the groups and the state of a local optimizer, and a step of its own, of which the local step is a part.
 
-    A subclass defines `step`. Its first words are `evaluated(closure)`, and `unscale` before it reads gradients.
-    `state_dict` and `load_state_dict` call the hooks that torch's do.
+    A subclass defines `step`, which must begin with `evaluated(closure)`, and call `unscale` before it reads gradients.
+    `state_dict` and `load_state_dict` call the same hooks as torch's.
     """
 
-    _step_supports_amp_scaling = True  # GradScaler then calls `step` always, and tells it of inf
+    _step_supports_amp_scaling = True  # makes GradScaler always call `step`, with `found_inf` set
     grad_scale: Tensor | None
     found_inf: Tensor | None
 
     def __init__(self, optimizer: Optimizer) -> None:
-        """Without torch's constructor, which makes groups and state of its own."""
+        """Does not call torch's constructor, which would make groups and state of its own."""
         self.local_optimizer = optimizer
         self.defaults = optimizer.defaults
-        self.__setstate__({})  # what torch's constructor makes beside groups and state: hooks
+        self.__setstate__({})  # makes the hooks, as torch's constructor would
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -45,22 +45,22 @@ class OuterOptimizer(Optimizer):
 
     @staticmethod
     def evaluated(closure: Callable[[], Any] | None) -> Any:
-        """What the closure of a step returns, None without one."""
+        """Returns what the closure of a step returns, None without one."""
         if closure is None:
             return None
         with torch.enable_grad():
             return closure()
 
     def infinite(self) -> float | None:
-        """More than 0 where a GradScaler has found an inf or NaN among the gradients; None without one. Waits for a
-        GPU."""
+        """Returns more than 0 if a GradScaler has found an inf or NaN among the gradients; None without a GradScaler.
+        Blocking for a GPU."""
         found = getattr(self, "found_inf", None)
         return None if found is None else float(found)
 
     @torch.no_grad()
     def unscale(self, params: Iterable[Tensor]) -> None:
-        """Divides gradients by the scale of a GradScaler that has not, with the bits of a step of the local optimizer:
-        fused ones divide, for all others the scaler multiplies."""
+        """Divides gradients by the scale of a GradScaler that has not unscaled them, bitwise as a step of the local
+        optimizer would: fused ones divide, for all others the scaler multiplies."""
         scale = getattr(self, "grad_scale", None)
         if scale is None or getattr(self, "found_inf", None) is None:
             return
@@ -71,7 +71,7 @@ class OuterOptimizer(Optimizer):
                 p.grad.div_(scale) if divides else p.grad.mul_(inverse)
 
     def kept(self) -> dict[str, Any]:
-        """What `state_dict` returns, before hooks change it."""
+        """Returns what `state_dict` returns, before hooks change it."""
         return self.local_optimizer.state_dict()
 
     def take_up(self, state: dict[str, Any]) -> None:

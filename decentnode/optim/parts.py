@@ -14,39 +14,39 @@ from torch.optim import optimizer as torch_optimizer
 from decentnode.optim.accum_adam import AccumAdam, AccumAdamW
 
 ONE_BY_ONE: tuple[type[Optimizer], ...] = (SGD, Adam, AdamW, AccumAdam, AccumAdamW)
-"""Optimizers that update every parameter from its own gradient and state alone, and do not write into groups."""
+"""Optimizers that update each parameter from its own gradient and state alone, and do not write to their groups."""
 
 ParameterGroups = list[dict[str, Any]]
 
 
 def divisible(optimizer: Optimizer) -> bool:
-    """Whether several calls of `step`, each with some of the parameters, have the bits of one call with all.
+    """Returns whether several calls of `step`, each with some of the parameters, give bitwise the result of one call.
 
-    False for subclasses, and where `step` has hooks or was replaced, because these would see several calls.
+    False for subclasses, and if `step` has hooks or was replaced, because these would see several calls.
     """
     hooks = (getattr(torch_optimizer, "_global_optimizer_pre_hooks", None),
              getattr(torch_optimizer, "_global_optimizer_post_hooks", None),
              optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)  # fmt: skip
     own = vars(optimizer).get("step")
-    untouched = own is None or hasattr(own, "_wrapped_by_lr_sched")  # schedulers count calls, and only whether any came
+    untouched = own is None or hasattr(own, "_wrapped_by_lr_sched")  # schedulers only check that there was any call
     return type(optimizer) in ONE_BY_ONE and untouched and not any(hooks)
 
 
 class Division:
-    """Divides an optimizer's parameter groups among parts of its parameters, and remembers how: a step in which no
-    parameter has come, gone or moved to another group looks at the groups' lists alone."""
+    """Divides an optimizer's parameter groups among parts of its parameters, and caches the result: a step compares
+    only the groups' lists, unless a parameter was added, removed or moved to another group."""
 
     def __init__(self, parts: Sequence[Iterable[Tensor]]) -> None:
-        """parts: the parameters of each, none of them in two."""
+        """parts: the parameters of each; no parameter may be in two parts."""
         self._part_of = {p: number for number, params in enumerate(parts) for p in params}
         self._count = len(parts)
         self._known: list[list[Tensor]] = []
-        """[group] its parameters, as they were divided last."""
+        """[group] its parameters at the last division."""
         self._shares: list[list[tuple[int, list[Tensor]]]] = []
         """[part] the numbers of its groups, each with the parameters of the part."""
 
     def groups(self, optimizer: Optimizer) -> list[ParameterGroups]:
-        """The parameter groups of each part, as they are now; last, those of parameters that are in no part.
+        """Returns the current parameter groups of each part; the last entry has the parameters that are in no part.
 
         A part's groups have the same list `params` in every call as long as nothing has changed.
         """
@@ -73,7 +73,7 @@ class Division:
 
 @contextlib.contextmanager
 def restricted(optimizer: Optimizer, groups: ParameterGroups) -> Iterator[None]:
-    """Inside the context, the optimizer has these groups alone."""
+    """Makes the optimizer have only these groups inside the context."""
     kept, optimizer.param_groups = optimizer.param_groups, groups
     try:
         yield

@@ -1,4 +1,4 @@
-"""Whether a saved state is one of an optimizer: torch loads that of any other, and misses entries at the next step."""
+"""Checks that a saved state fits an optimizer: torch would load any, and miss entries at the next step."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import Any
 from torch.optim import Optimizer
 
 NO_OPTIONS = {"params", "param_names"}
-"""What a saved group has beside its options."""
+"""Keys of a saved group that are not options."""
 SCHEDULED = {"initial_lr", "min_lr", "max_lr", "base_momentum", "max_momentum", "swa_lr"}
-"""What schedules add to the groups of any optimizer."""
+"""Keys that schedulers add to the groups of any optimizer."""
 SWITCHES = {"foreach", "fused", "capturable", "differentiable", "maximize"}
-"""Options by which optimizers of one kind differ from version to version of torch."""
+"""Options by which optimizers of one kind differ between versions of torch."""
 
 
 def kind_of(optimizer: object) -> str:
-    """The name by which a state says what it was saved of."""
+    """Returns the class name that a state stores to say what it was saved from."""
     return type(optimizer).__name__
 
 
 def entries_of(state: Mapping[str, Any]) -> int:
-    """How many values a state (of `Optimizer.state_dict`) has of single parameters, such as their momentum."""
+    """Returns how many values a state (of `Optimizer.state_dict`) has for single parameters, such as their momentum."""
     return sum(len(each) if isinstance(each, Mapping) else 1 for each in state.get("state", {}).values())
 
 
@@ -29,11 +29,10 @@ def check_saved(
     optimizer: Optimizer, state: Mapping[str, Any], kind: str | None = None, entries: int | None = None
 ) -> None:
     """Raises ValueError unless `state` (of `Optimizer.state_dict`) is one of this kind of optimizer, with groups of as
-    many parameters. kind: `kind_of` the one that it was saved of, entries: `entries_of` the state that was saved, where
-    they are known.
+    many parameters. kind: `kind_of` the saved optimizer; entries: `entries_of` the saved state; None if unknown.
 
-    Optimizers are of one kind whose groups have the same options, such as Adam and AdamW; if `kind` is not known, those
-    too of which one has all options of the other, as optimizers get more from version to version of torch.
+    Optimizers are of the same kind if their groups have the same options, such as Adam and AdamW. If `kind` is not
+    known, it is enough that one has all options of the other, since new versions of torch add options.
     """
     saved, here = _options(state["param_groups"]), _options(optimizer.param_groups)
     same = kind == kind_of(optimizer) or saved == here
@@ -44,7 +43,7 @@ def check_saved(
                      (state["param_groups"], optimizer.param_groups))  # fmt: skip
     if sizes != wanted:
         raise ValueError(f"optimizer must have groups of as many parameters as the saved one, {sizes}, got {wanted}")
-    if entries is not None and entries_of(state) < entries:  # more, where the optimizer whose state it is went on
+    if entries is not None and entries_of(state) < entries:  # more are fine: the optimizer may have stepped since
         raise ValueError(f"the state must have the {entries} values that the optimizer kept when it was saved, got "
                          f"{entries_of(state)}: torch.distributed.checkpoint loads those alone that the state which it "
                          "is given has already, so give it the state as bytes (docs/howto/own_script.rst)")  # fmt: skip

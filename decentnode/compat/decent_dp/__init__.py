@@ -1,8 +1,8 @@
-"""Decent-DP's package by its names: scripts written for it run after changing the import.
+"""Decent-DP's package under its names: scripts written for it run after changing the import.
 
 `import decentnode.compat.decent_dp as decent_dp`, imports from the submodules ddp, optim, utils and topo, and
-`sys.modules["decent_dp"] = decentnode.compat.decent_dp` all reach the same classes: the submodules only name what the
-files beside them define. What differs on purpose, and `faithful=True`: docs/coming_from/decent_dp.rst.
+`sys.modules["decent_dp"] = decentnode.compat.decent_dp` all reach the same classes: the submodules only re-export what
+the other modules define. Intended differences, and `faithful=True`: docs/coming_from/decent_dp.rst.
 """
 
 from decentnode.compat.decent_dp import ddp, optim, topo, utils

@@ -1,4 +1,4 @@
-"""Steps bucket by bucket, as Decent-DP takes them: an optimizer, a schedule, a clipped norm and a decision for each."""
+"""Steps bucket by bucket, as in Decent-DP: each has its own optimizer, schedule, clipping and scaler decision."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 ALIGNED = 32
-"""Elements: parameters count as multiples of it towards a bucket's size."""
+"""Parameters count toward a bucket's size as multiples of so many elements."""
 
 Named = list[tuple[str, Tensor]]
 
 
 def split(named: Iterable[tuple[str, Tensor]], bucket_size_in_mb: float) -> Iterator[Named]:
-    """Cuts parameters, in the order in which their gradients come, into buckets as Decent-DP does."""
+    """Yields buckets of parameters, given in the order of their gradients, cut as in Decent-DP."""
     bucket: Named = []
     size = 0
     for name, p in named:
@@ -41,7 +41,7 @@ class BucketSteps:
     def make(
         self, named: Named, optim_fn: Callable[[Named], Optimizer], lr_scheduler_fn: Callable[[Optimizer], Any] | None
     ) -> None:
-        """named: in the order in which gradients came."""
+        """Makes the optimizers and schedules. named: in the order in which gradients arrived."""
         self._buckets = list(split(named, self._size))
         self.optimizers = [optim_fn(bucket) for bucket in self._buckets]
         self.schedulers = [None if lr_scheduler_fn is None else lr_scheduler_fn(each) for each in self.optimizers]

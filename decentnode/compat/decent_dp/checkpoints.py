@@ -1,4 +1,4 @@
-"""Reads what scripts have saved of optimizers, of which Decent-DP has one per bucket."""
+"""Loads saved states of Decent-DP's optimizers, of which it has one per bucket."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from decentnode.optim.saved import NO_OPTIONS, check_saved
 from decentnode.parallel.states.wrapper_state import load_scheduler
 
 AS_IT_IS = "as it is"
-"""Instead of a state that a file does not have: that of the wrapper stays."""
+"""Stands for a state that a file does not have: the wrapper keeps its own."""
 
 
 class GradientOrder:
-    """The order in which the parameters' gradients come in the first backward pass that ends with a step."""
+    """The order in which the parameters' gradients arrive in the first backward pass that ends with a step."""
 
     def __init__(self, named: Sequence[tuple[str, Parameter]], accumulating: Callable[[], bool]) -> None:
-        """accumulating: whether the pass under way only adds up gradients."""
+        """accumulating: returns whether the current backward pass only accumulates gradients."""
         self._named = list(named)
         self._came: dict[int, None] = {}
         numbers: dict[Tensor, int] = {p: number for number, (_, p) in enumerate(named)}
@@ -43,13 +43,13 @@ class GradientOrder:
         return not self._hooks
 
     def stop(self) -> None:
-        """To be called at the end of the pass. Idempotent."""
+        """Stops recording; to be called at the end of the pass. Idempotent."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
 
     def of(self, names: Sequence[str]) -> Named:
-        """The parameters of these names. Raises ValueError for one that is none here."""
+        """Returns the parameters of these names. Raises ValueError for a name that this run does not have."""
         params = dict(self._named)
         for name in names:
             if name not in params:
@@ -57,43 +57,44 @@ class GradientOrder:
         return [(name, params[name]) for name in names]
 
     def take(self, names: Sequence[str]) -> None:
-        """Takes the order of another run for that of this one."""
+        """Replaces the recorded order by that of another run."""
         numbers = {name: number for number, (name, _) in enumerate(self._named)}
         self.stop()
         self._came.clear()
         self._came.update(dict.fromkeys(numbers[name] for name in names))
 
     def named(self) -> Named:
-        """The parameters that had a gradient in that pass, in that order."""
+        """Returns the parameters that had a gradient in that pass, in that order."""
         return [self._named[number] for number in self._came]
 
 
 @dataclass(frozen=True)
 class SavedOptimizers:
-    """The states of optimizers and schedules, one of each per bucket: Decent-DP's, or those of `faithful=True` here."""
+    """The states of optimizers and schedulers, one of each per bucket: Decent-DP's, or this wrapper's with
+    `faithful=True`."""
 
     optimizers: Sequence[dict[str, Any]]
     schedulers: Sequence[dict[str, Any]]
     bucket_size_in_mb: float
     theirs: bool = True
-    """Whether they are Decent-DP's, whose AccumAdam keeps other moments."""
+    """Whether they are Decent-DP's, whose AccumAdam stores different moments."""
 
     @property
     def rate(self) -> float:
-        """Learning rate of the first group."""
+        """The learning rate of the first group."""
         return float(self.optimizers[0]["param_groups"][0]["lr"])
 
     def fill(self, optimizer: Optimizer, named: Named, optim_fn: Callable[[Named], Optimizer]) -> None:
-        """Fills the state of `optimizer`, and its learning rates. named: in the order in which gradients come. Raises
-        ValueError, loading nothing."""
+        """Loads the state of `optimizer`, and its learning rates. named: in the order of their gradients. Raises
+        ValueError, having loaded nothing."""
         groups_of = self._take_up([optimizer], named, optim_fn)
         for group in optimizer.param_groups:
             theirs = next((groups_of[p] for p in group["params"] if p in groups_of), {})
             group.update({key: theirs[key] for key in ("lr", "initial_lr") if key in theirs})
 
     def fill_buckets(self, made: BucketSteps, named: Named, optim_fn: Callable[[Named], Optimizer]) -> None:
-        """Fills the optimizers and schedules of `made`, which has made its own of `named`, and may have buckets of
-        another size. Raises ValueError."""
+        """Loads the optimizers and schedules of `made`, which were made for `named` and may have buckets of another
+        size. Raises ValueError."""
         groups_of = self._take_up(made.optimizers, named, optim_fn)
         for optimizer in made.optimizers:
             for group in optimizer.param_groups:
@@ -107,8 +108,8 @@ class SavedOptimizers:
     def _take_up(
         self, optimizers: Sequence[Optimizer], named: Named, optim_fn: Callable[[Named], Optimizer]
     ) -> dict[Tensor, dict[str, Any]]:
-        """Fills the states of optimizers that have these parameters among them; returns each one's saved group. Raises
-        ValueError, loading nothing."""
+        """Loads the states of optimizers, which together have these parameters; returns each parameter's saved group.
+        Raises ValueError, having loaded nothing."""
         buckets = list(split(named, self.bucket_size_in_mb))
         if len(buckets) != len(self.optimizers):
             raise ValueError(f"optimizers must be those of {len(buckets)} buckets of {self.bucket_size_in_mb:g} MB, "
@@ -118,7 +119,7 @@ class SavedOptimizers:
         groups_of: dict[Tensor, dict[str, Any]] = {}
         for number, (bucket, saved) in enumerate(zip(buckets, self.optimizers, strict=True)):
             names = {p: name for name, p in bucket}
-            with functions.as_there():  # a group's parameters are numbered in the order of the groups
+            with functions.as_there():  # saved groups number their parameters in Decent-DP's order
                 made = optim_fn(bucket)
             try:
                 check_saved(made, saved)
@@ -135,7 +136,7 @@ class SavedOptimizers:
         return groups_of
 
     def fill_schedule(self, optimizer: Optimizer, scheduler: Any) -> None:
-        """Brings the schedule to its step, and sets the learning rate where all parameters have one."""
+        """Sets the schedule to its saved step, and the learning rate if all parameters have the same."""
         rates = {group["lr"] for each in self.optimizers for group in each["param_groups"]}
         if len(rates) == 1:
             for group in optimizer.param_groups:
@@ -144,15 +145,15 @@ class SavedOptimizers:
             return
         if self.schedulers[0].keys() == scheduler.state_dict().keys():
             scheduler.load_state_dict(copy.deepcopy(self.schedulers[0]))
-        else:  # another class of schedule: it goes on in the same step
+        else:  # another class of schedule: it continues from the same step
             scheduler.last_epoch = int(self.schedulers[0]["last_epoch"])
 
 
 def _state(
     name: str, p: Tensor, saved: dict[str, Any], optimizer: Optimizer, group: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """A parameter's state as `optimizer` keeps it. group: Decent-DP's, where the state is. Raises ValueError if a shape
-    does not fit."""
+    """Returns a parameter's state as `optimizer` stores it. group: the saved group, if the state is Decent-DP's. Raises
+    ValueError if a shape does not fit."""
     found: dict[str, Any] = {}
     for key, value in saved.items():
         if isinstance(value, Tensor) and value.dim() > 0:
@@ -165,5 +166,5 @@ def _state(
     if isinstance(optimizer, AccumAdam) and found and group is not None:
         found["step"] = int(found["step"])
         for key, beta in zip(("exp_avg", "exp_avg_sq"), group["betas"], strict=True):
-            found[key] /= beta  # there the moments are kept already multiplied by it
+            found[key] /= beta  # Decent-DP stores the moments multiplied by beta
     return found

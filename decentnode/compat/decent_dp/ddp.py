@@ -1,4 +1,4 @@
-"""The names of Decent-DP's module `ddp`."""
+"""Decent-DP's module `ddp`."""
 
 from decentnode.compat.decent_dp.wrapper import LR_SCHEDULER_FN_TYPE, OPTIM_FN_TYPE, DecentralizedDataParallel
 

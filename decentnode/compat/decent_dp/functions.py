@@ -1,4 +1,4 @@
-"""Functions that make optimizers and schedules, by Decent-DP's names and arguments.
+"""Functions that make optimizers and schedules, with Decent-DP's names and arguments.
 
 They are those of decentnode.optim, unless a wrapper with `faithful=True` calls them, or the script calls them inside
 `as_there`: then parameters are grouped, and schedules run, as in Decent-DP 0.2.3.
@@ -25,7 +25,7 @@ _as_there: ContextVar[bool] = ContextVar("as_there", default=False)
 
 @contextlib.contextmanager
 def as_there(enable: bool = True) -> Iterator[None]:
-    """Inside the context, the functions of this module do what they do in Decent-DP."""
+    """Makes the functions of this module behave as in Decent-DP inside the context."""
     token = _as_there.set(enable)
     try:
         yield
@@ -34,7 +34,7 @@ def as_there(enable: bool = True) -> Iterator[None]:
 
 
 def _groups(params: NamedParameters, weight_decay: float) -> list[dict[str, Any]]:
-    """Two groups as in Decent-DP: weight decay applies to the parameters with "bn" or "bias" in their names alone."""
+    """Returns Decent-DP's two groups: weight decay applies only to parameters with "bn" or "bias" in their names."""
     named = [("bn" in name or "bias" in name, p) for name, p in params]
     return [{"params": [p for decayed, p in named if decayed is which], "weight_decay": weight_decay if which else 0.0}
             for which in (False, True)]  # fmt: skip
@@ -83,8 +83,8 @@ def optim_fn_accum_adamw(
 def lr_scheduler_fn_cosine_with_warmup(
     optimizer: Optimizer, t_max: int, t_warmup: int, cosine_eta_min: float = 1e-6, warmup_decay: float = 0.01,
 ) -> LRScheduler:
-    """Linear from warmup_decay * lr to lr in t_warmup steps, then a cosine down to cosine_eta_min at step t_max; as
-    there, at step t_warmup + t_max."""
+    """Linear from warmup_decay * lr to lr in t_warmup steps, then a cosine down to cosine_eta_min at step t_max; as in
+    Decent-DP, at step t_warmup + t_max."""
     if not _as_there.get():
         return ours.lr_scheduler_fn_cosine_with_warmup(optimizer, t_max, t_warmup, cosine_eta_min, warmup_decay)
     cosine = CosineAnnealingLR(optimizer, T_max=t_max, eta_min=cosine_eta_min)

@@ -1,4 +1,4 @@
-"""Mixing by sums, as Decent-DP does it, for optimizers that want to know of it and for `faithful=True`."""
+"""Mixing by sums, as in Decent-DP, for optimizers with a `pre_average_hook` and for `faithful=True`."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ from decentnode.parallel.transports.base import BucketExchange, Flight
 
 
 class HookedMixing:
-    """x <- own x + sum, with the sum in `p.comm_buffer` of every parameter p while the optimizers' hooks are called.
+    """Mixes x <- own x + sum, with the sum in `p.comm_buffer` of every parameter p while the optimizers' hooks run.
 
-    own = w - s and sum = s (x + the others' x), where w is what the rank keeps and s each other's share. Optimizers
-    with a `pre_average_hook(edge, weight)` have it called. What a hook writes into the buffers is what is added.
+    own = w - s and sum = s (x + the others' x), where w is the rank's weight of its own model and s that of each other
+    rank. Optimizers with a `pre_average_hook(edge, weight)` have it called. What a hook writes into the buffers is what
+    is added.
     """
 
     def __init__(
         self, buckets: Sequence[Bucket], optimizers: Sequence[Optimizer], keep_written: bool = True
     ) -> None:
-        """keep_written: what a script has written into the parameters since they were sent is kept whole; otherwise x
-        above is the parameters as they are."""
+        """keep_written: what a script has written into the parameters since they were sent is kept completely;
+        otherwise it is mixed with weight `own`, as a part of x above."""
         self._buckets, self._keep_written = buckets, keep_written
         self._optimizers = [each for each in optimizers if hasattr(each, "pre_average_hook")]
         self._sums = [bucket.flat.clone() for bucket in buckets]
@@ -36,7 +37,7 @@ class HookedMixing:
                 p.comm_buffer = piece  # type: ignore[attr-defined]
 
     def call(self, view: RoundView) -> None:
-        """Calls the hooks, which get the edge of the round and the weight that the rank keeps."""
+        """Calls the hooks with the edge of the round and the rank's weight of its own model."""
         weight = view.weights[view.uid]
         edge = Edge(sorted({view.uid, *view.sources}), weight)
         for optimizer in self._optimizers:
@@ -44,9 +45,9 @@ class HookedMixing:
 
     @torch.no_grad()
     def mix(self, exchange: BucketExchange, plan: Plan, factor: float, told: RoundView | None = None) -> None:
-        """Blocking: waits for all buckets, calls the hooks and mixes. Raises PeerLost.
+        """Waits for all buckets, calls the hooks and mixes. Blocking. Raises PeerLost.
 
-        told: the round whose edge the hooks get, and whose weight the rank keeps; that of the exchange if None.
+        told: the round whose edge the hooks get, and which defines the rank's weight; that of the exchange if None.
         """
         flights: list[Flight | None] = []
         for bucket, total in zip(self._buckets, self._sums, strict=True):

@@ -1,4 +1,4 @@
-"""The names of Decent-DP's module `optim`."""
+"""Decent-DP's module `optim`."""
 
 from decentnode.compat.decent_dp.functions import (
     lr_scheduler_fn_cosine_with_warmup,

@@ -1,4 +1,4 @@
-"""Steps as Decent-DP takes them: its rounds of the topology, its optimizers' hooks, and a step bucket by bucket."""
+"""Steps as in Decent-DP: its rounds of the topology, its optimizers' hooks, and a step bucket by bucket."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from decentnode.parallel.transports.base import BucketExchange
 
 
 class DecentDPSteps(GossipSteps):
-    """The steps of the wrapper with Decent-DP's face; with `faithful` they are taken as there."""
+    """The steps of the Decent-DP-compatible wrapper; with `faithful` they are taken as in Decent-DP."""
 
     def __init__(
         self, plan: Plan, buckets: Sequence[Bucket], exchange: BucketExchange, local: OptimizerStep, *,
         names: Mapping[Tensor, str], faithful: bool,
     ) -> None:
-        """names: of the exchanged parameters. Raises ValueError for faithful exchanges that Decent-DP does not have."""
+        """names: of the exchanged parameters. Raises ValueError for options that Decent-DP does not have (faithful)."""
         if faithful and (plan.delayed or plan.coding is not None):
             what = "delayed=True" if plan.delayed else "compression"
             raise ValueError(f"faithful=True takes the steps of Decent-DP, which has no {what}: leave one of the two "
@@ -33,14 +33,14 @@ class DecentDPSteps(GossipSteps):
         self.per_bucket: BucketSteps | None = None
         """The steps of every bucket's optimizer (faithful)."""
         self.to_send: dict[str, Tensor] | None = None
-        """What the next exchange is to carry of each parameter, nothing at all if empty; None for the model as it is
+        """What the next exchange should send for each parameter: no exchange if empty; None for the current model
         (faithful)."""
         self._hooked: HookedMixing | None = None
         if not faithful and hasattr(local.optimizer, "pre_average_hook"):
             self._hooked, self.part_steps = HookedMixing(self.buckets, [local.optimizer]), None
 
     def use(self, per_bucket: BucketSteps) -> None:
-        """From now on these take the steps (faithful)."""
+        """Takes steps with these optimizers from now on (faithful)."""
         self.per_bucket, made = per_bucket, per_bucket.optimizers
         self._hooked = HookedMixing(self.buckets, made, False) if made else None
 
@@ -54,7 +54,7 @@ class DecentDPSteps(GossipSteps):
         self.taken += 1
 
     def take_first(self) -> None:
-        """The first step of `per_bucket`, which mixes nothing (faithful)."""
+        """Takes the first step of `per_bucket`, which mixes nothing (faithful)."""
         assert self.per_bucket is not None and self._hooked is not None
         self._hooked.call(self.plan.view(1))
         self.per_bucket.step()
@@ -65,7 +65,7 @@ class DecentDPSteps(GossipSteps):
         if self._hooked is None:
             super().mix()
         else:
-            # There the second step mixes what was sent by the edges of round 1 with the weight of round 2 (faithful).
+            # Decent-DP's second step mixes what was sent along round 1's edges with the weight of round 2 (faithful).
             told = self.plan.view(self.taken + 1) if self._faithful else None
             self._hooked.mix(self.exchange, self.plan, self.factor, told)
 
@@ -88,7 +88,7 @@ class DecentDPSteps(GossipSteps):
             bucket.flat.copy_(values)
 
     def sent_entries(self) -> dict[str, Tensor] | None:
-        """What the exchange in flight carries, as `to_send`: None where that is the model as it is."""
+        """Returns what the exchange in flight has sent, as `to_send`: None if that is the current model."""
         sent, same = dict[str, Tensor](), True
         for bucket in self.buckets:
             if self.exchange.flight_of(bucket) is not None:
@@ -99,7 +99,7 @@ class DecentDPSteps(GossipSteps):
         return None if sent and same else sent
 
     def round_of(self, step: int) -> int:
-        """Decent-DP exchanges in rounds 1, 3, 4, 5 and so on of its topology."""
+        """Returns the round of a step: Decent-DP exchanges in rounds 1, 3, 4, 5 and so on (faithful)."""
         return step + 1 if self._faithful and step > 1 else step
 
     def rate(self) -> float:
@@ -109,9 +109,10 @@ class DecentDPSteps(GossipSteps):
         return float(made[0].param_groups[0]["lr"]) if made else 0.0
 
     def optimizers(self) -> list[Any]:
-        """One for all parameters; with `faithful` one per bucket, and none before the second forward pass."""
+        """Returns one optimizer for all parameters; with `faithful` one per bucket, none before the second forward
+        pass."""
         return [self.local.optimizer] if self.per_bucket is None else self.per_bucket.optimizers
 
     def schedulers(self) -> list[Any]:
-        """A scheduler, or None, for each of `optimizers`."""
+        """Returns a scheduler, or None, for each of `optimizers`."""
         return [self.local.lr_scheduler] if self.per_bucket is None else self.per_bucket.schedulers

@@ -1,4 +1,4 @@
-"""The names of Decent-DP's module `topo`."""
+"""Decent-DP's module `topo`."""
 
 from decentnode.compat.decent_dp.topologies import (
     AlternatingExpRingTopology,

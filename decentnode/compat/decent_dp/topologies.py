@@ -1,4 +1,4 @@
-"""Topologies as Decent-DP's scripts write them, lists of edges by round, and the graphs that they stand for."""
+"""Topologies as Decent-DP's scripts write them, as lists of edges by round, and the graphs that they define."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Edge:
 
     ranks: list[int]
     weight: float
-    """What a rank keeps of its own model; the others share 1 - weight equally."""
+    """A rank's weight of its own model; the others share 1 - weight equally."""
     group: Any = None
     """Always None here: ranks exchange without a process group per edge."""
 
@@ -27,7 +27,7 @@ class Edge:
 class Topology:
     """A sequence of rounds that repeats; a subclass returns the edges of every round from `_get_topo_edges`.
 
-    For it there are `_rank`, `_world_size`, `_local_world_size` and `_n_nodes`, the number of machines.
+    There it can use `_rank`, `_world_size`, `_local_world_size` and `_n_nodes`, the number of machines.
     """
 
     def __init__(self, local_world_size: int) -> None:
@@ -68,18 +68,18 @@ class Topology:
                 raise ValueError(f"{where} must have every rank once, rank {missing[0]} is in no edge")
 
     def get_edge(self, step: int) -> Edge:
-        """The edge of this rank in a round."""
+        """Returns the edge of this rank in a round."""
         return self._edges[step % len(self._edges)]
 
 
 class TopologyReg:
-    """The topologies that a script may name."""
+    """The topologies that a script may choose by name."""
 
     registry: ClassVar[dict[str, type[Topology]]] = {}
 
     @classmethod
     def register(cls, name: str) -> Callable[[type[Topology]], type[Topology]]:
-        """A decorator. Raises ValueError for a name that is taken and for a class that is no Topology."""
+        """A class decorator. Raises ValueError for a name that is taken and for a class that is not a Topology."""
 
         def keep(topology: type[Topology]) -> type[Topology]:
             if name in cls.registry:
@@ -93,7 +93,7 @@ class TopologyReg:
 
 
 class _Named(Topology):
-    """A topology of the wrapper, told as edges."""
+    """A topology of decentnode.parallel, as edges."""
 
     name: str
 
@@ -131,7 +131,7 @@ class AlternatingExpRingTopology(_Named):
 
 
 def edges_of(graph: Graph, round: int) -> list[Edge]:
-    """The edges of a round of a graph. Raises ValueError where nodes do not fall into groups of one weight."""
+    """Returns the edges of a round of a graph. Raises ValueError if nodes do not form groups of one weight."""
     found, left = [], set(range(graph.num_nodes))
     while left:
         first = min(left)
@@ -177,9 +177,9 @@ class EdgeGraph(Graph):
 
 
 def graph_for(topology: Any, world_size: int, local_world_size: int) -> Any:
-    """What the wrapper takes as its topology, from a name, a class of edges, an object of it or anything that the
-    wrapper takes itself. Raises ValueError for edges that are none, GraphError naming the topologies for a name that
-    neither knows."""
+    """Returns what decentnode.parallel accepts as a topology, from a name, a Topology class, an object of one or
+    anything that it accepts itself. Raises ValueError for invalid edges, GraphError naming the topologies for a name
+    that neither knows."""
     found: Any = TopologyReg.registry.get(topology, topology) if isinstance(topology, str) else topology
     named = isinstance(found, type) and issubclass(found, _Named)
     if named and found._get_topo_edges is _Named._get_topo_edges:

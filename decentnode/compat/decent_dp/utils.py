@@ -1,4 +1,4 @@
-"""The names of Decent-DP's module `utils`."""
+"""Decent-DP's module `utils`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ __all__ = ["initialize_dist"]
 def initialize_dist(*args: Any, **kwargs: Any) -> tuple[int, int]:
     """decentnode.parallel.initialize_dist, with its arguments; returns (rank, world size). Blocking.
 
-    As there, a process that CUDA_VISIBLE_DEVICES shows the GPUs of all ranks of its machine sees its own alone from
-    then on, as cuda:0.
+    As in Decent-DP, if CUDA_VISIBLE_DEVICES lists the GPUs of all ranks of the machine, the process sees only its own
+    from then on, as cuda:0.
     """
     shown = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     local, ranks = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

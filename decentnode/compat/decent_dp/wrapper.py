@@ -1,4 +1,4 @@
-"""DecentralizedDataParallel by Decent-DP's face: its attributes, its checkpoints and what its scripts rely on."""
+"""DecentralizedDataParallel with Decent-DP's interface: its attributes, checkpoints and what its scripts rely on."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ LR_SCHEDULER_FN_TYPE = Callable[[Optimizer], LRScheduler]
 """Makes a scheduler from an optimizer."""
 
 _told = False
-"""Whether this process has said what is done otherwise."""
+"""Whether this process has logged the differences from Decent-DP."""
 
 OURS, THEIRS = "module.", "_model."
-"""What the names of the wrapped module's entries begin with, in the wrapper and in files."""
+"""The prefixes of the wrapped module's entry names, in the wrapper and in files."""
 
 
 class DecentralizedDataParallel(parallel.DecentralizedDataParallel):
-    """The wrapper with the constructor, the attributes and the files of Decent-DP's.
+    """The wrapper with the constructor, the attributes and the checkpoint files of Decent-DP.
 
-    After `global_avg` training goes on from the average, unless `revert_global_avg` brings the local model back first;
-    with `average_reverts` it is brought back by itself, as by the class that this one derives from.
+    After `global_avg` training continues from the average, unless `revert_global_avg` restores the local model first;
+    with `average_reverts` it is restored automatically, as in the base class.
     """
 
     FLOAT_DTYPES: ClassVar[list[torch.dtype]] = [torch.float16, torch.float32, torch.float64]
@@ -71,11 +71,11 @@ class DecentralizedDataParallel(parallel.DecentralizedDataParallel):
         average_reverts: bool = False,
         **more: Any,
     ) -> None:
-        """Blocking until all ranks agree. Moves the model to the rank's GPU where there is one.
+        """Blocking until all ranks agree. Moves the model to the rank's GPU if there is one.
 
-        topology: a name, registered ones included, a subclass of Topology or whatever the wrapper takes. faithful: does
-        what Decent-DP 0.2.3 does where it differs (docs/coming_from/decent_dp.rst has the list). more: keyword
-        arguments of decentnode.parallel.DecentralizedDataParallel.
+        topology: a name, registered ones included, a subclass of Topology or anything that the base class accepts.
+        faithful: does what Decent-DP 0.2.3 does where it differs (docs/coming_from/decent_dp.rst has the list). more:
+        keyword arguments of decentnode.parallel.DecentralizedDataParallel.
         Raises what that class raises, and ValueError for edges that do not have every rank once.
         """
         model = _placed(model)
@@ -93,7 +93,7 @@ class DecentralizedDataParallel(parallel.DecentralizedDataParallel):
         """What `load_optimizers` was given before the order of the gradients was known."""
         self._bucket_size_in_mb = bucket_size_in_mb
         self._deferred = False
-        """Whether the first step, which is taken at the second forward pass, is still to come (faithful)."""
+        """Whether the first step, which is taken at the second forward pass, is pending (faithful)."""
         if faithful:
             self._gossip.per_bucket = self._no_buckets()
         else:
@@ -113,7 +113,7 @@ class DecentralizedDataParallel(parallel.DecentralizedDataParallel):
         return parallel.DecentralizedDataParallel._make_topology(graph, world_size, local_world_size)
 
     def _tell(self) -> None:
-        """Says once in a process, on rank 0, what is done otherwise than there."""
+        """Logs once in a process, on rank 0, what differs from Decent-DP."""
         global _told
         differs = ["the first gradient counts, no round is skipped and there is one optimizer from the start"]
         made_by = [_maker(each) for each in self._makers]
@@ -148,7 +148,7 @@ class DecentralizedDataParallel(parallel.DecentralizedDataParallel):
 
     @property
     def _optims(self) -> list[Optimizer]:
-        """One for all parameters; with `faithful` one per bucket, and none before the second forward pass."""
+        """One optimizer for all parameters; with `faithful` one per bucket, and none before the second forward pass."""
         return self._gossip.optimizers()
 
     @property
@@ -161,7 +161,7 @@ class DecentralizedDataParallel(parallel.DecentralizedDataParallel):
         return self._local
 
     def get_lr(self) -> float:
-        """Learning rate of the optimizer's first group; with `faithful` 0 before the second forward pass."""
+        """Returns the learning rate of the first group; with `faithful` 0 before the second forward pass."""
         if self._gossip.per_bucket is None:
             return super().get_lr()
         if self._to_load is not None:
@@ -186,7 +186,7 @@ class DecentralizedDataParallel(parallel.DecentralizedDataParallel):
     # -- steps ----------------------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self._deferred:  # of evaluation, too, and while gradients add up
+        if self._deferred:  # at any forward pass: also in eval mode, and while gradients are accumulated
             self._deferred = False
             self._first_step()
         return super().forward(*args, **kwargs)
@@ -209,14 +209,14 @@ class DecentralizedDataParallel(parallel.DecentralizedDataParallel):
             self._gossip.take()
             return
         if self._average.local is not None and not self._average_reverts:
-            self._average.local = None  # training goes on from the average: it is what the ranks exchange
+            self._average.local = None  # training continues from the average, which the ranks then exchange
             self._gossip.launch_anew()
         super()._step()
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def _first_step(self) -> None:
-        """The step of the first backward pass's gradients, if the script has not cleared them (faithful)."""
+        """Takes the step of the first backward pass's gradients, unless the script has cleared them (faithful)."""
         assert self._gossip.per_bucket is not None
         self._gossip.exchange.drain()
         with functions.as_there():
@@ -227,17 +227,17 @@ class DecentralizedDataParallel(parallel.DecentralizedDataParallel):
     # -- the average model ------------------------------------------------------------------------------------------
 
     def _tell_no_step(self) -> None:
-        if not self._deferred:  # the first step is still to come
+        if not self._deferred:  # otherwise the first step is still pending
             super()._tell_no_step()
 
     def global_avg(self, will_revert: bool = True, return_d2c: bool = False) -> float | None:
         found = super().global_avg(will_revert, return_d2c)
         if self._faithful and not will_revert and not self._deferred:
-            self._gossip.exchange.drain()  # nothing is mixed in the next step
+            self._gossip.exchange.drain()  # so that the next step mixes nothing
         return found
 
     def revert_global_avg(self) -> None:
-        """Restores the local model. Raises RuntimeError if `global_avg` kept none since the last step."""
+        """Restores the local model. Raises RuntimeError if `global_avg` has not kept one since the last step."""
         if self._average.local is None:
             raise RuntimeError("revert_global_avg needs a global_avg(will_revert=True) since the last step")
         super().revert_global_avg()
@@ -254,7 +254,7 @@ class DecentralizedDataParallel(parallel.DecentralizedDataParallel):
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's entries alone, by the names `_model.*`, as there. `full_state_dict` has everything."""
+        """Returns the module's entries alone, named `_model.*` as in Decent-DP. `full_state_dict` has everything."""
         prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
         found = super().state_dict(*args, **kwargs)
         for name in [name for name in found if name.startswith(prefix)]:
@@ -265,8 +265,8 @@ class DecentralizedDataParallel(parallel.DecentralizedDataParallel):
         return found
 
     def full_state_dict(self) -> dict[str, Any]:
-        """The module's entries with the optimizers', the schedulers' and the topology's state, and with `faithful` what
-        is in flight: a run that loads it by `load_state_dict` goes on with the same bits."""
+        """Returns the module's entries with the optimizers', the schedulers' and the topology's state, and with
+        `faithful` what is in flight: a run that loads it by `load_state_dict` continues bitwise the same."""
         if self._to_load is not None:
             raise ValueError("full_state_dict needs a step first: load_optimizers has not filled in the moments yet")
         return self.state_dict() | {"_extra_state": self.get_extra_state()}
@@ -275,7 +275,7 @@ class DecentralizedDataParallel(parallel.DecentralizedDataParallel):
         return super().get_extra_state() | {"there": None if self._gossip.per_bucket is None else self._state_there()}
 
     def _state_there(self) -> dict[str, Any]:
-        """What goes on beside the model with `faithful`."""
+        """Returns the state beside the model that `faithful` needs."""
         grads = copy.deepcopy(accumulated(self._named, self._watch)["gradients"]) if self._deferred else None
         return {
             "order": [name for name, _ in self._order.named()] if self._order.known else None,
@@ -321,14 +321,13 @@ class DecentralizedDataParallel(parallel.DecentralizedDataParallel):
         self, optimizers: Sequence[dict[str, Any]], lr_schedulers: Sequence[dict[str, Any]] = (), *,
         bucket_size_in_mb: float = 25, steps: int = 0,
     ) -> None:
-        """Loads what a script has saved of Decent-DP's `_optims` and `_lr_schedulers`, one entry per bucket of there.
+        """Loads the saved states of Decent-DP's `_optims` and `_lr_schedulers`, one entry per bucket of Decent-DP.
 
-        bucket_size_in_mb: that of the wrapper that they were saved from. steps: steps taken by then, which with
-        `faithful` must be given. Which entry is of which parameter is known from the order in which gradients come:
-        before this wrapper's first step, moments are filled in at the end of its backward pass. What is exchanged next
-        is the model as it is: load that first. Blocking, on all ranks. Raises ValueError, having loaded nothing, if
-        shapes or the kind of optimizer do not fit; before the first step its backward pass raises that, with no moment
-        loaded.
+        bucket_size_in_mb: of the wrapper that they were saved from. steps: the number of steps taken by then; required
+        with `faithful`. The order in which gradients arrive tells which entry belongs to which parameter: before this
+        wrapper's first step, moments are loaded at the end of its backward pass. The next exchange sends the current
+        model, so load that first. Blocking, on all ranks. Raises ValueError, having loaded nothing, if shapes or the
+        kind of optimizer do not fit; before the first step, its backward pass raises that, with no moment loaded.
         """
         if self._faithful and steps < 1:
             raise ValueError("steps must be those taken when the optimizers were saved, as the rounds of the topology "
@@ -358,7 +357,7 @@ class DecentralizedDataParallel(parallel.DecentralizedDataParallel):
         self._deferred = False
 
     def _fill(self, made: BucketSteps, named: Named, saved: checkpoints.SavedOptimizers) -> None:
-        """Makes the optimizers and schedules of the buckets, from what was saved of others."""
+        """Makes the optimizers and schedules of the buckets, and loads what was saved of others."""
         with functions.as_there():
             made.make(named, *self._makers)
         saved.fill_buckets(made, named, self._optim_fn)
@@ -368,7 +367,7 @@ class DecentralizedDataParallel(parallel.DecentralizedDataParallel):
 
 
 def _maker(fn: Any) -> Any:
-    """The function behind partial ones."""
+    """Returns the function behind functools.partial objects."""
     while isinstance(fn, functools.partial):
         fn = fn.func
     return fn
@@ -381,8 +380,8 @@ def _renamed(name: str, before: str, after: str) -> str:
 
 
 def _placed(model: Module) -> Module:
-    """The model on the rank's GPU, where there is one. A model on a GPU stays where the script has put it."""
+    """Returns the model on the rank's GPU, if there is one. A model that is already on a GPU is not moved."""
     if not torch.cuda.is_available() or all(p.is_cuda for p in model.parameters()):
         return model
-    chosen = torch.cuda.current_device()  # by torch.cuda.set_device, unless it is the first one
+    chosen = torch.cuda.current_device()  # torch.cuda.set_device was called, unless this is the first one
     return model.to(torch.device("cuda", chosen) if chosen else local_device())

@@ -1,4 +1,4 @@
-"""A config file of decentralizepy: its values by section and key, and a report of all that is unknown or misspelled."""
+"""Reads a config file of decentralizepy by section and key, and reports everything that is unknown or misspelled."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SECTIONS = ("DATASET", "OPTIMIZER_PARAMS", "TRAIN_PARAMS", "COMMUNICATION", "SHA
 
 
 class ConfigFile:
-    """The sections of one file, read value by value; what is wrong gathers in `problems`."""
+    """The sections of one file, read value by value; errors are collected in `problems`."""
 
     def __init__(self, path: Path) -> None:
         """Raises ConfigError for a file that cannot be read."""
@@ -28,23 +28,23 @@ class ConfigFile:
                 self.problem(f"[{name}]: is not a section of decentralizepy{did_you_mean(name, SECTIONS)}")
 
     def problem(self, text: str) -> None:
-        """Report what is wrong."""
+        """Reports an error."""
         self.problems.append(text)
 
     def section(self, name: str, keys: tuple[str, ...] | None = None) -> dict[str, str]:
-        """The values of a section. Reports those whose keys are none of `keys`, or of KEYS."""
+        """Returns the values of a section. Reports keys that are not in `keys`, or in KEYS if None."""
         values = self.sections.get(name, {})
         if name not in self.sections and name != "NODE":
             self.problem(f"[{name}]: is missing")
         known = keys if keys is not None else KEYS[name]
-        if name != "OPTIMIZER_PARAMS":  # whose further keys are arguments of the optimizer
+        if name != "OPTIMIZER_PARAMS":  # its further keys are arguments of the optimizer
             for key in values:
                 if key not in known:
                     self.problem(f"[{name}] {key}: is not a key of this section{did_you_mean(key, known)}")
         return values
 
     def value(self, section: str, key: str, default: Any, kind: type) -> Any:
-        """A value of the file as a whole number, float, bool or text; the default where it is not there, or empty."""
+        """Returns a value as a whole number, float, bool or text; the default if it is missing or empty."""
         text = self.sections.get(section, {}).get(key, "").strip()
         if not text:
             return default
@@ -57,7 +57,7 @@ class ConfigFile:
             return default
 
     def numbers(self, section: str, key: str) -> list[float] | None:
-        """A Python list of numbers, which is read as such and not evaluated."""
+        """Returns a list of numbers written as a Python literal, which is parsed and not evaluated."""
         text = self.sections.get(section, {}).get(key, "").strip()
         if not text:
             return None
@@ -69,7 +69,7 @@ class ConfigFile:
             return None
 
     def one_of(self, section: str, key: str, known: Iterable[str]) -> str:
-        """A value that must be one of the names `known`; "", reported, where it is not."""
+        """Returns a value that must be one of the names `known`; reports any other and returns ""."""
         name: str = self.value(section, key, "", str)
         names = list(known)
         if name not in names:

@@ -1,4 +1,4 @@
-"""The keys and the names of decentralizepy's config files, and what they are called here."""
+"""The keys and names in decentralizepy's config files, and their equivalents here."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ VALIDATION = ("validation_source", "validation_size")
 
 @dataclass(frozen=True)
 class DatasetNames:
-    """A dataset's name here, its models by the names there, and the keys that it alone has."""
+    """A dataset's name here, its models here by decentralizepy's names, and the keys that only this dataset has."""
 
     name: str
     models: dict[str, Any]
@@ -71,4 +71,4 @@ LOSSES = {"CrossEntropyLoss": "cross_entropy", "NLLLoss": "nll", "MSELoss": "mse
           "cross_entropy": "cross_entropy", "nll_loss": "nll", "mse_loss": "mse"}  # fmt: skip
 TOKENIZERS = {"BERT": "bert-base-uncased", "MobileBERT": "google/mobilebert-uncased"}
 USUAL_LOSS = {"movielens": "mse"}
-"""Datasets whose task has another loss than the cross entropy."""
+"""Datasets whose task uses another loss than the cross entropy by default."""

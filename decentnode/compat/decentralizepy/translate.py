@@ -1,8 +1,8 @@
 """Translates a config file of decentralizepy, with its command line, into an experiment.
 
-Every key is translated, left out with a note because nothing here needs it, or reported: a key that decentralizepy does
-not know (its classes would raise TypeError for it), or one that cannot be said here. A section of theirs is a method
-here, in their order.
+Every key is translated, left out with a note if nothing here needs it, or reported: a key that decentralizepy does not
+know (its classes would raise TypeError for it), or one that has no equivalent here. Each of its sections is translated
+by a method, in the file's order.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ Section = dict[str, Any]
 
 @dataclass(frozen=True)
 class CommandLine:
-    """What decentralizepy takes as flags, with its defaults."""
+    """decentralizepy's command line flags, with its defaults."""
 
     graph_file: Path | None = None
     graph_type: str = "edges"
     machines: int = 1
     procs_per_machine: tuple[int, ...] = (16,)
     addresses: Path | None = None
-    """Instead of the file's addresses_filepath, which is relative to where its command ran."""
+    """Replaces the file's addresses_filepath, which is relative to the folder that the command was run in."""
     iterations: int = 1
     test_after: int = 5
     reset_optimizer: bool = True
@@ -51,14 +51,14 @@ class CommandLine:
 
 @dataclass
 class Translation:
-    """An experiment as plain data, and what is to be said of it."""
+    """An experiment as plain data, and notes for the user."""
 
     experiment: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
 
 def translate(path: Path, command: CommandLine, out_dir: Path) -> Translation:
-    """Returns the experiment of a config file. out_dir: folder that its paths are relative to.
+    """Returns the experiment of a config file. out_dir: the folder that its paths are relative to.
 
     Raises ConfigError with every key that is unknown, misspelled or cannot be translated.
     """
@@ -81,7 +81,7 @@ class _Translator:
             step()
 
     def _place(self, text: str, base: Path) -> str:
-        """A path of the file, as seen from where the experiment will lie."""
+        """Returns a path of the file, relative to the folder of the experiment."""
         path = Path(text)
         return str(path) if path.is_absolute() else os.path.relpath(base / path, self.out_dir)
 
@@ -290,7 +290,8 @@ class _Translator:
         self.found.experiment["sharing"] = sharing
 
     def _dumps(self, rule: str) -> Section:
-        """What is written of the choice. There two nodes of every machine write the positions, and all the changes."""
+        """Returns what is dumped of the selection. In decentralizepy two nodes of every machine write the positions,
+        and all nodes the accumulated changes."""
         shared, scores = (self.file.value("SHARING", key, False, bool) for key in ("save_shared", "save_accumulated"))
         if not shared and not scores:
             return {}
@@ -304,7 +305,7 @@ class _Translator:
         return {"dump": {"shared": shared, "scores": scores, "nodes": "all" if scores else uids}}
 
     def _scores(self) -> Section:
-        """What counts for the choice of the entries that are sent."""
+        """Returns how the entries that are sent are selected."""
         if not self.file.value("SHARING", "change_based_selection", True, bool):
             if self.file.value("SHARING", "accumulation", False, bool):
                 self._note("accumulation is left out: without change_based_selection nothing depends on it")
