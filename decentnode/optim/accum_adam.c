@@ -1,4 +1,4 @@
-/* AccumAdam inside a window, and at its end (optim/accum_adam.py). */
+/* AccumAdam's step inside a window, and at the end of one (optim/accum_adam.py). */
 #include <math.h>
 #include <stddef.h>
 

@@ -1,8 +1,8 @@
-/* A part of a model from one step to the next while a core's cache holds it: what was written is told apart, what came
-   is mixed in, Adam's step is taken, and what goes to the neighbors is copied and remembered by its digests.
+/* Advances a part of a model by one step while it is in a core's cache: detects what a script has changed, mixes in what
+   arrived, takes Adam's step, and copies and hashes the snapshot for the neighbors.
 
    A digest is NH with random keys, twice with shifted keys (Toeplitz; Black et al., UMAC, CRYPTO 1999, section 5): two
-   different grains have one digest with a probability of at most 2^-64. */
+   different grains have the same digest with a probability of at most 2^-64. */
 #include <math.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -71,7 +71,7 @@ static int same(const unsigned char *at, size_t size, const u64 *keys, const u64
     return now[0] == mark[0] && now[1] == mark[1];
 }
 
-/* Past the cache: whoever reads it next is another process. */
+/* Copies with stores that bypass the cache, because another process reads the copy next. */
 static void copy(unsigned char *restrict to, const unsigned char *restrict from, size_t size) {
 #if defined(__AVX512F__)
     if (((uintptr_t)to & 63) == 0 && size % 64 == 0) {
@@ -95,7 +95,7 @@ static void settle(void) {
 #endif
 }
 
-/* Whether `size` bytes are what they were when `marks`, two numbers for each grain, were taken. */
+/* Returns whether `size` bytes still have the digests `marks`, two numbers for each grain. */
 int unchanged(size_t size, const unsigned char *at, const u64 *keys, const u64 *marks) {
     for (size_t i = 0; i < size; i += GRAIN, marks += 2)
         if (!same(at + i, size - i < GRAIN ? size - i : GRAIN, keys, marks))
@@ -103,7 +103,7 @@ int unchanged(size_t size, const unsigned char *at, const u64 *keys, const u64 *
     return 1;
 }
 
-/* Copy `size` bytes, once or twice (`second` may be NULL), and take their marks. */
+/* Copies `size` bytes, once or twice (`second` may be NULL), and writes their digests to `marks`. */
 void snapshot(size_t size, const unsigned char *from, unsigned char *to, unsigned char *second, const u64 *keys,
               u64 *marks) {
     for (size_t i = 0; i < size; i += GRAIN, marks += 2) {
@@ -117,13 +117,13 @@ void snapshot(size_t size, const unsigned char *from, unsigned char *to, unsigne
 }
 
 struct mixing {
-    const float *sent;          /* what neighbors got of x */
-    const float *arrived[MOST]; /* what came from them */
+    const float *sent;          /* the snapshot of x that was sent */
+    const float *arrived[MOST]; /* the neighbors' snapshots */
     float own, less, weights[MOST]; /* less: own - 1 */
     int64_t count;
 };
 
-/* x <- own x + sum of weights arrived; where x is no longer what was sent: x + (own - 1) sent + the same sum. */
+/* x <- own x + sum of weight * arrived; if x differs from what was sent: x + (own - 1) sent + the same sum. */
 static void mix(size_t n, float *restrict x, size_t at, const struct mixing *how, const u64 *keys, const u64 *mark) {
     const float *restrict first = how->arrived[0] + at;
     float own = how->own, weight = how->weights[0];
@@ -144,18 +144,18 @@ static void mix(size_t n, float *restrict x, size_t at, const struct mixing *how
     }
 }
 
-/* Parameters that stand one after the other, each with its own state of the optimizer. */
+/* One of several parameters that are adjacent in memory, with its optimizer state. */
 struct row {
-    int64_t size, whole; /* whole: the first so many elements fill torch's vectors, it takes the others one by one */
+    int64_t size, whole; /* whole: so many elements fill torch's vectors, torch processes the others one by one */
     const float *gradient;
     float *first, *second;
     float lerp, keep, share, step, root, eps, decay, shrink, sign;
-    int32_t decays; /* 1: the gradient gets decay x, 2: x becomes shrink x */
+    int32_t decays; /* 1: decay * x is added to the gradient, 2: x becomes shrink * x */
 };
 
-enum { VECTORS = 0, ONE_BY_ONE = 1 }; /* which of two roundings torch's code for v has */
+enum { VECTORS = 0, ONE_BY_ONE = 1 }; /* the two ways in which torch rounds v */
 
-/* torch's fused Adam for CPUs, in the order of its roundings; the caller compares them (parallel/buckets/advance.py). */
+/* torch's fused Adam for CPUs, with its order of roundings, which the caller tests (parallel/buckets/advance.py). */
 static inline void adam(size_t n, float *restrict x, const struct row *row, size_t at, int decays,
                         int rounding) {
     const float *restrict gradient = row->gradient + at;
@@ -193,10 +193,10 @@ static void update(size_t n, float *x, const struct row *row, size_t at) {
         update_alike(n - some, x + some, row, at + some, ONE_BY_ONE);
 }
 
-/* Grains `from` to `to` of a part of n floats at x. Each of the three may be left out: mixing, rows, place. */
+/* Advances grains `from` to `to` of a part of n floats at x. Any of mixing, row and place may be NULL. */
 void advance(size_t n, size_t from, size_t to, float *x, const struct mixing *mixing, const struct row *row,
              float *place, const u64 *keys, u64 *marks) {
-    size_t inside = from * FLOATS; /* where in its row the next float is */
+    size_t inside = from * FLOATS; /* the next float's index in its row */
     if (row)
         for (; inside >= (size_t)row->size; row++)
             inside -= row->size;
