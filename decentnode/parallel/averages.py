@@ -22,7 +22,7 @@ class GlobalAverage:
         self.local: list[Tensor] | None = None
         """The values of the local model, kept while the module holds the mean and may be reverted; None otherwise."""
 
-    def exchange(self, params: Sequence[Tensor]) -> None:
+    def set_params(self, params: Sequence[Tensor]) -> None:
         """Averages these parameters from now on. If a local model is kept, parameters that were not averaged before get
         their current values in both the local and the mean model."""
         before = self._tensors()
@@ -32,7 +32,9 @@ class GlobalAverage:
             self.local = [known[id(each)] if id(each) in known else each.detach().clone() for each in self._tensors()]
 
     @torch.no_grad()
-    def take(self, keep: bool, measure: bool, mean_of: Callable[[Tensor], Tensor] = mean_over_ranks) -> float:
+    def replace_by_mean(
+        self, keep: bool, measure: bool, mean_of: Callable[[Tensor], Tensor] = mean_over_ranks
+    ) -> float:
         """Replaces the values by their means over the ranks. Blocking; a collective of all ranks.
 
         keep: keeps the local values, for `revert`. Returns the distance of this rank's parameters to the mean if

@@ -23,7 +23,7 @@ from decentnode.parallel.methods.ddp import GradientAveraging
 from decentnode.parallel.methods.elastic import EAMSGD, EASGD, EASGDPlus
 from decentnode.parallel.methods.leader import LSGD, LSGDPlus
 from decentnode.parallel.participants.optimizer import OptimizerParticipant
-from decentnode.parallel.process_group.collectives import reason_of
+from decentnode.parallel.process_group.collectives import failure_reason
 from decentnode.parallel.process_group.default_group import num_ranks
 from decentnode.parallel.steps.idle import Idles
 from decentnode.tensors import own_fault
@@ -189,7 +189,8 @@ class CommOptimizer(OuterOptimizer, Idles):
             if own_fault(error):
                 raise
             own = f"rank {self.dist_optimizer.rank}: the exchange of step {self.steps} with the other ranks failed"
-            raise PeerLost(f"{own}, for example as one has ended or takes fewer steps: {reason_of(error)}") from error
+            reason = failure_reason(error)
+            raise PeerLost(f"{own}, for example as one has ended or takes fewer steps: {reason}") from error
 
     @property
     def steps(self) -> int:

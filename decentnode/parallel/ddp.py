@@ -24,7 +24,7 @@ from decentnode.graph.base import Graph
 from decentnode.optim.functions import tag_parameters
 from decentnode.parallel.averages import GlobalAverage, consensus_distance
 from decentnode.parallel.buckets.bucket import Bucket, make_buckets
-from decentnode.parallel.checks.alike import agree_on_step, check_all_alike
+from decentnode.parallel.checks.alike import agree_on_step, check_wrapper_consistency
 from decentnode.parallel.checks.refusals import (
     check_makers,
     check_model,
@@ -40,15 +40,19 @@ from decentnode.parallel.participants.wrapper import WrapperParticipant
 from decentnode.parallel.planning.plan import Plan
 from decentnode.parallel.planning.rules import SharingRule, sharing_named
 from decentnode.parallel.planning.topologies import TopologyLike, make_topology
-from decentnode.parallel.process_group.agreement import by_all_ranks, check_alike, together
+from decentnode.parallel.process_group.agreement import (
+    check_same_on_all_ranks,
+    collective_operation,
+    succeed_on_all_ranks,
+)
 from decentnode.parallel.process_group.collectives import broadcast_all
 from decentnode.parallel.process_group.default_group import check_device, device_of_group, num_ranks
 from decentnode.parallel.process_group.machines import ranks_per_machine
-from decentnode.parallel.process_group.shutdown import close_at_exit, close_others, keep, takes_no_steps
+from decentnode.parallel.process_group.shutdown import close_at_exit, close_others, keep_until_exit, mark_closed
 from decentnode.parallel.states.detached import DetachedModel
 from decentnode.parallel.states.entry_names import EXTRA, plain_name, renamed_entries
 from decentnode.parallel.states.loading import all_or_none, load_together, restart
-from decentnode.parallel.states.wrapper_state import kept_of, take_up
+from decentnode.parallel.states.wrapper_state import load_wrapper_state, state_of_wrapper
 from decentnode.parallel.steps.backward import BackwardWatch, tensors_in
 from decentnode.parallel.steps.gossip_steps import GossipSteps, OptimizerStep
 from decentnode.parallel.steps.idle import Idles
@@ -150,7 +154,7 @@ class DecentralizedDataParallel(Module, Idles):
         job = job_for(missing, timeout_seconds)
         if not dist.is_initialized() and (job is None or job.admission is None):
             raise ValueError("the process group must be initialized first: decentnode.parallel.initialize_dist()")
-        with together("wrap the model"):
+        with succeed_on_all_ranks("wrap the model"):
             check_makers(optim_fn, lr_scheduler_fn, optimizer)
             check_scaler(scaler, step_in_backward)
             check_options(transport, bucket_size_in_mb, grad_clip_norm, timeout_seconds, local_world_size)
@@ -170,7 +174,7 @@ class DecentralizedDataParallel(Module, Idles):
         exchange = self._exchange_for(plan=plan, buckets=buckets)
         if self._member is not None:
             exchange = self._member.wrap(exchange, buckets)
-        with together("make the optimizer"):
+        with succeed_on_all_ranks("make the optimizer"):
             make: Any = optim_fn or (lambda named: optimizer([p for _, p in named]))  # type: ignore[misc]
             made = make(list(self._named))
             schedule = lr_scheduler_fn(made) if lr_scheduler_fn is not None else None
@@ -225,7 +229,7 @@ class DecentralizedDataParallel(Module, Idles):
         """Makes the topology and the rule, compares them, the parameters and the options over all ranks, and takes rank
         0's values. Blocking. Raises ValueError, AssemblyError."""
         model = self.module
-        with together("wrap the model"):
+        with succeed_on_all_ranks("wrap the model"):
             self._named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
             if not self._named:
                 raise ValueError("model must have parameters that require gradients")
@@ -237,9 +241,9 @@ class DecentralizedDataParallel(Module, Idles):
             rank = dist.get_rank() if dist.is_initialized() else 0
             plan = Plan(graph, sharing_named(sharing), rank, delayed)
         if dist.is_initialized():
-            with by_all_ranks("compare what they wrap"):
-                check_all_alike(model, plan, options, device_of_group())
-            with by_all_ranks("take the values of rank 0"):
+            with collective_operation("compare what they wrap"):
+                check_wrapper_consistency(model, plan, options, device_of_group())
+            with collective_operation("take the values of rank 0"):
                 broadcast_all([*model.parameters(), *model.buffers()])
         agree_on_step(plan)
         tag_parameters(model)
@@ -276,9 +280,9 @@ class DecentralizedDataParallel(Module, Idles):
         Ranks of the same host that continue to train can see that this one does not.
         """
         open_ = self._watch.stop()
-        takes_no_steps(self)
+        mark_closed(self)
         if open_ and self._gossip.exchange.end():
-            keep(self._gossip.exchange, self._gossip.buckets)
+            keep_until_exit(self._gossip.exchange, self._gossip.buckets)
         return open_
 
     def __del__(self) -> None:
@@ -380,7 +384,7 @@ class DecentralizedDataParallel(Module, Idles):
         list of trained parameters differs."""
         def check() -> None:
             named = self._named_with(self._unfrozen.waiting)
-            check_alike("list of trained parameters", [name for name, _ in named], device_of_group())
+            check_same_on_all_ranks("list of trained parameters", [name for name, _ in named], device_of_group())
 
         all_or_none(self._gossip, what, admit, check, self._unfrozen.withdraw)
         if self._unfrozen.waiting:
@@ -408,7 +412,7 @@ class DecentralizedDataParallel(Module, Idles):
         self._named = self._named_with(fresh)
         params = [p for _, p in self._named]
         steps.local.exchange(params)
-        self._average.exchange(params)
+        self._average.set_params(params)
         self._own_alone()
         return buckets
 
@@ -485,10 +489,9 @@ class DecentralizedDataParallel(Module, Idles):
                 self._average.local = None
                 self._gossip.launch_anew()
             return 0.0 if return_d2c else None
-        distance = self._gossip.exchange.run_average(
-            "global_avg", lambda mean: self._average.take(keep=will_revert, measure=return_d2c, mean_of=mean),
-            None if will_revert else lambda: self._gossip.launch(self.steps),
-        )
+        average = functools.partial(self._average.replace_by_mean, will_revert, return_d2c)
+        restart = None if will_revert else lambda: self._gossip.launch(self.steps)
+        distance = self._gossip.exchange.run_average("global_avg", average, restart)
         return distance if return_d2c else None
 
     def revert_global_avg(self) -> None:
@@ -529,11 +532,11 @@ class DecentralizedDataParallel(Module, Idles):
 
     def get_extra_state(self) -> dict[str, Any]:
         """Returns the state beside the model: optimizer, scheduler, scaler, sharing rules, number of steps."""
-        return kept_of(self._gossip, self._named, self.optimizer)
+        return state_of_wrapper(self._gossip, self._named, self.optimizer)
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Raises ValueError, having loaded nothing, for a sharing rule's state that does not fit these buckets."""
-        take_up(self._gossip, self._named, self.optimizer, state)
+        load_wrapper_state(self._gossip, self._named, self.optimizer, state)
         self._average.local = None
 
     def _known_names(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:

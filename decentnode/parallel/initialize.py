@@ -16,7 +16,7 @@ from decentnode.parallel.membership import beginning, founding
 from decentnode.parallel.membership import job as jobs
 from decentnode.parallel.membership.founding import JobSettings
 from decentnode.parallel.process_group.default_group import local_device
-from decentnode.parallel.process_group.ends import announce, lacking
+from decentnode.parallel.process_group.rank_status import missing_ranks, publish_process
 from decentnode.parallel.process_group.shutdown import leave_at_exit
 from decentnode.parallel.process_group.traces import shorten_traces
 from decentnode.tensors import own_fault
@@ -78,13 +78,13 @@ def _join_group(backend: str | None, timeout_seconds: float) -> None:
     own = dist.PrefixStore("default_pg", store)
     own.set_timeout(limit)
     try:
-        announce(own, rank)
+        publish_process(own, rank)
         if device is not None and dist.is_nccl_available():  # where NCCL is missing, init_process_group says so
             _check_gpus(dist.PrefixStore("gpus", store), rank, world_size, device)
         dist.init_process_group(backend or ("nccl" if cuda else "gloo"), timeout=limit, device_id=device, store=own,
                                 rank=rank, world_size=world_size)  # fmt: skip
     except RuntimeError as error:
-        absent, ended = ([], []) if own_fault(error) else lacking(own, rank, world_size)
+        absent, ended = ([], []) if own_fault(error) else missing_ranks(own, rank, world_size)
         who = [f"the process of rank {each} is gone" for each in ended]
         if absent:
             word, has = ("rank", "has") if len(absent) == 1 else ("ranks", "have")

@@ -25,7 +25,7 @@ from decentnode.metrics import summary as summaries
 from decentnode.metrics.figures import ACCURACY, LOSS, Metric, TaskMetrics
 from decentnode.metrics.run_folder import SCRIPT, create
 from decentnode.parallel.ddp import DecentralizedDataParallel
-from decentnode.parallel.process_group.agreement import together
+from decentnode.parallel.process_group.agreement import succeed_on_all_ranks
 from decentnode.parallel.process_group.collectives import gather_texts
 from decentnode.parallel.process_group.default_group import device_of_group, num_ranks
 from decentnode.parallel.recording.checkpoints import RunCheckpoints, Stateful
@@ -40,7 +40,7 @@ Evaluation = Callable[[Module], Mapping[str, float]]
 
 T = TypeVar("T")
 
-KNOWN = {ACCURACY.name: ACCURACY, LOSS.name: LOSS}
+METRICS_BY_NAME = {ACCURACY.name: ACCURACY, LOSS.name: LOSS}
 """Metrics that a script may give by name alone."""
 
 
@@ -119,29 +119,29 @@ class TrainingRun:
         if evaluate_every < 1 or keep < 0 or (steps_per_epoch is not None and steps_per_epoch < 1):
             raise ValueError("evaluate_every and steps_per_epoch must be 1 or more and keep 0 or more, got "
                              f"{evaluate_every}, {steps_per_epoch} and {keep}")  # fmt: skip
-        self.model, self._ranks, self._length = model, ranks_of(model), steps_per_epoch
+        self.model, self._ranks, self._steps_per_epoch = model, ranks_of(model), steps_per_epoch
         self.done = 0
         """Epochs that are finished."""
-        self._evaluate_model, self._every, self._keep = evaluate, evaluate_every, keep
-        known = tuple(each if isinstance(each, Metric) else KNOWN.get(each) for each in metrics)
+        self._evaluate_model, self._evaluate_every, self._keep = evaluate, evaluate_every, keep
+        known = tuple(each if isinstance(each, Metric) else METRICS_BY_NAME.get(each) for each in metrics)
         if not known or None in known:
-            raise ValueError(f"metrics must be {', '.join(KNOWN)} or Metric objects, got {metrics!r}")
+            raise ValueError(f"metrics must be {', '.join(METRICS_BY_NAME)} or Metric objects, got {metrics!r}")
         self._measured = TaskMetrics(SCRIPT, tuple(each for each in known if each is not None))
         self._config = _plain({"name": name, **(config or {})})
         self._checkpoints = RunCheckpoints(model, self._ranks, self._config, keep, dict(also or {}))
         if keep and model._to_load is None:
             self._checkpoints.check()  # raises now, not after an epoch, for a state that cannot be saved
         self._began, self._planned = clock.now(), 0
-        self.path = self._directory(Path(runs), name, resume)
+        self.path = self._choose_directory(Path(runs), name, resume)
         self._epoch: _Epoch | None = None
-        came = model._member is not None and model._member.came_at is not None
-        if came:
+        has_joined = model._member is not None and model._member.joined_at is not None
+        if has_joined:
             self.done = self._epoch_of_step()
-            self._records.forget_from(self.done)
+            self._records.drop_from(self.done)
         elif resume:
-            self.done = self._checkpoints.go_on(self.path, self._records)
-        self._from = self.done
-        self._says("begins")
+            self.done = self._checkpoints.resume(self.path, self._records)
+        self._first_epoch = self.done
+        self._write_status("begins")
 
     @property
     def uid(self) -> int:
@@ -149,35 +149,35 @@ class TrainingRun:
         return self._ranks.uid
 
     def _epoch_of_step(self) -> int:
-        return self.model.steps // (self._length or 1)
+        return self.model.steps // (self._steps_per_epoch or 1)
 
     # -- the directory ------------------------------------------------------------------------------------------
 
-    def _directory(self, runs: Path, name: str, resume: bool) -> Path:
+    def _choose_directory(self, runs: Path, name: str, resume: bool) -> Path:
         """Makes or finds the run's directory, which rank 0 chooses. Blocking."""
         latest = runs / name / "latest"
         if self._ranks.folder is not None:
             there = (runs / name / self._ranks.folder / "nodes").is_dir()
-            go_on = resume and not there and (latest / "nodes").is_dir()
-            agreed = latest.resolve() if go_on else self._made(runs, name)
-            self._take(agreed)
+            resumes = resume and not there and (latest / "nodes").is_dir()
+            agreed = latest.resolve() if resumes else self._create_directory(runs, name)
+            self._open_records(agreed)
             return agreed
         path: Path | None = None
-        with together("make the run directory"):
+        with succeed_on_all_ranks("make the run directory"):
             if self.uid == 0:
                 again = resume and (latest / "task.json").is_file()
-                path = latest.resolve() if again else self._made(runs, name)
-        told = gather_texts("" if path is None else path.name, device_of_group(), "run")[0] if num_ranks() > 1 else ""
-        path = (runs / name / told).absolute() if path is None else path
-        with together("make the run directory"):
-            self._take(path)
+                path = latest.resolve() if again else self._create_directory(runs, name)
+        folder = gather_texts("" if path is None else path.name, device_of_group(), "run")[0] if num_ranks() > 1 else ""
+        path = (runs / name / folder).absolute() if path is None else path
+        with succeed_on_all_ranks("make the run directory"):
+            self._open_records(path)
         return path
 
-    def _take(self, path: Path) -> None:
+    def _open_records(self, path: Path) -> None:
         """Begins to record in the run's directory as this rank. Raises as `RankRecords`."""
         self._records = RankRecords(path, self.uid)
 
-    def _made(self, runs: Path, name: str) -> Path:
+    def _create_directory(self, runs: Path, name: str) -> Path:
         text = yaml.safe_dump(self._config, sort_keys=False)
         folder = self._ranks.folder
         path = create(runs.absolute(), name, local=self._ranks.members if folder is None else (), folder=folder)
@@ -193,22 +193,22 @@ class TrainingRun:
         """Yields the numbers of the epochs to train, from 0 or from where the run continues. Between epochs it records,
         evaluates and writes checkpoints. Blocking, on all ranks."""
         self._planned = total
-        self._checkpoints.draw_on()  # not before: a script draws the same numbers up to here, resumed or not
-        if self.done == 0 and not self._ranks.came_now:
+        self._checkpoints.restore_random_state()  # not before: scripts draw the same up to here, resumed or not
+        if self.done == 0 and not self._ranks.has_just_joined:
             self.evaluate()
         while self.done < total:
-            self._says("trains")
+            self._write_status("trains")
             self._epoch = _Epoch(clock.now(), self.model.metrics["exposed_seconds"], self.model.steps)
-            end = (self.done + 1) * (self._length or 0)
+            end = (self.done + 1) * (self._steps_per_epoch or 0)
             yield self.done
             if self._ranks.folder is not None and self.model.steps < end:
                 raise ValueError(f"an epoch must have the steps of run.steps(...), up to {end}, got {self.model.steps}")
             self._record()
             if self._ranks.folder is not None:
                 self.done = self._epoch_of_step()
-                if self.model.steps != end or self._ranks.came_now:  # the other ranks do the rest without this one
+                if self.model.steps != end or self._ranks.has_just_joined:  # the others do the rest without it
                     continue
-            if self.done % self._every == 0 or self.done == total:
+            if self.done % self._evaluate_every == 0 or self.done == total:
                 self.evaluate()
             if self._keep:
                 self._checkpoints.save(self.path, self.done)
@@ -217,10 +217,10 @@ class TrainingRun:
         """Yields batches until the wrapper has taken the steps of the epoch, starting again from the first batch where
         there are too few; without `steps_per_epoch` yields each once. Raises ValueError where no batch is given or none
         ends in a step."""
-        if self._length is None:
+        if self._steps_per_epoch is None:
             yield from batches
             return
-        end = (self.done + 1) * self._length
+        end = (self.done + 1) * self._steps_per_epoch
         while self.model.steps < end:
             before = self.model.steps
             for batch in batches:
@@ -248,7 +248,7 @@ class TrainingRun:
             "kind": "round", "round": self.done, "time": clock.wall(), "seconds": seconds,
             "train_seconds": max(0.0, seconds - waited), "wait_seconds": waited, "steps": steps,
             "steps_per_second": steps / seconds, "lr": self.model._gossip.rate(),
-            "data_bytes_sent": self._records.sent + int(metrics["bytes_sent"]), "metadata_bytes_sent": 0,
+            "data_bytes_sent": self._records.bytes_sent_before + int(metrics["bytes_sent"]), "metadata_bytes_sent": 0,
         }  # fmt: skip
         if epoch.losses:
             record["loss"] = float(epoch.loss) / epoch.losses
@@ -260,8 +260,8 @@ class TrainingRun:
     def evaluate(self) -> dict[str, float]:
         """Measures the rank's own model, the mean of all, and the consensus distance, and records them. Returns the
         record's figures. Blocking, on all ranks."""
-        self._says("evaluates")
-        found = self._ranks.measured(None if self._evaluate_model is None else self._measure)
+        self._write_status("evaluates")
+        found = self._ranks.evaluate(None if self._evaluate_model is None else self._measure)
         self._records.write({"kind": "evaluation", "round": self.done, "time": clock.wall(), **found,
                              "contributors": self.model.world_size})  # fmt: skip
         return found
@@ -291,18 +291,19 @@ class TrainingRun:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Writes the summary, unless the script failed. Blocking, on all ranks."""
-        self._says("finished" if kind is None else "failed")
-        if kind is None and not self._ranks.came_now:
-            told = self.model._gossip.exchange.tell(json.dumps(self.figures()), "figures")
-            ended_before = self.done == self._from and (self.path / "summary.json").exists()
-            if self.uid == min(told) and not ended_before:
-                self._summarize(self._of_the_gone(set(told)) | {uid: json.loads(each) for uid, each in told.items()})
+        self._write_status("finished" if kind is None else "failed")
+        if kind is None and not self._ranks.has_just_joined:
+            gathered = self.model._gossip.exchange.tell(json.dumps(self.figures()), "figures")
+            ended_before = self.done == self._first_epoch and (self.path / "summary.json").exists()
+            if self.uid == min(gathered) and not ended_before:
+                figures = {uid: json.loads(each) for uid, each in gathered.items()}
+                self._summarize(self._figures_of_departed(set(gathered)) | figures)
         self._records.close()
 
-    def _says(self, doing: str) -> None:
+    def _write_status(self, doing: str) -> None:
         self._records.write_status(doing, self.done, self._planned)
 
-    def _of_the_gone(self, present: set[int]) -> dict[int, dict[str, Any]]:
+    def _figures_of_departed(self, present: set[int]) -> dict[int, dict[str, Any]]:
         """Returns the closing figures of nodes that are no longer ranks, from their records on this machine."""
         if self._ranks.folder is None:
             return {}

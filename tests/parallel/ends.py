@@ -21,8 +21,8 @@ from torch import nn
 
 from decentnode.parallel import DecentralizedDataParallel, initialize_dist
 from decentnode.parallel.methods.leader import LSGD
-from decentnode.parallel.process_group.agreement import by_all_ranks
-from decentnode.parallel.process_group.ends import COME
+from decentnode.parallel.process_group.agreement import collective_operation
+from decentnode.parallel.process_group.rank_status import ENTRY_KEY
 
 SLOW_SECONDS = 0.3
 KEPT: list[Any] = []
@@ -68,7 +68,7 @@ def ours(world: int) -> None:
 def killed_as_they_meet(world: int, victim: int) -> None:
     """A rank dies in initialize_dist, once both have announced themselves."""
     def dies(*_: Any, store: Any, **__: Any) -> None:
-        store.wait([f"{COME}/{1 - victim}"])
+        store.wait([f"{ENTRY_KEY}/{1 - victim}"])
         os._exit(9)
 
     if int(os.environ["RANK"]) == victim:
@@ -85,11 +85,11 @@ def absent(world: int, victim: int) -> None:
 def killed_later(world: int) -> None:
     """Rank 0, which has the store, dies between two operations of all ranks."""
     initialize_dist("gloo")
-    with by_all_ranks("meet"):
+    with collective_operation("meet"):
         dist.barrier()
     if dist.get_rank() == 0:
         os._exit(9)
-    with by_all_ranks("meet again"):
+    with collective_operation("meet again"):
         dist.barrier()
 
 

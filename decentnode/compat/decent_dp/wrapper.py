@@ -23,7 +23,7 @@ from decentnode.compat.decent_dp.topologies import graph_for
 from decentnode.graph.base import Graph
 from decentnode.parallel.process_group.default_group import local_device
 from decentnode.parallel.process_group.machines import ranks_per_machine
-from decentnode.parallel.states.accumulated import accumulated, take_up_accumulated
+from decentnode.parallel.states.accumulated import accumulated, restore_accumulated
 from decentnode.parallel.states.entry_names import EXTRA
 
 logger = logging.getLogger(__name__)
@@ -309,7 +309,7 @@ class DecentralizedDataParallel(parallel.DecentralizedDataParallel):
         self._gossip.use(made)
         self._to_load, self._gossip.to_send = None, there["sent"]
         self._deferred = there["gradients"] is not None
-        take_up_accumulated(self._named, self._watch, copy.deepcopy({"gradients": there["gradients"] or {}}))
+        restore_accumulated(self._named, self._watch, copy.deepcopy({"gradients": there["gradients"] or {}}))
 
     def _known_names(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
         found = super()._known_names({_renamed(name, THEIRS, OURS): value for name, value in state_dict.items()})

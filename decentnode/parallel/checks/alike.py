@@ -9,12 +9,16 @@ from torch.nn import Module
 
 from decentnode.parallel.planning.differences import Differences
 from decentnode.parallel.planning.plan import Plan
-from decentnode.parallel.process_group.agreement import by_all_ranks, check_alike, together
+from decentnode.parallel.process_group.agreement import (
+    check_same_on_all_ranks,
+    collective_operation,
+    succeed_on_all_ranks,
+)
 from decentnode.parallel.process_group.collectives import gather_texts
 from decentnode.parallel.process_group.default_group import device_of_group, num_ranks
 
 
-def check_all_alike(model: Module, plan: Plan, options: Sequence[str], device: torch.device) -> None:
+def check_wrapper_consistency(model: Module, plan: Plan, options: Sequence[str], device: torch.device) -> None:
     """Raises AssemblyError naming a rank with other parameters, another topology, rule or option. Blocking.
 
     options: those that decide what ranks send each other, each with its name.
@@ -27,11 +31,11 @@ def check_all_alike(model: Module, plan: Plan, options: Sequence[str], device: t
     words = {True: "trained", False: "frozen"}
     parameters = [f"{n} {tuple(p.shape)} {p.dtype} {words[p.requires_grad]}" for n, p in model.named_parameters()]
     buffers = [f"{name} {tuple(each.shape)} {each.dtype}" for name, each in model.named_buffers()]
-    check_alike("list of parameters", parameters, device)
-    check_alike("list of buffers", buffers, device)
-    check_alike("topology", rows, device)
-    check_alike("sharing rule", [plan.describe()], device)
-    check_alike("option", options, device)
+    check_same_on_all_ranks("list of parameters", parameters, device)
+    check_same_on_all_ranks("list of buffers", buffers, device)
+    check_same_on_all_ranks("topology", rows, device)
+    check_same_on_all_ranks("sharing rule", [plan.describe()], device)
+    check_same_on_all_ranks("option", options, device)
 
 
 def agree_on_step(plan: Plan) -> None:
@@ -43,9 +47,9 @@ def agree_on_step(plan: Plan) -> None:
     rule = plan.rule
     if not isinstance(rule, Differences) or rule.config.step_size is not None:
         return
-    with together("search the step of choco"):
+    with succeed_on_all_ranks("search the step of choco"):
         if plan.rank == 0:
             rule.choose_step(plan.graph)
     if num_ranks() > 1:
-        with by_all_ranks("take the step of rank 0"):
+        with collective_operation("take the step of rank 0"):
             rule.step_size = float(gather_texts(repr(rule.step_size), device_of_group(), "step")[0])

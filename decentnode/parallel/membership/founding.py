@@ -16,7 +16,7 @@ from decentnode.errors import AssemblyError, UsageError
 from decentnode.parallel.membership.addresses import parsed
 from decentnode.parallel.membership.job import Job, become, current
 from decentnode.parallel.membership.keys import Access
-from decentnode.parallel.process_group.agreement import together
+from decentnode.parallel.process_group.agreement import succeed_on_all_ranks
 from decentnode.parallel.process_group.collectives import gather_texts
 from decentnode.wire.messages import MAX_SEATS
 
@@ -47,7 +47,7 @@ class JobSettings:
 def start(settings: JobSettings) -> Job:
     """Founds a job with all ranks of the process group. Blocking. Raises OSError, ValueError, UsageError for keys,
     which cannot secure this process group; AssemblyError if another rank raised."""
-    with together("listen for members"):
+    with succeed_on_all_ranks("listen for members"):
         if Access.given(settings.keys).closed:
             raise UsageError('a job with keys creates its own process group: call initialize_dist(missing="regroup") '
                              "before creating any other")  # fmt: skip

@@ -35,7 +35,7 @@ from decentnode.parallel.membership.generation_groups import (
     KeyedGroups,
 )
 from decentnode.parallel.membership.keys import Access
-from decentnode.parallel.process_group.collectives import gather_texts, reason_of, wait_with
+from decentnode.parallel.process_group.collectives import failure_reason, gather_texts, set_wait_function
 from decentnode.parallel.process_group.shutdown import close_at_exit
 from decentnode.tensors import own_fault
 from decentnode.wire.generation import Generation
@@ -180,7 +180,7 @@ class Job:
         uid = dist.get_rank() if admission is None else admission.uid
         self._as = lines, digest
         self.control.begin(uid, self.terms, lines, digest, self.timeout_seconds, admission)
-        wait_with(self._wait)
+        set_wait_function(self._wait)
 
     def _knock_again(self) -> None:
         """Asks for another place, because no member knows of the one that was granted: the member that granted it may
@@ -197,7 +197,7 @@ class Job:
 
     def leave(self) -> None:
         """Tells the others that this process takes no more steps. Idempotent; blocking for less than a second."""
-        wait_with(None)
+        set_wait_function(None)
         self._groups.close()
         self.control.close()
         self._groups.join_threads()
@@ -240,7 +240,7 @@ class Job:
             except (PeerLost, RuntimeError, OSError) as failure:
                 if own_fault(failure):
                     raise
-                error, leaves = ConnectionBroken(f"regrouping failed: {reason_of(failure)}"), True
+                error, leaves = ConnectionBroken(f"regrouping failed: {failure_reason(failure)}"), True
                 _forget_frames(failure)
                 logger.info("a generation of ranks ended while it began: %s", failure)
         assert error is not None
@@ -273,7 +273,7 @@ class Job:
         except RuntimeError as error:
             if own_fault(error):
                 raise
-            raise ConnectionBroken(f"an operation of all ranks failed: {reason_of(error)}") from error
+            raise ConnectionBroken(f"an operation of all ranks failed: {failure_reason(error)}") from error
 
 
 def _forget_frames(error: BaseException) -> None:

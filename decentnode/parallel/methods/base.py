@@ -16,7 +16,11 @@ from torch.optim import Optimizer
 
 from decentnode.errors import AssemblyError
 from decentnode.parallel.checks.refusals import check_apart, check_exists, check_not_wrapped, check_steps_alone
-from decentnode.parallel.process_group.agreement import by_all_ranks, check_alike, together
+from decentnode.parallel.process_group.agreement import (
+    check_same_on_all_ranks,
+    collective_operation,
+    succeed_on_all_ranks,
+)
 from decentnode.parallel.process_group.collectives import wait
 from decentnode.parallel.process_group.default_group import check_device, device_of_group, num_ranks
 from decentnode.parallel.process_group.shutdown import close_at_exit
@@ -56,9 +60,9 @@ class MadeTogether(abc.ABCMeta):
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         """Makes an object, then calls its `begin`. Blocking. Raises what the constructor raised; on the other ranks
         AssemblyError naming the rank and its error."""
-        with together("make the optimizer"):
+        with succeed_on_all_ranks("make the optimizer"):
             made = super().__call__(*args, **kwargs)
-        with by_all_ranks("compare and average what they train"):
+        with collective_operation("compare and average what they train"):
             made.begin()
         return made
 
@@ -133,7 +137,7 @@ class DistOptimizer(metaclass=MadeTogether):
         """Does the part of the construction that waits for other ranks. Blocking. Raises AssemblyError on every rank if
         their descriptions differ."""
         if dist.is_initialized():
-            check_alike("method", self.describe(), device_of_group())
+            check_same_on_all_ranks("method", self.describe(), device_of_group())
             close_at_exit(self)
         self.mean(self.center)
 

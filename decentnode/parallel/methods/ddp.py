@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from decentnode.parallel.methods.base import DistOptimizer
-from decentnode.parallel.process_group.agreement import check_alike
+from decentnode.parallel.process_group.agreement import check_same_on_all_ranks
 from decentnode.parallel.process_group.default_group import device_of_group
 
 
@@ -49,7 +49,7 @@ class GradientAveraging(DistOptimizer):
     def _compare(self, more: list[bool]) -> None:
         """Raises AssemblyError if ranks have unfrozen different parameters. Blocking."""
         lines = [f"parameter {number}" for number, is_ in enumerate(more) if is_]
-        check_alike("list of parameters that are trained now and were frozen", lines, device_of_group())
+        check_same_on_all_ranks("list of parameters that are trained now and were frozen", lines, device_of_group())
 
     def _average(self, chosen: list[bool], more: bool) -> bool:
         """Averages the gradients of the chosen parameters. more: whether this rank trains others besides; returns

@@ -60,7 +60,7 @@ class WrapperParticipant:
         """The first step of the generation."""
         self._position = 0
         """Steps that this rank had finished, or was about to finish, when the regrouping began."""
-        self.came_at: int | None = None
+        self.joined_at: int | None = None
         """The step at which this process last joined and took the others' model; None if it never did."""
         self.exchange: RegroupingExchange
         self._module: Module
@@ -172,7 +172,7 @@ class WrapperParticipant:
                     schedule.step()
         self._position = self._first
         if rank not in old:
-            self.came_at = self._first
+            self.joined_at = self._first
         self.job.control.has_model(self._first)
         logger.warning("rank %d of %d from step %d on", rank, world_size, self._first)
 

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from decentnode.errors import AssemblyError, PeerLost
-from decentnode.parallel.process_group.collectives import gather_texts, reason_of
+from decentnode.parallel.process_group.collectives import failure_reason, gather_texts
 from decentnode.parallel.process_group.default_group import device_of_group, num_ranks
-from decentnode.parallel.process_group.ends import come, gone, late
+from decentnode.parallel.process_group.rank_status import dead_ranks, enter_operation, lagging_ranks
 from decentnode.tensors import own_fault
 from decentnode.words import names
 
@@ -18,27 +18,27 @@ MAX_REASON = 2000
 
 
 @contextlib.contextmanager
-def by_all_ranks(what: str) -> Iterator[None]:
+def collective_operation(what: str) -> Iterator[None]:
     """Wraps collectives of all ranks and nothing else. Raises PeerLost if one fails, with a message that names ranks:
     torch names only the address that is gone.
 
     what: their purpose, a verb and its object.
     """
-    come()
+    enter_operation()
     try:
         yield
     except RuntimeError as error:
         if own_fault(error):
             raise
-        raise _lost(what, error) from error
+        raise _peer_lost(what, error) from error
 
 
-def _lost(what: str, error: RuntimeError) -> PeerLost:
+def _peer_lost(what: str, error: RuntimeError) -> PeerLost:
     """Returns a PeerLost for a failed operation. It names the ranks whose processes are gone, if any, since the others
     may only be slow; otherwise those that have not reached the operation."""
-    ended = gone()
-    reason = reason_of(error, ended)
-    absent = [] if ended else late()
+    ended = dead_ranks()
+    reason = failure_reason(error, ended)
+    absent = [] if ended else lagging_ranks()
     word = "rank" if len(absent) == 1 else "ranks"
     has_not_come = f"; {word} {names(absent)} had not come to it" if absent else ""
     return PeerLost(f"ranks cannot {what} together, for example because one has ended: {reason}{has_not_come}",
@@ -46,7 +46,7 @@ def _lost(what: str, error: RuntimeError) -> PeerLost:
 
 
 @contextlib.contextmanager
-def together(what: str) -> Iterator[None]:
+def succeed_on_all_ranks(what: str) -> Iterator[None]:
     """Wraps a body that must succeed on all ranks. It must not wait for other ranks; leaving the context blocks.
 
     what: the body's purpose, a verb and its object, for messages. Raises what the body raised on this rank; if it
@@ -61,14 +61,14 @@ def together(what: str) -> Iterator[None]:
         failed = error
     told = "" if failed is None else f"{type(failed).__name__}: {failed}"[:MAX_REASON]
     try:
-        come()
+        enter_operation()
         said = gather_texts(told, device_of_group(), what) if num_ranks() > 1 else [told]
     except RuntimeError as error:
         if failed is not None:
             raise failed from None
         if own_fault(error):
             raise
-        raise _lost(what, error) from error
+        raise _peer_lost(what, error) from error
     if failed is not None:
         raise failed
     for rank, reason in enumerate(said):
@@ -76,7 +76,7 @@ def together(what: str) -> Iterator[None]:
             raise AssemblyError(f"rank {rank} could not {what}: {reason}", [rank])
 
 
-def check_alike(what: str, lines: Iterable[str], device: torch.device) -> None:
+def check_same_on_all_ranks(what: str, lines: Iterable[str], device: torch.device) -> None:
     """Raises AssemblyError on every rank, naming a rank and its first differing line, if lines differ. Blocking."""
     told = [text.split("\n") for text in gather_texts("\n".join(lines), device, what)]
     for rank, theirs in enumerate(told):

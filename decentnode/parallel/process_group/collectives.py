@@ -11,38 +11,38 @@ import torch.distributed as dist
 from torch import Tensor
 
 from decentnode.parallel.process_group.default_group import num_ranks
-from decentnode.parallel.process_group.ends import first_end, gone, use_store
+from decentnode.parallel.process_group.rank_status import allow_store, dead_ranks, first_reported_end
 from decentnode.tensors import distinct
 from decentnode.words import names
 
 MAX_TEXT_BYTES = 1 << 24
 
-_waits: Callable[[Any], None] | None = None
+_wait_function: Callable[[Any], None] | None = None
 
 
 def wait(work: Any) -> None:
     """Waits for a collective (torch's Work; None returns at once). Blocking."""
     if work is not None:
-        (_waits or (lambda each: each.wait()))(work)
+        (_wait_function or (lambda each: each.wait()))(work)
 
 
-def wait_with(how: Callable[[Any], None] | None) -> None:
+def set_wait_function(how: Callable[[Any], None] | None) -> None:
     """Sets how `wait` waits: with missing="regroup" a wait ends with the generation. None: as torch does."""
-    global _waits
-    _waits = how
-    use_store(how is None)
+    global _wait_function
+    _wait_function = how
+    allow_store(how is None)
 
 
-_BESIDE = re.compile(r"^\[[^\]]*:\d+\] |\.? ?This is typically caused by.*", re.DOTALL)
+_TORCH_DETAILS = re.compile(r"^\[[^\]]*:\d+\] |\.? ?This is typically caused by.*", re.DOTALL)
 
 
-def reason_of(error: BaseException, found: Sequence[int] | None = None) -> str:
+def failure_reason(error: BaseException, found: Sequence[int] | None = None) -> str:
     """Returns torch's message for a failed operation, without gloo's source line and its guesses at the cause. Adds
     which rank's script ended first, with its error, if that rank has reported it, or which processes of this host are
-    gone without a report. found: those, if `gone`, which takes its time, was called already."""
-    said, ended = _BESIDE.sub("", str(error)) or type(error).__name__, first_end()
+    gone without a report. found: those, if `dead_ranks`, which takes its time, was called already."""
+    said, ended = _TORCH_DETAILS.sub("", str(error)) or type(error).__name__, first_reported_end()
     if ended is None:
-        ranks = gone() if found is None else found
+        ranks = dead_ranks() if found is None else found
         who = ("the process of rank {} is gone" if len(ranks) == 1 else "the processes of ranks {} are gone")
         return f"{said}; {who.format(names(ranks))}" if ranks else said
     rank, reason = ended

@@ -7,13 +7,13 @@ import os
 import socket
 
 from decentnode.errors import AssemblyError
-from decentnode.parallel.process_group.agreement import by_all_ranks
+from decentnode.parallel.process_group.agreement import collective_operation
 from decentnode.parallel.process_group.collectives import gather_texts
 from decentnode.parallel.process_group.default_group import device_of_group, num_ranks
 from decentnode.system import boot_id
 from decentnode.words import names
 
-TOLD = "LOCAL_WORLD_SIZE"
+VARIABLE = "LOCAL_WORLD_SIZE"
 """The environment variable in which torchrun puts the number of ranks on a machine."""
 
 
@@ -30,14 +30,14 @@ def agreed_per_machine(given: int | None = None) -> int | None:
     numbers, or if some were given another number than is counted and the others none: then all ranks raise, and none
     waits.
     """
-    own = f"{given or os.environ.get(TOLD, '')} {int(bool(given))}"
+    own = f"{given or os.environ.get(VARIABLE, '')} {int(bool(given))}"
     alone = num_ranks() == 1
-    with by_all_ranks("count themselves by machine"):
+    with collective_operation("count themselves by machine"):
         said = [f"{own} ?"] if alone else gather_texts(f"{own} {_host()}", device_of_group(), "name of the host")
     told, explicit, hosts = zip(*(each.split(" ", 2) for each in said), strict=True)
     for rank, each in enumerate(told):
         if each and not (each.isdecimal() and int(each)):
-            raise ValueError(f"{TOLD} must be the number of ranks on the machine, got {each!r} on rank {rank}")
+            raise ValueError(f"{VARIABLE} must be the number of ranks on the machine, got {each!r} on rank {rank}")
     if all(told) and not ("1" in explicit and len({*told}) > 1):
         return int(told[0]) if len({*told}) == 1 else None
     runs = [len(list(run)) for _, run in itertools.groupby(hosts)]
@@ -48,8 +48,8 @@ def agreed_per_machine(given: int | None = None) -> int | None:
     listed = ", ".join(f"rank {names(ranks)} has {each or 'none'}" for each, ranks in by_number.items())
     found = "machines have different numbers" if counted is None else f"{counted} are counted"
     others = [rank for each, ranks in by_number.items() if each != told[0] for rank in ranks]
-    raise AssemblyError(f"local_world_size, or {TOLD} of the environment, must be the same on all ranks, or given on "
-                        f"none: {listed}, and {found}", others)  # fmt: skip
+    raise AssemblyError(f"local_world_size, or {VARIABLE} of the environment, must be the same on all ranks, or given "
+                        f"on none: {listed}, and {found}", others)  # fmt: skip
 
 
 def _host() -> str:

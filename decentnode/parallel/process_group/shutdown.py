@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from decentnode import clock
-from decentnode.parallel.process_group.ends import tell_end
+from decentnode.parallel.process_group.rank_status import report_end
 
 EXIT_SECONDS = 2.0
 SETTLE_SECONDS = 0.3
@@ -41,10 +41,10 @@ class InFlight(Protocol):
 
 _processes: set[int] = set()
 """The processes that joined a group or made wrappers. A forked child inherits this module's state, but no threads."""
-_alive: weakref.WeakKeyDictionary[Closable, frozenset[int]] = weakref.WeakKeyDictionary()
+_wrappers: weakref.WeakKeyDictionary[Closable, frozenset[int]] = weakref.WeakKeyDictionary()
 """Objects to close before the process ends, each with the ids of the parameters that it steps. References to the
 parameters would keep a wrapper alive if a script's hook on a parameter refers to the wrapper."""
-_left: list[tuple[InFlight, object]] = []
+_kept: list[tuple[InFlight, object]] = []
 """Exchanges in flight whose wrapper is gone: their buffers have to outlive them."""
 
 
@@ -56,7 +56,7 @@ def leave_at_exit() -> None:
 def close_at_exit(wrapper: Closable, params: Sequence[Tensor] = ()) -> None:
     """Makes this process close `wrapper` before it ends, if it still exists. Its `close` must drop its references to
     process groups. params: those that it steps in backward passes."""
-    _alive[wrapper] = frozenset(map(id, params))
+    _wrappers[wrapper] = frozenset(map(id, params))
     leave_at_exit()
 
 
@@ -64,52 +64,52 @@ def close_others(wrapper: Closable, params: Iterable[Tensor]) -> bool:
     """Closes the other wrappers of any of these parameters, because two would both step in a backward pass; returns
     whether one of them was open. wrapper: the one that stays open."""
     mine = set(map(id, params))
-    others = [each for each, theirs in _alive.items() if each is not wrapper and not mine.isdisjoint(theirs)]
+    others = [each for each, theirs in _wrappers.items() if each is not wrapper and not mine.isdisjoint(theirs)]
     closed = [each.close() for each in others]
     return any(closed)
 
 
-def takes_no_steps(wrapper: Closable) -> None:
+def mark_closed(wrapper: Closable) -> None:
     """Records that the wrapper is closed and exchanges no parameters any more."""
-    if wrapper in _alive:
-        _alive[wrapper] = frozenset()
+    if wrapper in _wrappers:
+        _wrappers[wrapper] = frozenset()
 
 
 def exchanged_by_wrapper(params: Iterable[Tensor]) -> bool:
     """Returns whether a wrapper that is still open steps any of these parameters."""
-    stepped = [each for each in _alive.values() if each]
+    stepped = [each for each in _wrappers.values() if each]
     return bool(stepped) and any(id(p) in each for p in params for each in stepped)
 
 
-def keep(exchange: InFlight, memory: object) -> None:
+def keep_until_exit(exchange: InFlight, memory: object) -> None:
     """Keeps memory until the process ends, because operations in flight of the exchange read and write it."""
-    _left.append((exchange, memory))
+    _kept.append((exchange, memory))
 
 
 @atexit.register
 def _close_all() -> None:
     if os.getpid() not in _processes:
         return
-    tell_end()  # before the others see that this rank has left
-    for wrapper in reversed(list(_alive)):  # reversed, as a wrapper uses the job, which was registered before it
+    report_end()  # before the others see that this rank has left
+    for wrapper in reversed(list(_wrappers)):  # reversed, as a wrapper uses the job, which was registered before it
         wrapper.close()
-    for exchange, _ in _left:
+    for exchange, _ in _kept:
         with contextlib.suppress(Exception):
             exchange.finish_all(EXIT_SECONDS)
-    _left.clear()
-    leave()
+    _kept.clear()
+    leave_groups()
 
 
-def leave() -> None:
+def leave_groups() -> None:
     """Leaves all process groups and joins their threads. Idempotent; blocking until pending operations have ended."""
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
     gc.collect()  # frees groups that only reference cycles hold
-    if _gloo_runs():
+    if _has_gloo_threads():
         clock.sleep(SETTLE_SECONDS)
 
 
-def _gloo_runs() -> bool:
+def _has_gloo_threads() -> bool:
     """Returns whether the process still has threads of gloo."""
     try:
         return any(each.read_text().startswith("pt_gloo_run") for each in Path("/proc/self/task").glob("*/comm"))

@@ -17,10 +17,10 @@ from decentnode.checkpoint.state import decode, encode, to_host
 from decentnode.checkpoint.streams import load_streams, streams
 from decentnode.errors import CheckpointError
 from decentnode.parallel.ddp import DecentralizedDataParallel
-from decentnode.parallel.process_group.agreement import together
+from decentnode.parallel.process_group.agreement import succeed_on_all_ranks
 from decentnode.parallel.recording.ranks import RunRanks
 from decentnode.parallel.recording.records import RankRecords
-from decentnode.parallel.states.accumulated import accumulated, take_up_accumulated
+from decentnode.parallel.states.accumulated import accumulated, restore_accumulated
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class RunCheckpoints:
         self._model, self._ranks, self._config, self._keep, self._also = model, ranks, config, keep, also
         self._device = next(model.module.parameters()).device
         self._random: dict[str, Any] | None = None
-        """The states of the process's random generators in the checkpoint, until `draw_on` restores them."""
+        """The states of the process's random generators in the checkpoint, until they are restored."""
 
     def _state(self) -> dict[str, Any]:
         model = self._model
@@ -53,9 +53,9 @@ class RunCheckpoints:
         """Raises CheckpointError for a state that no file can keep."""
         encode(self._state(), "state", {}, copy=False)
 
-    def _alike(self, what: str) -> AbstractContextManager[None]:
-        """Returns `together` if the ranks are fixed; otherwise a context that does nothing."""
-        return together(what) if self._ranks.folder is None else contextlib.nullcontext()
+    def _together_if_fixed(self, what: str) -> AbstractContextManager[None]:
+        """Returns `succeed_on_all_ranks` if the ranks are fixed; otherwise a context that does nothing."""
+        return succeed_on_all_ranks(what) if self._ranks.folder is None else contextlib.nullcontext()
 
     def save(self, run: Path, epochs: int) -> None:
         """Writes a checkpoint into the run's directory, after so many epochs. Blocking, with fixed ranks until the
@@ -67,13 +67,13 @@ class RunCheckpoints:
         cut = store.Cut(run.name, epochs, self._model.generation, "", self._ranks.members)
         folder, uid = run / store.FOLDER, self._ranks.uid
         snapshot = store.Snapshot(uid, cut, self._config, tree, tensors)
-        with self._alike("write a checkpoint"):
+        with self._together_if_fixed("write a checkpoint"):
             store.write(folder, snapshot)
         kept, _ = store.scan([folder], uid)
         for old in store.surplus([each.cut for each in kept], self._keep, ()):
             store.remove(folder, old.folder, uid)
 
-    def go_on(self, run: Path, records: RankRecords) -> int:
+    def resume(self, run: Path, records: RankRecords) -> int:
         """Loads the newest checkpoint that all ranks have, and drops the records after it. Blocking. Returns the number
         of finished epochs, 0 if there is no checkpoint. Raises ValueError if the run's config was another,
         CheckpointError."""
@@ -82,9 +82,9 @@ class RunCheckpoints:
         mine = self._usable(folder)
         told = self._model._gossip.exchange.tell(json.dumps(sorted(mine)), "checkpoints")
         common = set(mine).intersection(*(map(tuple, json.loads(each)) for each in told.values()))
-        with self._alike("go on with the run"):
+        with self._together_if_fixed("go on with the run"):
             if not common:
-                self._begin_anew(run, records, {len(each.cut.members) for each in found} - {world})
+                self._restart_run(run, records, {len(each.cut.members) for each in found} - {world})
                 return 0
             manifest = mine[max(common, key=lambda each: (each[0], each[1] == world, each[1]))]
             changed = store.differences(manifest.config, self._config)
@@ -96,7 +96,7 @@ class RunCheckpoints:
         if self._ranks.folder is None:
             for later in (one.cut for one in found if one.cut.round > epochs):  # not all ranks have these
                 store.remove(folder, later.folder, uid)
-        records.forget_from(epochs)
+        records.drop_from(epochs)
         return epochs
 
     def _usable(self, folder: Path) -> dict[tuple[int, int], store.Manifest]:
@@ -104,14 +104,14 @@ class RunCheckpoints:
         ranks then, or 0 with missing="regroup")."""
         if self._ranks.folder is None:
             return checkpoints_of_ranks(folder, self._ranks.uid)
-        return {(epochs, 0): each for epochs, each in checkpoints_of_anybody(folder, self._ranks.uid).items()}
+        return {(epochs, 0): each for epochs, each in checkpoints_of_any_node(folder, self._ranks.uid).items()}
 
     def _take_up(self, state: Mapping[str, Any], manifest: store.Manifest) -> None:
         model, uid, world = self._model, self._ranks.uid, len(self._ranks.members)
         model.load_state_dict(state["wrapper"])
         for name, each in self._also.items():
             each.load_state_dict(state["also"][name])
-        take_up_accumulated(model._named, model._watch, state.get("accumulated", {}))
+        restore_accumulated(model._named, model._watch, state.get("accumulated", {}))
         self._random = state["random"] if manifest.uid == uid else None  # no two ranks may draw the same numbers
         before = len(manifest.cut.members)
         if self._ranks.folder is None and before != world and uid == 0:
@@ -119,7 +119,7 @@ class RunCheckpoints:
                 f"the models of ranks {world} to {before - 1} are no longer used")
             logger.warning("the run continues with %d ranks from a checkpoint of %d: %s", world, before, rest)
 
-    def _begin_anew(self, run: Path, records: RankRecords, others: set[int]) -> None:
+    def _restart_run(self, run: Path, records: RankRecords, others: set[int]) -> None:
         """Drops the records of a run that ended before its first checkpoint. others: for how many ranks it has
         checkpoints nevertheless. Raises CheckpointError if more than a first epoch would be lost."""
         epochs = records.epochs
@@ -128,16 +128,16 @@ class RunCheckpoints:
             world = len(self._ranks.members)
             raise CheckpointError(f"{run} has records of {epochs} epochs but no checkpoint that all {world} ranks "
                                   f"have ({has}): move it away, or use resume=False")  # fmt: skip
-        records.forget_from(-1)
+        records.drop_from(-1)
 
-    def draw_on(self) -> None:
+    def restore_random_state(self) -> None:
         """Restores the process's random generators from the checkpoint, once; does nothing if the run began anew."""
         if self._random is not None:
             load_streams(self._random, self._device)
             self._random = None
 
 
-def checkpoints_of_anybody(folder: Path, uid: int) -> dict[int, store.Manifest]:
+def checkpoints_of_any_node(folder: Path, uid: int) -> dict[int, store.Manifest]:
     """Returns the checkpoints of node `uid` by finished epochs. Where it has none, because it was no member or is new,
     that of the lowest uid that has one on this machine. folder: checkpoints/ of the run."""
     found: dict[int, store.Manifest] = {}

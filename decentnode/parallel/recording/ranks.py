@@ -10,7 +10,7 @@ from torch import Tensor
 from decentnode.metrics.run_folder import folder_name
 from decentnode.parallel.averages import consensus_distance
 from decentnode.parallel.ddp import DecentralizedDataParallel
-from decentnode.parallel.process_group.agreement import together
+from decentnode.parallel.process_group.agreement import succeed_on_all_ranks
 from decentnode.parallel.process_group.collectives import mean_over_ranks
 from decentnode.parallel.process_group.default_group import device_of_group, num_ranks
 
@@ -32,27 +32,27 @@ class RunRanks:
         return tuple(range(self.model.world_size))
 
     @property
-    def came_now(self) -> bool:
+    def has_just_joined(self) -> bool:
         """Whether this rank joined at the current step, so that it takes no part in what the others do between two
         epochs at this step."""
         return False
 
-    def measured(self, measure: Measure | None) -> dict[str, float]:
+    def evaluate(self, measure: Measure | None) -> dict[str, float]:
         """Returns the metrics of an evaluation. Blocking, on all ranks."""
         found: dict[str, float] = {}
         if measure is not None:
-            with together("evaluate the model"):
+            with succeed_on_all_ranks("evaluate the model"):
                 own = measure()
             means = _tensor(own)
             if num_ranks() > 1:
                 mean_over_ranks(means)
-            with self.model.averaged(), together("evaluate the averaged model"):
+            with self.model.averaged(), succeed_on_all_ranks("evaluate the averaged model"):
                 merged = measure()
             found = _figures(own, means, merged)
         return found | {"consensus_distance": self.model.consensus_distance()}
 
 
-class ComingAndGoing(RunRanks):
+class ElasticRunRanks(RunRanks):
     """Ranks with a changing membership: each is a node of the run, by the uid that it keeps. An evaluation is one
     average over all ranks, which is begun again if a rank dies; a rank that joins meanwhile takes no part in it."""
 
@@ -68,17 +68,17 @@ class ComingAndGoing(RunRanks):
         return self._member.job.members
 
     @property
-    def came_now(self) -> bool:
-        return self._member.came_at == self.model.steps
+    def has_just_joined(self) -> bool:
+        return self._member.joined_at == self.model.steps
 
-    def measured(self, measure: Measure | None) -> dict[str, float]:
+    def evaluate(self, measure: Measure | None) -> dict[str, float]:
         model, failed = self.model, list[Exception]()
         own = {} if measure is None else measure()
 
-        def measured_together(mean: Callable[[Tensor], Tensor]) -> dict[str, float]:
+        def evaluate_together(mean: Callable[[Tensor], Tensor]) -> dict[str, float]:
             means, merged = mean(_tensor(own)), own
             if measure is not None:
-                model._average.take(keep=True, measure=False, mean_of=mean)
+                model._average.replace_by_mean(keep=True, measure=False, mean_of=mean)
                 try:
                     merged = measure()
                 except Exception as error:  # of the script; raised later, as the others would wait for this rank
@@ -88,7 +88,7 @@ class ComingAndGoing(RunRanks):
             distance = consensus_distance(model._gossip.buckets, mean)
             return _figures(own, means, merged) | {"consensus_distance": distance}
 
-        found = model._gossip.exchange.run_average("evaluation", measured_together)
+        found = model._gossip.exchange.run_average("evaluation", evaluate_together)
         if failed:
             raise failed[0]
         return found
@@ -106,4 +106,4 @@ def _figures(own: Mapping[str, float], means: Tensor, merged: Mapping[str, float
 
 
 def ranks_of(model: DecentralizedDataParallel) -> RunRanks:
-    return RunRanks(model) if model._member is None else ComingAndGoing(model)
+    return RunRanks(model) if model._member is None else ElasticRunRanks(model)

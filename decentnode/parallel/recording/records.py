@@ -32,9 +32,9 @@ class RankRecords:
         OSError, EnvironmentFault if another process records there."""
         self._uid, self._folder = uid, node_dir(run, uid)
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._lock = hold(self._folder)
+        self._lock = lock_folder(self._folder)
         self._writer = MetricsWriter(self._folder / "metrics.jsonl")
-        self.sent = 0
+        self.bytes_sent_before = 0
         """Bytes that earlier processes of the run had sent."""
 
     def write(self, record: dict[str, Any]) -> None:
@@ -47,12 +47,12 @@ class RankRecords:
         records = reader.read(self._folder / "metrics.jsonl")
         return max((record["round"] + (record["kind"] != "evaluation") for record in records), default=0)
 
-    def forget_from(self, epoch: int) -> None:
+    def drop_from(self, epoch: int) -> None:
         """Drops the records of this epoch and of all after it, which will be trained again; an evaluation before its
         first step is kept. -1: drops all."""
         path = self._folder / "metrics.jsonl"
         kept = [record for record in reader.read(path) if record["round"] < epoch + (record["kind"] == "evaluation")]
-        self.sent = max((int(record.get("data_bytes_sent", 0)) for record in kept), default=0)
+        self.bytes_sent_before = max((int(record.get("data_bytes_sent", 0)) for record in kept), default=0)
         write_atomic(path, b"".join(map(encode, kept)).decode())
         self._writer.close()
         self._writer = MetricsWriter(path)
@@ -85,7 +85,7 @@ def figures_of(run: Path, uid: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def hold(folder: Path) -> FileIO:
+def lock_folder(folder: Path) -> FileIO:
     """Locks a node's folder against other processes that would record there, until the returned file is closed or this
     process ends, in whatever way. Blocking for HELD_SECONDS at most. Raises OSError, EnvironmentFault if a process
     still records: if only the launcher was killed, its ranks continue to train.

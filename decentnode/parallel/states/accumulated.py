@@ -21,7 +21,7 @@ def accumulated(named: Sequence[tuple[str, Tensor]], watch: BackwardWatch) -> di
     return {"gradients": gradients, "goes_on": watch.accumulating}
 
 
-def take_up_accumulated(
+def restore_accumulated(
     named: Sequence[tuple[str, Tensor]], watch: BackwardWatch, state: Mapping[str, Any]
 ) -> None:
     """Restores what `accumulated` returned; {}: no gradients."""

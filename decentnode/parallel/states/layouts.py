@@ -20,7 +20,7 @@ def layout(buckets: Sequence[Bucket], named: Sequence[tuple[str, Tensor]]) -> La
     return [[(names[p], p.numel()) for p in bucket.params] for bucket in buckets]
 
 
-def recut(states: Sequence[Any], saved: Layout | None, wanted: Layout) -> list[Any]:
+def convert_rule_states(states: Sequence[Any], saved: Layout | None, wanted: Layout) -> list[Any]:
     """Returns the rules' states for the buckets of `wanted`, from those for the buckets of `saved`.
 
     saved: None if the file does not have it. Tensors with one value per element of a bucket are split at the

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from decentnode.errors import AssemblyError
-from decentnode.parallel.process_group.agreement import check_alike, together
+from decentnode.parallel.process_group.agreement import check_same_on_all_ranks, succeed_on_all_ranks
 from decentnode.parallel.process_group.default_group import device_of_group
 from decentnode.parallel.steps.gossip_steps import GossipSteps
 
@@ -23,7 +23,7 @@ def load_together(steps: GossipSteps, load: Callable[[], T]) -> T:
         steps.taken, steps.factor = before
 
     result = all_or_none(steps, ("load_state_dict", "load the state"), load, lambda: _check_steps(steps), undo)
-    _launch_anew(steps)
+    _start_new_exchange(steps)
     return result
 
 
@@ -39,7 +39,7 @@ def all_or_none(
     own = None
     try:
         with steps.exchange.average(what[0]):
-            with together(what[1]):
+            with succeed_on_all_ranks(what[1]):
                 try:
                     result = work()
                 except Exception as error:
@@ -48,7 +48,7 @@ def all_or_none(
             check()
     except (AssemblyError, ValueError):
         undo()
-        _launch_anew(steps)
+        _start_new_exchange(steps)
         if own is not None:
             raise own from None
         raise
@@ -60,14 +60,14 @@ def restart(steps: GossipSteps) -> None:
     steps.exchange.drain()
     with steps.exchange.average("load_state_dict"):
         _check_steps(steps)
-    _launch_anew(steps)
+    _start_new_exchange(steps)
 
 
 def _check_steps(steps: GossipSteps) -> None:
     """Raises AssemblyError if ranks have loaded states of different steps. Blocking."""
-    check_alike("loaded state", [f"step {steps.taken}"], device_of_group())
+    check_same_on_all_ranks("loaded state", [f"step {steps.taken}"], device_of_group())
 
 
-def _launch_anew(steps: GossipSteps) -> None:
+def _start_new_exchange(steps: GossipSteps) -> None:
     steps.must_restart = False
     steps.launch(steps.taken)

@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from decentnode.optim.saved import check_saved, entries_of, kind_of
-from decentnode.parallel.states.layouts import layout, recut
+from decentnode.parallel.states.layouts import convert_rule_states, layout
 from decentnode.parallel.steps.gossip_steps import GossipSteps
 
 
-def kept_of(steps: GossipSteps, named: Sequence[tuple[str, Tensor]], optimizer: Optimizer) -> dict[str, Any]:
+def state_of_wrapper(steps: GossipSteps, named: Sequence[tuple[str, Tensor]], optimizer: Optimizer) -> dict[str, Any]:
     """Returns the part of a wrapper's state beside its module's. named: the exchanged parameters, with their names.
     optimizer: the one that the script sees, with its hooks."""
     local, kept = steps.local, optimizer.state_dict()
@@ -30,12 +30,12 @@ def kept_of(steps: GossipSteps, named: Sequence[tuple[str, Tensor]], optimizer: 
     }  # fmt: skip
 
 
-def take_up(
+def load_wrapper_state(
     steps: GossipSteps, named: Sequence[tuple[str, Tensor]], optimizer: Optimizer, state: Mapping[str, Any]
 ) -> None:
-    """Loads what `kept_of` returned. Raises ValueError, having loaded nothing, for a sharing rule's state that does not
-    fit the buckets, and for that of another optimizer or scheduler. Does not start a new exchange (loading.py)."""
-    kept, local = recut(state["sharing"], state.get("layout"), layout(steps.buckets, named)), steps.local
+    """Loads what `state_of_wrapper` returned. Raises ValueError, having loaded nothing, for a sharing rule's state that
+    does not fit the buckets, and for that of another optimizer or scheduler. Starts no new exchange (loading.py)."""
+    kept, local = convert_rule_states(state["sharing"], state.get("layout"), layout(steps.buckets, named)), steps.local
     check_saved(local.optimizer, state["optimizer"], state.get("optimizer_kind"), state.get("optimizer_entries"))
     if local.lr_scheduler is not None and state["lr_scheduler"] is not None:
         load_scheduler(local.lr_scheduler, state["lr_scheduler"], state.get("lr_scheduler_kind"))
@@ -45,18 +45,18 @@ def take_up(
     steps.taken, steps.factor = int(state["steps"]), float(state["factor"])
     steps.learning_rate = float(state.get("learning_rate", steps.rate()))
     for bucket, each in zip(steps.buckets, kept, strict=True):
-        bucket.rule.load_state_dict(_on(bucket.flat.device, each))
+        bucket.rule.load_state_dict(_moved_to(bucket.flat.device, each))
     steps.must_restart = True
 
 
-def _on(device: torch.device, value: Any) -> Any:
+def _moved_to(device: torch.device, value: Any) -> Any:
     """Returns the state of a rule, moved to its bucket's device: files and other machines have it on the CPU."""
     if isinstance(value, Tensor):
         return value.to(device)
     if isinstance(value, Mapping):
-        return {key: _on(device, each) for key, each in value.items()}
+        return {key: _moved_to(device, each) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(_on(device, each) for each in value)
+        return type(value)(_moved_to(device, each) for each in value)
     return value
 
 

@@ -19,7 +19,7 @@ from decentnode import clock
 from decentnode.errors import PeerLost
 from decentnode.parallel.buckets.bucket import Bucket, BucketPart
 from decentnode.parallel.planning.plan import Plan
-from decentnode.parallel.process_group.collectives import reason_of
+from decentnode.parallel.process_group.collectives import failure_reason
 from decentnode.parallel.transports.base import Flight
 from decentnode.parallel.transports.host_memory import HostMemory, HostMemoryExchange
 from decentnode.tensors import own_fault
@@ -121,7 +121,7 @@ class CollectiveExchange(HostMemoryExchange):
         except RuntimeError as error:
             if own_fault(error):
                 raise
-            raise PeerLost(f"rank {self.rank}: {what} failed: {reason_of(error)}") from error
+            raise PeerLost(f"rank {self.rank}: {what} failed: {failure_reason(error)}") from error
 
     @contextlib.contextmanager
     def _blamed(self, step: int, peers: list[int]) -> Iterator[None]:
@@ -132,7 +132,7 @@ class CollectiveExchange(HostMemoryExchange):
             if own_fault(error):
                 raise
             who = f"rank {peers[0]}" if len(peers) == 1 else f"one of the ranks {', '.join(map(str, peers))}"
-            reason = reason_of(error)
+            reason = failure_reason(error)
             late = "timed out" in reason.lower() or "timeout" in reason.lower()
             how = f"took longer than {self.timeout_seconds:g} s" if late else f"failed: {reason}"
             raise PeerLost(f"rank {self.rank}: the exchange of step {step} with {who} {how}", peers) from error

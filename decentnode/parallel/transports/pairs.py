@@ -24,7 +24,7 @@ from decentnode.communication.shared_memory.segment import Backoff
 from decentnode.parallel.buckets.bucket import Bucket
 from decentnode.parallel.membership.control import ConnectionBroken
 from decentnode.parallel.planning.plan import Plan
-from decentnode.parallel.process_group.collectives import reason_of
+from decentnode.parallel.process_group.collectives import failure_reason
 from decentnode.parallel.transports.base import Flight
 from decentnode.parallel.transports.host_memory import HostMemory, HostMemoryExchange
 from decentnode.tensors import own_fault
@@ -137,7 +137,7 @@ class PairExchange(HostMemoryExchange):
                 if own_fault(leg.failed):
                     raise leg.failed
                 raise ConnectionBroken(f"rank {self.rank}: the exchange of step {step} with rank {leg.peer} failed: "
-                                       f"{reason_of(leg.failed)}", [leg.peer]) from leg.failed  # fmt: skip
+                                       f"{failure_reason(leg.failed)}", [leg.peer]) from leg.failed  # fmt: skip
         self.wait_seconds += clock.now() - started
 
     def finish_all(self, seconds: float) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from decentnode.communication.shared_memory.segment import Segment
-from decentnode.parallel.process_group.ends import first_end
+from decentnode.parallel.process_group.rank_status import first_reported_end
 
 WORDS = 3
 """Words of a rank: [step that it sent last, averages over all ranks that it entered, whether it has ended]."""
@@ -73,7 +73,7 @@ class Presence:
         if not found:
             return None
         steps, rank = min(found)
-        ended = first_end()
+        ended = first_reported_end()
         if ended is not None and ended[0] in awaited and ended[1]:
             rank, error = ended
             return Absence(rank, f"the script of rank {rank} ended with an error after {self._words[rank][_STEP]} "

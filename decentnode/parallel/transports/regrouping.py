@@ -23,7 +23,7 @@ from decentnode.parallel.buckets.advance import Rows
 from decentnode.parallel.buckets.bucket import Bucket, BucketPart
 from decentnode.parallel.membership.control import ASK_SECONDS, ConnectionBroken
 from decentnode.parallel.membership.job import MAX_ATTEMPTS, Job
-from decentnode.parallel.process_group.collectives import gather_texts, mean_over_ranks, reason_of
+from decentnode.parallel.process_group.collectives import failure_reason, gather_texts, mean_over_ranks
 from decentnode.parallel.transports.base import BucketExchange, Flight
 from decentnode.tensors import own_fault
 
@@ -186,8 +186,9 @@ class RegroupingExchange(BucketExchange):
                 if attempt >= MAX_ATTEMPTS or own_fault(error):  # the cause is not a lost rank
                     raise
                 anew = False
-                lost = error if isinstance(error, PeerLost) else ConnectionBroken(f"{what} failed: {reason_of(error)}")
-                self._recover(lost)
+                if not isinstance(error, PeerLost):
+                    error = ConnectionBroken(f"{what} failed: {failure_reason(error)}")
+                self._recover(error)
             finally:
                 self._job.control.waits(None)
         self.entered = self.left = max(self.entered, self._level)

@@ -35,7 +35,11 @@ from decentnode.errors import PeerLost
 from decentnode.parallel.buckets.bucket import Bucket
 from decentnode.parallel.membership.control import ConnectionBroken
 from decentnode.parallel.planning.plan import Plan
-from decentnode.parallel.process_group.agreement import by_all_ranks, check_alike, together
+from decentnode.parallel.process_group.agreement import (
+    check_same_on_all_ranks,
+    collective_operation,
+    succeed_on_all_ranks,
+)
 from decentnode.parallel.process_group.collectives import wait
 from decentnode.parallel.process_group.default_group import device_of_group
 from decentnode.parallel.transports.base import BucketExchange, Flight
@@ -74,7 +78,7 @@ def usable(buckets: Sequence[Bucket], plan: Plan) -> bool:
     there = device_of_group()
     own = torch.frombuffer(bytearray(host.encode()[:128].ljust(128)), dtype=torch.uint8).to(there)
     hosts = [torch.zeros_like(own) for _ in range(dist.get_world_size())]
-    with by_all_ranks("look for shared memory"):
+    with collective_operation("look for shared memory"):
         wait(dist.all_gather(hosts, own, async_op=True))
         everybody = torch.tensor([int(fits and all(torch.equal(own, each) for each in hosts))], device=there)
         wait(dist.all_reduce(everybody, op=dist.ReduceOp.MIN, async_op=True))
@@ -97,7 +101,7 @@ class SharedMemoryExchange(BucketExchange):
         for _ in range(SLOTS):
             found, end = placed([bucket.size_bytes for bucket in buckets], end)
             starts.append(found)
-        check_alike("layout of buckets", [str(starts)], torch.device("cpu"))
+        check_same_on_all_ranks("layout of buckets", [str(starts)], torch.device("cpu"))
         segments = self._make_segments(max(end, header_bytes + PAGE), header_bytes)
         self._published = [each.words(0, count) for each in segments]
         """[rank][bucket]: the last exchange for which the rank has written it. Written by that rank."""
@@ -120,18 +124,18 @@ class SharedMemoryExchange(BucketExchange):
         """The number of the exchange that departs, or departed last."""
 
     def _make_segments(self, size: int, header_bytes: int) -> list[Segment]:
-        """Returns [rank] its segment, already unlinked. All ranks succeed, or none (see `together`). Blocking."""
+        """Returns [rank] its segment, already unlinked. All ranks succeed, or none. Blocking."""
         remove_stale(NAMES)
         token = torch.tensor([int.from_bytes(entropy.draw(8), "little") >> 2], device="cpu")
-        with by_all_ranks("name their shared memory"):
+        with collective_operation("name their shared memory"):
             wait(dist.broadcast(token, 0, async_op=True))
         paths = [FOLDER / f"decentnode-ddp-{int(token):016x}-{rank}" for rank in range(self.graph.num_nodes)]
         own, segments = None, []
         try:
             # All ranks leave this together, holding their locks: from then on an owner without a lock is gone.
-            with together("make shared memory"):
+            with succeed_on_all_ranks("make shared memory"):
                 own = Segment.create(paths[self.rank], size, header_bytes, watched=True)
-            with together("map shared memory"):
+            with succeed_on_all_ranks("map shared memory"):
                 for rank, path in enumerate(paths):
                     mapped = own if rank == self.rank else Segment.attach(path, size, header_bytes, watched=True)
                     segments.append(mapped)

@@ -6,7 +6,7 @@ import pytest
 
 from decentnode.errors import PeerLost
 from decentnode.parallel.process_group import agreement, collectives
-from decentnode.parallel.process_group.collectives import reason_of
+from decentnode.parallel.process_group.collectives import failure_reason
 
 
 @pytest.mark.parametrize(("said", "reason"), [
@@ -18,7 +18,7 @@ from decentnode.parallel.process_group.collectives import reason_of
     ("Application timeout caused pair closure", "Application timeout caused pair closure"), ("", "RuntimeError"),
 ])  # fmt: skip
 def test_the_reason_without_gloos_source_and_guesses(said: str, reason: str) -> None:
-    assert reason_of(RuntimeError(said)) == reason
+    assert failure_reason(RuntimeError(said)) == reason
 
 
 def test_who_is_gone_is_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,6 +27,6 @@ def test_who_is_gone_is_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None
     for module in (agreement, collectives):
         monkeypatch.setattr(module, "gone", lambda: asked.append(1) or [2])
     with pytest.raises(PeerLost, match=r"Connection closed; the process of rank 2 is gone$") as raised, \
-            agreement.by_all_ranks("meet"):  # fmt: skip
+            agreement.collective_operation("meet"):  # fmt: skip
         raise RuntimeError("Connection closed")
     assert raised.value.missing == (2,) and len(asked) == 1

@@ -34,12 +34,12 @@ def run(tmp_path: Path) -> Path:
 def test_epochs_that_are_trained_once_more_are_forgotten(run: Path, epoch: int, left: int) -> None:
     records = RankRecords(run, 1)
     assert records.epochs == 3
-    records.forget_from(epoch)
+    records.drop_from(epoch)
     records.write({"kind": "round", "round": 7, "time": 0.0})
     records.close()
     found = list(reader.read(run / "nodes" / "001" / "metrics.jsonl"))
     assert found == [*(each for number in range(left) for each in of_epoch(number)), {**found[-1], "round": 7}]
-    assert records.sent == 100 * left, "the bytes of the epochs that count"
+    assert records.bytes_sent_before == 100 * left, "the bytes of the epochs that count"
 
 
 def test_the_first_evaluation_outlives_the_first_epoch(tmp_path: Path) -> None:
@@ -47,7 +47,7 @@ def test_the_first_evaluation_outlives_the_first_epoch(tmp_path: Path) -> None:
     first = {"kind": "evaluation", "round": 0, "accuracy": 0.1}
     for record in [first, *of_epoch(0)]:
         records.write(record)
-    records.forget_from(0)
+    records.drop_from(0)
     records.close()
     assert list(reader.read(tmp_path / "nodes" / "000" / "metrics.jsonl")) == [first]
     assert RankRecords(tmp_path, 0).epochs == 0

@@ -5,19 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 
-from decentnode.parallel.states.layouts import recut
+from decentnode.parallel.states.layouts import convert_rule_states
 
 
 def test_states_that_cannot_be_cut_are_refused_before_anything_is_loaded() -> None:
     saved = [[("b", 2)], [("a", 3)]]
     layout = [[("b", 2), ("a", 3)]]
     states = [{"m": torch.ones(2), "n": 1}, {"m": torch.zeros(3), "n": 1}]
-    (found,) = recut(states, saved, layout)
+    (found,) = convert_rule_states(states, saved, layout)
     assert found["m"].tolist() == [1, 1, 0, 0, 0] and found["n"] == 1
     with pytest.raises(ValueError, match=r"sharing\.n differs from bucket to bucket"):
-        recut([states[0], {**states[1], "n": 2}], saved, layout)
+        convert_rule_states([states[0], {**states[1], "n": 2}], saved, layout)
     with pytest.raises(ValueError, match="elements of parameter c"):
-        recut(states, saved, [[("c", 5)]])
+        convert_rule_states(states, saved, [[("c", 5)]])
     with pytest.raises(ValueError, match="must be of 1 buckets, got 2"):
-        recut(states, None, layout)
-    assert recut([{}, {}], None, layout) == [{}]
+        convert_rule_states(states, None, layout)
+    assert convert_rule_states([{}, {}], None, layout) == [{}]

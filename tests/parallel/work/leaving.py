@@ -22,7 +22,7 @@ from decentnode.communication.shared_memory.segment import PAGE, Segment
 from decentnode.errors import AssemblyError, PeerLost
 from decentnode.parallel import DecentralizedDataParallel
 from decentnode.parallel.process_group import agreement, ends
-from decentnode.parallel.process_group.agreement import together
+from decentnode.parallel.process_group.agreement import succeed_on_all_ranks
 from decentnode.parallel.transports.presence import WORDS, Presence
 from tests.conftest import wait_until
 from tests.parallel.work.models import SGD, batch, model
@@ -48,13 +48,13 @@ def dies_while_it_wraps(rank: int, n: int, module: str, function: str) -> None:
 
 def killed_in_an_operation(rank: int, n: int) -> None:
     """The last rank is killed in an operation of all ranks that it has come to, and the first is slow to come."""
-    with together("look for the file"):
+    with succeed_on_all_ranks("look for the file"):
         pass
     if rank == n - 1:
         agreement.gather_texts = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
     elif rank == 0:
         time.sleep(0.5)
-    with together("open the file"):
+    with succeed_on_all_ranks("open the file"):
         pass
 
 
@@ -189,9 +189,9 @@ def both_end(rank: int, n: int, how: str) -> Any:
         if each == rank:
             if how == "error":
                 sys.last_value = ValueError(text) if rank == 0 else PeerLost(text)
-            ends.tell_end()
+            ends.report_end()
         dist.barrier()
-    return ends.first_end() if rank == 0 else (rank, ends.first_end())
+    return ends.first_reported_end() if rank == 0 else (rank, ends.first_reported_end())
 
 
 def killed_in_average(rank: int, n: int, transport: Any) -> float | None:

@@ -19,8 +19,8 @@ from decentnode import clock
 from decentnode.errors import told
 from decentnode.system import boot_id, process_began
 
-KEY = "decentnode/ended"
-COME = "decentnode/come"
+END_KEY = "decentnode/ended"
+ENTRY_KEY = "decentnode/come"
 MAX_BYTES = 400
 STORE_SECONDS = 1.0
 """How long the store may take to answer: its machine may be gone."""
@@ -29,74 +29,76 @@ GONE_SECONDS = 0.2
 
 _rank_0_has_store = False
 """Whether the store is a server in rank 0's process, if this package made the process group."""
-_in_use = True
+_store_allowed = True
 """Whether the store may be used: with missing="regroup" it may be gone, or secured against strangers."""
 
 
-def use_store(allowed: bool) -> None:
+def allow_store(allowed: bool) -> None:
     """Sets whether errors are reported and looked up from now on."""
-    global _in_use
-    _in_use = allowed
+    global _store_allowed
+    _store_allowed = allowed
 
 
-def tell_end() -> None:
+def report_end() -> None:
     """Reports the error that this script has just ended with, or that it has ended without one, unless another rank has
     reported before. Blocking for STORE_SECONDS at most. To be called as the interpreter ends."""
     error = getattr(sys, "last_value", None)  # set before an uncaught exception is printed
-    if hasattr(sys, "ps1") or not _usable() or (error is None and not _outlives_ranks()):
+    if hasattr(sys, "ps1") or not _is_store_usable() or (error is None and not _store_outlives_ranks()):
         return
     said = "" if error is None else told(error)
     text = f"{dist.get_rank()} {said}".encode(errors="replace")[:MAX_BYTES].decode(errors="ignore")
-    _within_time(lambda store: store.compare_set(KEY, "", text))
+    _with_timeout(lambda store: store.compare_set(END_KEY, "", text))
 
 
-def _outlives_ranks() -> bool:
+def _store_outlives_ranks() -> bool:
     """Returns whether the store belongs to torchrun's agent. A store of rank 0 may be gone when all ranks end, of which
     torch prints a warning."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def first_end() -> tuple[int, str] | None:
+def first_reported_end() -> tuple[int, str] | None:
     """Returns the rank whose script ended first, and its error, empty if it had none; None if no end is known. Blocking
     for STORE_SECONDS at most."""
-    found = _within_time(lambda store: store.get(KEY) if store.check([KEY]) else b"") if _usable() else b""
+    found = b""
+    if _is_store_usable():
+        found = _with_timeout(lambda store: store.get(END_KEY) if store.check([END_KEY]) else b"")
     rank, _, text = (found or b"")[:MAX_BYTES].decode(errors="replace").partition(" ")
     if not (rank.isascii() and rank.isdigit()) or int(rank) >= dist.get_world_size():
         return None
     return int(rank), "".join(each if each.isprintable() else "?" for each in text)
 
 
-def announce(store: Any, rank: int) -> None:
+def publish_process(store: Any, rank: int) -> None:
     """Publishes the identity of this rank's process before there is a process group. store: of the future group. Raises
     RuntimeError if the store is gone."""
     global _rank_0_has_store
-    _rank_0_has_store = not _outlives_ranks()
-    store.set(f"{COME}/{rank}", _own())
+    _rank_0_has_store = not _store_outlives_ranks()
+    store.set(f"{ENTRY_KEY}/{rank}", _own_entry())
 
 
-def lacking(store: Any, rank: int, size: int) -> tuple[list[int], list[int]]:
+def missing_ranks(store: Any, rank: int, size: int) -> tuple[list[int], list[int]]:
     """Returns (the ranks that have not announced themselves, those whose process is gone, as far as this host can see).
-    Blocking for STORE_SECONDS and GONE_SECONDS at most. store: as of `announce`. size: the number of ranks."""
-    said = _within_time(lambda given: _read(given, size), store)
+    Blocking for STORE_SECONDS and GONE_SECONDS at most. store: as of `publish_process`. size: the number of ranks."""
+    said = _with_timeout(lambda given: _read_entries(given, size), store)
     if isinstance(said, RuntimeError):
         return [], [0] if _rank_0_has_store and rank else []
-    return [each for each, words in enumerate(said or []) if not words], _gone(said or [])
+    return [each for each, words in enumerate(said or []) if not words], _dead_among(said or [])
 
 
-_come = 0
+_num_entered = 0
 
 
-def come() -> None:
+def enter_operation() -> None:
     """Publishes that this rank has entered one more collective, and the identity of its process. Blocking for
     STORE_SECONDS at most."""
-    global _come
-    _come += 1
-    if _usable():
-        _within_time(lambda store: store.set(f"{COME}/{dist.get_rank()}", _own()))
+    global _num_entered
+    _num_entered += 1
+    if _is_store_usable():
+        _with_timeout(lambda store: store.set(f"{ENTRY_KEY}/{dist.get_rank()}", _own_entry()))
 
 
-def _own() -> str:
-    return f"{_come} {os.getpid()} {process_began(os.getpid())} {_host()}"
+def _own_entry() -> str:
+    return f"{_num_entered} {os.getpid()} {process_began(os.getpid())} {_host()}"
 
 
 def _host() -> str:
@@ -107,26 +109,26 @@ def _host() -> str:
         return ""
 
 
-def late() -> list[int]:
+def lagging_ranks() -> list[int]:
     """Returns the ranks that have not entered the collective that this one entered last; none if that is not known.
     Blocking for STORE_SECONDS at most."""
-    return [rank for rank, said in enumerate(_all_said()) if not said or int(said[0]) < _come]
+    return [rank for rank, said in enumerate(_read_all_entries()) if not said or int(said[0]) < _num_entered]
 
 
-def gone() -> list[int]:
+def dead_ranks() -> list[int]:
     """Returns the ranks of this host that have entered a collective or `initialize_dist` before, and whose process is
     gone; also rank 0 of another host if it has the store and the connection to that is closed. Blocking for
     GONE_SECONDS until there is one, and for STORE_SECONDS at most."""
-    if not _usable():
+    if not _is_store_usable():
         return []
-    said = _within_time(lambda store: _read(store, dist.get_world_size()))
+    said = _with_timeout(lambda store: _read_entries(store, dist.get_world_size()))
     if isinstance(said, RuntimeError):
         return [0] if _rank_0_has_store and dist.get_rank() else []
-    return _gone(said or [])
+    return _dead_among(said or [])
 
 
-def _gone(every: Sequence[Sequence[str]]) -> list[int]:
-    """Does the same as `gone`, from what every rank has published."""
+def _dead_among(every: Sequence[Sequence[str]]) -> list[int]:
+    """Does the same as `dead_ranks`, from what every rank has published."""
     here = {rank: (int(said[1]), said[2]) for rank, said in enumerate(every)
             if len(said) == 4 and said[2] and said[3] == _host()}  # fmt: skip
     until = clock.now() + GONE_SECONDS
@@ -137,27 +139,27 @@ def _gone(every: Sequence[Sequence[str]]) -> list[int]:
         clock.sleep(GONE_SECONDS / 20)
 
 
-def _all_said() -> list[list[str]]:
-    """Returns what every rank has published in `come`, by rank; nothing if that is not known. Blocking for
+def _read_all_entries() -> list[list[str]]:
+    """Returns what every rank has published in `enter_operation`, by rank; nothing if that is not known. Blocking for
     STORE_SECONDS at most."""
-    said = _within_time(lambda store: _read(store, dist.get_world_size())) if _usable() else None
+    said = _with_timeout(lambda store: _read_entries(store, dist.get_world_size())) if _is_store_usable() else None
     return said if isinstance(said, list) else []
 
 
-def _read(store: Any, size: int) -> list[list[str]] | RuntimeError:
+def _read_entries(store: Any, size: int) -> list[list[str]] | RuntimeError:
     """Returns what each of so many ranks has published; the error if the connection to the store is closed."""
-    keys = [f"{COME}/{rank}" for rank in range(size)]
+    keys = [f"{ENTRY_KEY}/{rank}" for rank in range(size)]
     try:
         return [store.get(key).decode().split(" ", 3) if store.check([key]) else [] for key in keys]
     except dist.DistNetworkError as error:
         return error
 
 
-def _usable() -> bool:
-    return _in_use and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+def _is_store_usable() -> bool:
+    return _store_allowed and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-def _within_time(work: Callable[[Any], Any], store: Any = None) -> Any:
+def _with_timeout(work: Callable[[Any], Any], store: Any = None) -> Any:
     """Returns what `work` returns, which is given a store, that of the default process group if None; None if it fails
     or takes longer than STORE_SECONDS."""
     found: list[Any] = []
