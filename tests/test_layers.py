@@ -159,7 +159,7 @@ INSIDE: dict[str, list[list[str]]] = {
     "parallel/transports": [
         ["base"],
         ["host_memory", "presence"],
-        ["coded_memory", "collective", "pairs", "sockets", "shared_memory", "regrouping"],
+        ["coded_memory", "collective", "point_to_point", "sockets", "shared_memory", "regrouping"],
         ["choice"],
     ],
     "launch": [

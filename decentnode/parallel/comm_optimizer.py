@@ -25,7 +25,7 @@ from decentnode.parallel.methods.leader import LSGD, LSGDPlus
 from decentnode.parallel.participants.optimizer import OptimizerParticipant
 from decentnode.parallel.process_group.collectives import failure_reason
 from decentnode.parallel.process_group.default_group import num_ranks
-from decentnode.parallel.steps.idle import Idles
+from decentnode.parallel.steps.idle import IdleJoinable
 from decentnode.tensors import own_fault
 
 T = TypeVar("T")
@@ -58,7 +58,7 @@ DIST_OPTIMIZERS: dict[str, type[DistOptimizer]] = {
 }  # fmt: skip
 
 
-class CommOptimizer(OuterOptimizer, Idles):
+class CommOptimizer(OuterOptimizer, IdleJoinable):
     """Wraps a local optimizer; for schedulers, GradScaler and checkpoints it is an ordinary torch optimizer.
 
     With a GradScaler (`scaler.step(optimizer)`) all ranks skip a step in which one of them has an inf or NaN gradient,
@@ -93,11 +93,11 @@ class CommOptimizer(OuterOptimizer, Idles):
             local_pulling_strength=local_pulling_strength, comm_period=comm_period, overlap=overlap, **more,
         )  # fmt: skip
         super().__init__(optimizer)
-        Idles.__init__(self)
+        IdleJoinable.__init__(self)
         self._inside_center = False
-        self._member = None if job is None else OptimizerParticipant(job, self.dist_optimizer)
-        if self._member is not None:
-            self._member.begin()
+        self._participant = None if job is None else OptimizerParticipant(job, self.dist_optimizer)
+        if self._participant is not None:
+            self._participant.begin()
 
     def _kind(self, name: str) -> Callable[..., DistOptimizer]:
         """Returns the class of a method, or a stand-in that raises on construction."""
@@ -140,7 +140,7 @@ class CommOptimizer(OuterOptimizer, Idles):
         if loss is None and _is_number(result):  # closures may return anything
             loss = result
         Join.notify_join_context(self)
-        with contextlib.nullcontext() if self._member is None else self._member.step():
+        with contextlib.nullcontext() if self._participant is None else self._participant.step():
             self._take_step(loss)
         return result
 
@@ -157,8 +157,8 @@ class CommOptimizer(OuterOptimizer, Idles):
         if method.alike:
             self.zero_grad()
 
-    def _comes_and_goes(self) -> bool:
-        return self._member is not None
+    def _is_elastic(self) -> bool:
+        return self._participant is not None
 
     def _take_step(self, loss: Any) -> None:
         method = self.dist_optimizer
@@ -171,7 +171,7 @@ class CommOptimizer(OuterOptimizer, Idles):
         if not method.idle:
             self.unscale(method.params)
         self._met(method.before_step, None)
-        if method.alike and self._member is not None and self._member.over:
+        if method.alike and self._participant is not None and self._participant.has_regrouped:
             return
         if method.alike or not method.idle:
             self.local_optimizer.step()
@@ -181,8 +181,8 @@ class CommOptimizer(OuterOptimizer, Idles):
     def _met(self, work: Callable[[], T], otherwise: T) -> T:
         """Returns what `work` returns, which waits for other ranks; `otherwise` if a new generation of ranks begins in
         this step."""
-        if self._member is not None:
-            return self._member.guarded(work, otherwise)
+        if self._participant is not None:
+            return self._participant.guarded(work, otherwise)
         try:
             return work()
         except RuntimeError as error:
@@ -200,7 +200,7 @@ class CommOptimizer(OuterOptimizer, Idles):
     @property
     def generation(self) -> int:
         """The number of the generation of ranks; 0 without missing="regroup"."""
-        return 0 if self._member is None else self._member.job.control.generation.number
+        return 0 if self._participant is None else self._participant.job.control.generation.number
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:  # noqa: ARG002
         raise ValueError("parameters, also initially frozen ones, must exist when the CommOptimizer is created: the "

@@ -24,7 +24,7 @@ from decentnode.graph.base import Graph
 from decentnode.optim.functions import tag_parameters
 from decentnode.parallel.averages import GlobalAverage, consensus_distance
 from decentnode.parallel.buckets.bucket import Bucket, make_buckets
-from decentnode.parallel.checks.alike import agree_on_step, check_wrapper_consistency
+from decentnode.parallel.checks.consistency import agree_on_step_size, check_wrapper_consistency
 from decentnode.parallel.checks.refusals import (
     check_makers,
     check_model,
@@ -38,7 +38,7 @@ from decentnode.parallel.checks.refusals import (
 from decentnode.parallel.membership.founding import Missing, job_for
 from decentnode.parallel.participants.wrapper import WrapperParticipant
 from decentnode.parallel.planning.plan import Plan
-from decentnode.parallel.planning.rules import SharingRule, sharing_named
+from decentnode.parallel.planning.rules import SharingRule, make_sharing
 from decentnode.parallel.planning.topologies import TopologyLike, make_topology
 from decentnode.parallel.process_group.agreement import (
     check_same_on_all_ranks,
@@ -55,8 +55,8 @@ from decentnode.parallel.states.loading import all_or_none, load_together, resta
 from decentnode.parallel.states.wrapper_state import load_wrapper_state, state_of_wrapper
 from decentnode.parallel.steps.backward import BackwardWatch, tensors_in
 from decentnode.parallel.steps.gossip_steps import GossipSteps, OptimizerStep
-from decentnode.parallel.steps.idle import Idles
-from decentnode.parallel.steps.script_optimizer import OtherUpdates, ScriptOptimizer
+from decentnode.parallel.steps.idle import IdleJoinable
+from decentnode.parallel.steps.script_optimizer import ForeignUpdates, ScriptOptimizer
 from decentnode.parallel.steps.unfrozen import Unfrozen
 from decentnode.parallel.transports.base import BucketExchange
 from decentnode.parallel.transports.choice import exchange_for
@@ -66,7 +66,7 @@ logger = logging.getLogger(__name__)
 OptimFn = Callable[[list[tuple[str, Tensor]]], Optimizer]
 
 
-class DecentralizedDataParallel(Module, Idles):
+class DecentralizedDataParallel(Module, IdleJoinable):
     """Wraps a module; at the end of every backward pass it mixes, takes the optimizer's step and starts an exchange.
 
     x_i(t+1) = sum_j W_ij(t) x_j(t) + step of the optimizer at the gradient at x_i(t): D-PSGD in the order of Wang et
@@ -101,7 +101,7 @@ class DecentralizedDataParallel(Module, Idles):
     _to_load: Any = None
     """States to load once the order of gradients is known (compat/decent_dp); until then there is nothing to save."""
 
-    _takes_in: ClassVar[bool] = True
+    _can_exchange_unfrozen: ClassVar[bool] = True
     """Whether parameters can be exchanged that were frozen when the model was wrapped."""
 
     def __init__(
@@ -150,7 +150,7 @@ class DecentralizedDataParallel(Module, Idles):
         AssemblyError naming a rank that differs or that failed: then all ranks raise, and none waits.
         """
         super().__init__()
-        Idles.__init__(self)
+        IdleJoinable.__init__(self)
         job = job_for(missing, timeout_seconds)
         if not dist.is_initialized() and (job is None or job.admission is None):
             raise ValueError("the process group must be initialized first: decentnode.parallel.initialize_dist()")
@@ -161,7 +161,7 @@ class DecentralizedDataParallel(Module, Idles):
             check_model(model, DecentralizedDataParallel, param_as_bucket_view)
         self.module = model
         local = ranks_per_machine(local_world_size)
-        self._member = None if job is None else WrapperParticipant(
+        self._participant = None if job is None else WrapperParticipant(
             job, topology, local, sharing, transport, make_topology=self._make_topology)
         options = [f"bucket_size_in_mb={bucket_size_in_mb:g}", f"transport={transport!r}"]
         plan = self._agree(topology, local, sharing, delayed, options)
@@ -172,8 +172,8 @@ class DecentralizedDataParallel(Module, Idles):
         self._exchange_for = functools.partial(exchange_for, transport, timeout_seconds=timeout_seconds, job=job)
         buckets = self._buckets_for(params, rules=plan.rules())
         exchange = self._exchange_for(plan=plan, buckets=buckets)
-        if self._member is not None:
-            exchange = self._member.wrap(exchange, buckets)
+        if self._participant is not None:
+            exchange = self._participant.wrap(exchange, buckets)
         with succeed_on_all_ranks("make the optimizer"):
             make: Any = optim_fn or (lambda named: optimizer([p for _, p in named]))  # type: ignore[misc]
             made = make(list(self._named))
@@ -182,10 +182,10 @@ class DecentralizedDataParallel(Module, Idles):
             local_step = OptimizerStep(params, made, schedule, scaler, grad_clip_norm)
         self._gossip = self._make_steps(plan, buckets, exchange, local_step)
         self._script_optimizer = None if step_in_backward else ScriptOptimizer(made, self._step_of_script)
-        self._other_updates = OtherUpdates(params)
+        self._other_updates = ForeignUpdates(params)
         self._unfrozen = Unfrozen(list(model.named_parameters()), made, make)
         self._average = GlobalAverage(model, params, sync_buffer_in_global_avg)
-        self._told_revert = self._told_no_step = False
+        self._warned_revert = self._warned_no_step = False
         self._accumulated_from = -1
         """The number of steps taken when gradients were last set to accumulate."""
         self._begin()
@@ -217,7 +217,7 @@ class DecentralizedDataParallel(Module, Idles):
     def generation(self) -> int:
         """The number of the generation of ranks: it grows whenever ranks have died or joined, which may change `rank`
         and `world_size`. 0 without missing="regroup"."""
-        return 0 if self._member is None else self._member.job.control.generation.number
+        return 0 if self._participant is None else self._participant.job.control.generation.number
 
     @staticmethod
     def _make_topology(topology: Any, world_size: int, local_world_size: int) -> Graph:
@@ -239,13 +239,13 @@ class DecentralizedDataParallel(Module, Idles):
                 check_device(f"buffer {name}", buffer)
             graph = self._make_topology(topology, num_ranks(), local_world_size)
             rank = dist.get_rank() if dist.is_initialized() else 0
-            plan = Plan(graph, sharing_named(sharing), rank, delayed)
+            plan = Plan(graph, make_sharing(sharing), rank, delayed)
         if dist.is_initialized():
             with collective_operation("compare what they wrap"):
                 check_wrapper_consistency(model, plan, options, device_of_group())
             with collective_operation("take the values of rank 0"):
                 broadcast_all([*model.parameters(), *model.buffers()])
-        agree_on_step(plan)
+        agree_on_step_size(plan)
         tag_parameters(model)
         return plan
 
@@ -253,16 +253,16 @@ class DecentralizedDataParallel(Module, Idles):
         """Watches backward passes from now on, and starts the exchange of the initial parameters."""
         params = [p for _, p in self._named]
         self._watch = BackwardWatch(params if self._script_optimizer is None else [], self._step)
-        self._own_alone()
-        if self._member is not None:
-            self._member.attach(self.module, self._gossip, self._average, self._unfrozen, self._take_in_named)
+        self._close_other_wrappers()
+        if self._participant is not None:
+            self._participant.attach(self.module, self._gossip, self._average, self._unfrozen, self._exchange_named)
         self._gossip.begin()  # the first launch may already lose a rank, and then needs what is attached above
-        if self._member is not None:
-            self._member.come()
+        if self._participant is not None:
+            self._participant.join()
         for bucket in self._gossip.buckets:
             bucket.moved_bytes = 0  # from now on a step is one mixing and one snapshot
 
-    def _own_alone(self) -> None:
+    def _close_other_wrappers(self) -> None:
         """Closes other wrappers of the parameters that this one exchanges, so that no other one steps them."""
         params = [p for _, p in self._named]
         if close_others(self, params):
@@ -293,13 +293,13 @@ class DecentralizedDataParallel(Module, Idles):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._average.local is not None and self.training and torch.is_grad_enabled():
-            self._train_on_after_average()
+            self._end_average()
         looks = torch.is_grad_enabled() and not torch.compiler.is_compiling()
         if looks:
             refuse_averaged_gradients(self)
-            self._look_for_unfrozen()
+            self._find_unfrozen()
             if self._script_optimizer is not None and self.training and self.steps == 0:
-                self._other_updates.look()
+                self._other_updates.check()
         output = self.module(*args, **kwargs)
         if looks and self._script_optimizer is None:
             refuse_compiled_autograd()
@@ -308,18 +308,18 @@ class DecentralizedDataParallel(Module, Idles):
                     tensor.register_hook(self._on_output_gradient)
         return output
 
-    def _train_on_after_average(self) -> None:
+    def _end_average(self) -> None:
         """Called before a forward pass of training while the model is the average of `global_avg`."""
         self.revert_global_avg()
-        if not self._told_revert:
-            self._told_revert = True
+        if not self._warned_revert:
+            self._warned_revert = True
             logger.warning("training continued after global_avg: the local model was restored first")
 
     def _on_output_gradient(self, _: Tensor) -> None:
-        self._watch.output_came()
+        self._watch.note_output_gradient()
 
     def _step(self) -> None:
-        with self._whole_step():
+        with self._step_context():
             self._take_step()
         self._gossip.local.clear_gradients()
 
@@ -328,14 +328,14 @@ class DecentralizedDataParallel(Module, Idles):
         if self._watch.stopped:
             raise RuntimeError("this wrapper is closed, or its model was wrapped again: step the optimizer of the one "
                                "that trains")  # fmt: skip
-        for p in self._look_for_unfrozen():  # the GradScaler has not checked gradients that its optimizer did not have
+        for p in self._find_unfrozen():  # the GradScaler has not checked gradients that its optimizer did not have
             p.grad = None
-        with self._whole_step():
+        with self._step_context():
             self._take_step(update)
 
-    def _whole_step(self) -> contextlib.AbstractContextManager[None]:
+    def _step_context(self) -> contextlib.AbstractContextManager[None]:
         """Wraps one step, during which ranks may leave and join."""
-        return contextlib.nullcontext() if self._member is None else self._member.step()
+        return contextlib.nullcontext() if self._participant is None else self._participant.step()
 
     @torch.no_grad()
     def _take_step(self, update: bool = True) -> None:
@@ -352,97 +352,98 @@ class DecentralizedDataParallel(Module, Idles):
             raise RuntimeError("a training step must not begin at the average of global_avg, which it would change: "
                                "call revert_global_avg() first, or use global_avg(will_revert=False) to continue from "
                                "the average")  # fmt: skip
-        self._look_for_unfrozen()
+        self._find_unfrozen()
         if self._gossip.must_restart:
             restart(self._gossip)
-        if self._unfrozen.waiting and self._member is not None:
-            self._member.exchange_more()
-        elif self._unfrozen.waiting:
+        if self._unfrozen.pending and self._participant is not None:
+            self._participant.exchange_pending()
+        elif self._unfrozen.pending:
             self._gossip.exchange.drain()
-            self._take_in(("the exchange of more parameters", "exchange more parameters"), lambda: None)
-        self._gossip.local.apart.look()
+            what = "the exchange of more parameters", "exchange more parameters"
+            self._exchange_pending_parameters(what, lambda: None)
+        self._gossip.local.coverage.check()
 
     # -- parameters that were frozen --------------------------------------------------------------------------
 
-    def _look_for_unfrozen(self) -> list[Parameter]:
+    def _find_unfrozen(self) -> list[Parameter]:
         """Finds parameters that were frozen when wrapped and are trained now, and returns them. Raises RuntimeError if
         they cannot be exchanged, ValueError if they share memory."""
-        found = self._unfrozen.found()
+        found = self._unfrozen.find()
         if not found:
             return []
-        if not self._takes_in:
+        if not self._can_exchange_unfrozen:
             refuse_unfrozen(found[0][0])
         check_model(self.module, DecentralizedDataParallel, self._views)
-        self._unfrozen.admit({name for name, _ in found})
+        self._unfrozen.mark_pending({name for name, _ in found})
         if self._script_optimizer is None:
             self._watch.add([p for _, p in found])
         return [p for _, p in found]
 
-    def _take_in(self, what: tuple[str, str], admit: Callable[[], None]) -> None:
+    def _exchange_pending_parameters(self, what: tuple[str, str], admit: Callable[[], None]) -> None:
         """Calls `admit`, then exchanges the pending unfrozen parameters, if any, from now on. Blocking, on all ranks,
         with nothing in flight. what: as of `all_or_none`. Raises what `admit` raised, AssemblyError naming a rank whose
         list of trained parameters differs."""
         def check() -> None:
-            named = self._named_with(self._unfrozen.waiting)
+            named = self._named_including(self._unfrozen.pending)
             check_same_on_all_ranks("list of trained parameters", [name for name, _ in named], device_of_group())
 
-        all_or_none(self._gossip, what, admit, check, self._unfrozen.withdraw)
-        if self._unfrozen.waiting:
-            buckets = self._buckets_of(self._unfrozen.take())
-            self._gossip.take_in(buckets, lambda plan, every: self._exchange_for(plan=plan, buckets=every))
+        all_or_none(self._gossip, what, admit, check, self._unfrozen.withdraw_frozen)
+        if self._unfrozen.pending:
+            buckets = self._make_more_buckets(self._unfrozen.take_pending())
+            self._gossip.add_and_restart(buckets, lambda plan, every: self._exchange_for(plan=plan, buckets=every))
 
-    def _take_in_named(self, names: Sequence[str]) -> None:
+    def _exchange_named(self, names: Sequence[str]) -> None:
         """Exchanges the parameters of these names, trained or not, from the next generation on; called while ranks
         regroup. Not blocking. Raises ValueError if it is not clear to which of the optimizer's groups they belong."""
         try:
-            self._unfrozen.admit(set(names))
+            self._unfrozen.mark_pending(set(names))
         except RuntimeError as error:  # the regrouping takes a RuntimeError for a lost rank
             raise ValueError(str(error)) from error
-        self._gossip.add(self._buckets_of(self._unfrozen.take(names)))
+        self._gossip.add(self._make_more_buckets(self._unfrozen.take_pending(names)))
 
-    def _named_with(self, more: Sequence[tuple[str, Parameter]]) -> list[tuple[str, Parameter]]:
+    def _named_including(self, more: Sequence[tuple[str, Parameter]]) -> list[tuple[str, Parameter]]:
         """Returns the parameters that are exchanged together with those of `more`, in the module's order."""
         known = {name for name, _ in [*self._named, *more]}
         return [(name, p) for name, p in self.module.named_parameters() if name in known]
 
-    def _buckets_of(self, fresh: Sequence[tuple[str, Parameter]]) -> list[Bucket]:
+    def _make_more_buckets(self, fresh: Sequence[tuple[str, Parameter]]) -> list[Bucket]:
         """Makes buckets for parameters that are exchanged from now on."""
         steps = self._gossip
         buckets = self._buckets_for([p for _, p in fresh], rules=steps.plan.rules(), first=len(steps.buckets))
-        self._named = self._named_with(fresh)
+        self._named = self._named_including(fresh)
         params = [p for _, p in self._named]
-        steps.local.exchange(params)
+        steps.local.set_exchanged(params)
         self._average.set_params(params)
-        self._own_alone()
+        self._close_other_wrappers()
         return buckets
 
-    def _admit_trained_in(self, state_dict: Mapping[str, Any]) -> None:
+    def _mark_saved_pending(self, state_dict: Mapping[str, Any]) -> None:
         """Marks as pending those parameters that were exchanged in the run that saved the state."""
-        layout = self._known_names(state_dict)[EXTRA].get("layout") or []
-        self._unfrozen.admit({name for bucket in layout for name, _ in bucket})
+        layout = self._rename_entries(state_dict)[EXTRA].get("layout") or []
+        self._unfrozen.mark_pending({name for bucket in layout for name, _ in bucket})
 
     @torch.no_grad()
     def _idle_step(self) -> None:
         """Mixes and sends as in a step, without an update."""
         if self._average.local is not None:
-            self._train_on_after_average()
+            self._end_average()
         self._gossip.take_idle()
 
-    def _comes_and_goes(self) -> bool:
-        return self._member is not None
+    def _is_elastic(self) -> bool:
+        return self._participant is not None
 
     def set_accumulate_grad(self, enable: bool = True) -> None:
         """While enabled, backward passes only accumulate gradients. Disable it before the last backward pass of a step:
         disabling itself takes no step. Warns once if it is enabled again before any step was taken."""
         if enable and not self._watch.accumulating and self._script_optimizer is None:
             if self.steps == self._accumulated_from and any(p.grad is not None for _, p in self._named):
-                self._tell_no_step()
+                self._warn_no_step()
             self._accumulated_from = self.steps
         self._watch.accumulating = enable
 
-    def _tell_no_step(self) -> None:
-        if not self._told_no_step:
-            self._told_no_step = True
+    def _warn_no_step(self) -> None:
+        if not self._warned_no_step:
+            self._warned_no_step = True
             logger.warning("gradients were accumulated over two backward passes and no step was taken: call "
                            "set_accumulate_grad(False) before the last backward pass of a step, which then takes the "
                            "step")  # fmt: skip
@@ -487,7 +488,7 @@ class DecentralizedDataParallel(Module, Idles):
         if self._average.local is not None:
             if not will_revert:
                 self._average.local = None
-                self._gossip.launch_anew()
+                self._gossip.restart_exchange()
             return 0.0 if return_d2c else None
         average = functools.partial(self._average.replace_by_mean, will_revert, return_d2c)
         restart = None if will_revert else lambda: self._gossip.launch(self.steps)
@@ -539,7 +540,7 @@ class DecentralizedDataParallel(Module, Idles):
         load_wrapper_state(self._gossip, self._named, self.optimizer, state)
         self._average.local = None
 
-    def _known_names(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    def _rename_entries(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the entries of a state under the names that this object gives them."""
         own = [f"module.{name}" for name in self.module.state_dict()]
         return renamed_entries(state_dict, own, self.get_extra_state)
@@ -559,18 +560,19 @@ class DecentralizedDataParallel(Module, Idles):
         self._gossip.exchange.drain()
         if self._average.local is not None:  # reverted here, as Decent-DP's compatible wrapper would refuse to load
             self.revert_global_avg()
-        if self._member is not None:
+        if self._participant is not None:
             with contextlib.suppress(Exception):  # load_together below reports a state that cannot be read
-                self._admit_trained_in(state_dict)
-            if self._unfrozen.waiting:
-                self._member.exchange_more()
+                self._mark_saved_pending(state_dict)
+            if self._unfrozen.pending:
+                self._participant.exchange_pending()
             self._gossip.exchange.drain()
-        elif self._takes_in:
-            self._take_in(("load_state_dict", "load the state"), lambda: self._admit_trained_in(state_dict))
+        elif self._can_exchange_unfrozen:
+            what = "load_state_dict", "load the state"
+            self._exchange_pending_parameters(what, lambda: self._mark_saved_pending(state_dict))
             self._gossip.exchange.drain()
         return load_together(
             self._gossip, lambda: super(DecentralizedDataParallel, self).load_state_dict(
-                self._known_names(state_dict), strict=strict, assign=assign)
+                self._rename_entries(state_dict), strict=strict, assign=assign)
         )  # fmt: skip
 
     def full_state_dict(self) -> dict[str, Any]:

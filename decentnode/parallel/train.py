@@ -113,7 +113,7 @@ class TrainingRun:
         EnvironmentFault if the directory cannot be made or another process records there, CheckpointError for a
         state that no file can keep and if the run to continue has no checkpoint, AssemblyError if another rank failed.
         """
-        if model._member is not None and steps_per_epoch is None:
+        if model._participant is not None and steps_per_epoch is None:
             raise ValueError('TrainingRun needs steps_per_epoch with missing="regroup": a rank that joins needs it to '
                              "know when the others' epochs end")  # fmt: skip
         if evaluate_every < 1 or keep < 0 or (steps_per_epoch is not None and steps_per_epoch < 1):
@@ -134,7 +134,7 @@ class TrainingRun:
         self._began, self._planned = clock.now(), 0
         self.path = self._choose_directory(Path(runs), name, resume)
         self._epoch: _Epoch | None = None
-        has_joined = model._member is not None and model._member.joined_at is not None
+        has_joined = model._participant is not None and model._participant.joined_at is not None
         if has_joined:
             self.done = self._epoch_of_step()
             self._records.drop_from(self.done)
@@ -293,7 +293,7 @@ class TrainingRun:
         """Writes the summary, unless the script failed. Blocking, on all ranks."""
         self._write_status("finished" if kind is None else "failed")
         if kind is None and not self._ranks.has_just_joined:
-            gathered = self.model._gossip.exchange.tell(json.dumps(self.figures()), "figures")
+            gathered = self.model._gossip.exchange.gather_by_rank(json.dumps(self.figures()), "figures")
             ended_before = self.done == self._first_epoch and (self.path / "summary.json").exists()
             if self.uid == min(gathered) and not ended_before:
                 figures = {uid: json.loads(each) for uid, each in gathered.items()}

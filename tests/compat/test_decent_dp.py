@@ -387,11 +387,11 @@ def test_a_graph_that_is_no_list_of_edges_says_so() -> None:
 
 def test_a_topology_that_leaves_ranks_apart_is_refused() -> None:
     from decentnode.parallel.planning.plan import Plan
-    from decentnode.parallel.planning.rules import sharing_named
+    from decentnode.parallel.planning.rules import make_sharing
 
     apart = EdgeGraph([[Edge([0, 1], 0.5), Edge([2, 3], 0.5)]], 4)
     with pytest.raises(ValueError, match="never hears of rank"):
-        Plan(apart, sharing_named("full"), 0)
+        Plan(apart, make_sharing("full"), 0)
 
 
 @pytest.mark.sampled(one=["options", "average", "hooked"])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from decentnode.parallel import DecentralizedDataParallel
-from decentnode.parallel.buckets.advance import vector
+from decentnode.parallel.buckets.advance import vector_length
 from tests.parallel.ranks import run_ranks
 from tests.parallel.work import models, training
 
@@ -50,7 +50,7 @@ def test_groups_average_by_all_reduce(n: int, local: int, copies: float) -> None
 def test_a_step_by_parts_is_a_step_at_once(name: str, transport: str, compiled: bool) -> None:
     for same, parts, calls in run_ranks(2, training.by_parts, name, transport, compiled):
         assert same and parts > 2
-        in_one_pass = name == "adamw" and compiled and vector() is not None
+        in_one_pass = name == "adamw" and compiled and vector_length() is not None
         without = 4 * parts if in_one_pass else 0  # once there is a state
         assert calls == [5 * (parts + 1) - without, 5]
 

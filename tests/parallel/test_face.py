@@ -236,7 +236,7 @@ def test_compiled_autograd_is_refused_by_name(alone: None) -> None:
 def test_a_pass_that_steps_two_is_told_once(
     alone: None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(backward, "_told", False)
+    monkeypatch.setattr(backward, "_warned", False)
     small = partial(DecentralizedDataParallel, optimizer=SGD)
     generator, judge = small(nn.Linear(2, 3)), small(nn.Linear(3, 1))
     with caplog.at_level(logging.WARNING):

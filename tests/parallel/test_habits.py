@@ -244,7 +244,7 @@ def test_files_by_the_names_of_modules_that_are_called_module_or_compiled() -> N
     compiled.load_state_dict(model(3).state_dict())
     model().load_state_dict(compiled.export())
     assert torch.equal(flat(compiled.module), flat(model(3)))
-    assert {"", "module"} <= compiled._known_names(model().state_dict())._metadata.keys()  # type: ignore[attr-defined]
+    assert {"", "module"} <= compiled._rename_entries(model().state_dict())._metadata.keys()  # type: ignore[attr-defined]
 
 
 def test_the_state_of_a_wrapper_that_was_compiled_itself_is_loaded_whole() -> None:

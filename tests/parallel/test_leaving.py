@@ -28,8 +28,9 @@ def test_ranks_that_differ_are_named(what: str, says: str) -> None:
 
 @pytest.mark.sampled(one=["module", "function", "what"])
 @pytest.mark.parametrize(("module", "function", "what"), [
-    ("process_group.machines", "_host", "count themselves by machine"), ("ddp", "check_all_alike", "compare what they"),
-    ("ddp", "broadcast_all", "take the values of rank 0"), ("transports.choice", "usable", "look for shared memory"),
+    ("process_group.machines", "_host", "count themselves by machine"),
+    ("ddp", "check_wrapper_consistency", "compare what they"), ("ddp", "broadcast_all", "take the values of rank 0"),
+    ("transports.choice", "can_share_memory", "look for shared memory"),
     ("transports.shared_memory", "remove_stale", "name their shared memory"),
 ])  # fmt: skip
 def test_a_rank_that_dies_while_it_wraps_is_told_in_words_of_ours(module: str, function: str, what: str) -> None:

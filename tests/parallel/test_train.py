@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from decentnode.cli import main
 from decentnode.metrics.reader import read
-from decentnode.parallel.recording.records import hold
+from decentnode.parallel.recording.records import lock_folder
 from tests.conftest import free_ports
 from tests.parallel.crowd import Crowd
 from tests.parallel.ranks import run_ranks
@@ -140,7 +140,7 @@ def test_gradients_that_are_added_up_over_the_end_of_an_epoch_are_kept(tmp_path:
 def test_a_run_that_other_processes_still_record_is_theirs(tmp_path: Path) -> None:
     """As of a launcher that was killed alone; rank 1's process is still there."""
     run_ranks(2, recording.train, str(tmp_path), 1)
-    before = hold(tmp_path / "script/latest/nodes/001")
+    before = lock_folder(tmp_path / "script/latest/nodes/001")
     found = run_ranks(2, recording.while_another_does, str(tmp_path), 0.2)
     assert found[0].startswith("AssemblyError: rank 1 could not make the run directory: EnvironmentFault: another")
     assert found[1].startswith("EnvironmentFault: another process still writes to")

@@ -50,7 +50,7 @@ class DecentralizedDataParallel(parallel.DecentralizedDataParallel):
 
     FLOAT_DTYPES: ClassVar[list[torch.dtype]] = [torch.float16, torch.float32, torch.float64]
 
-    _takes_in: ClassVar[bool] = False
+    _can_exchange_unfrozen: ClassVar[bool] = False
 
     _gossip: DecentDPSteps
 
@@ -191,9 +191,9 @@ class DecentralizedDataParallel(parallel.DecentralizedDataParallel):
             self._first_step()
         return super().forward(*args, **kwargs)
 
-    def _train_on_after_average(self) -> None:
+    def _end_average(self) -> None:
         if self._average_reverts:
-            super()._train_on_after_average()
+            super()._end_average()
 
     @torch.no_grad()
     def _step(self) -> None:
@@ -210,7 +210,7 @@ class DecentralizedDataParallel(parallel.DecentralizedDataParallel):
             return
         if self._average.local is not None and not self._average_reverts:
             self._average.local = None  # training continues from the average, which the ranks then exchange
-            self._gossip.launch_anew()
+            self._gossip.restart_exchange()
         super()._step()
 
     @torch.inference_mode(False)
@@ -226,9 +226,9 @@ class DecentralizedDataParallel(parallel.DecentralizedDataParallel):
 
     # -- the average model ------------------------------------------------------------------------------------------
 
-    def _tell_no_step(self) -> None:
+    def _warn_no_step(self) -> None:
         if not self._deferred:  # otherwise the first step is still pending
-            super()._tell_no_step()
+            super()._warn_no_step()
 
     def global_avg(self, will_revert: bool = True, return_d2c: bool = False) -> float | None:
         found = super().global_avg(will_revert, return_d2c)
@@ -311,8 +311,8 @@ class DecentralizedDataParallel(parallel.DecentralizedDataParallel):
         self._deferred = there["gradients"] is not None
         restore_accumulated(self._named, self._watch, copy.deepcopy({"gradients": there["gradients"] or {}}))
 
-    def _known_names(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        found = super()._known_names({_renamed(name, THEIRS, OURS): value for name, value in state_dict.items()})
+    def _rename_entries(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        found = super()._rename_entries({_renamed(name, THEIRS, OURS): value for name, value in state_dict.items()})
         if EXTRA not in state_dict:
             found[EXTRA] = {**found[EXTRA], "there": checkpoints.AS_IT_IS}
         return found

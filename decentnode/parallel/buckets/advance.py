@@ -73,16 +73,16 @@ class Loops:
     def unchanged(self, x: Tensor, marks: Marks) -> bool:
         """Returns whether `x` [n] still has the hashes at the start of `marks`; wrong for one change in 2^64."""
         size = x.numel() * x.element_size()
-        return bool(self._unchanged(ctypes.c_size_t(size), _at(x), self._keys, _at_array(marks)))
+        return bool(self._unchanged(ctypes.c_size_t(size), _address(x), self._keys, _array_address(marks)))
 
     def snapshot(self, x: Tensor, into: Tensor, copy: Tensor | None, marks: Marks) -> None:
         """Copies `x` [n] to `into` and `copy` [n], and writes its hashes to `marks` [grains or more, 2]."""
         size, per_grain = x.numel() * x.element_size(), GRAIN_BYTES // x.element_size()
         shares = self._shares(size)
         native.spread(self._snapshot, (
-            (ctypes.c_size_t(min(size, b * GRAIN_BYTES) - a * GRAIN_BYTES), _at(x, a * per_grain),
-             _at(into, a * per_grain), None if copy is None else _at(copy, a * per_grain), self._keys,
-             _at_array(marks[a:]))
+            (ctypes.c_size_t(min(size, b * GRAIN_BYTES) - a * GRAIN_BYTES), _address(x, a * per_grain),
+             _address(into, a * per_grain), None if copy is None else _address(copy, a * per_grain), self._keys,
+             _array_address(marks[a:]))
             for a, b in shares
         ), len(shares))  # fmt: skip
 
@@ -92,11 +92,11 @@ class Loops:
         """Mixes into `x` [n] float32, takes Adam's step, copies x to `place` [n] and hashes it; each step if given."""
         shares = self._shares(4 * x.numel())
         how = None if mixing is None else ctypes.byref(mixing.c)
-        steps = None if rows is None else _at_array(rows)
-        to = None if place is None else _at(place)
+        steps = None if rows is None else _array_address(rows)
+        to = None if place is None else _address(place)
         native.spread(self._advance, (
-            (ctypes.c_size_t(x.numel()), ctypes.c_size_t(a), ctypes.c_size_t(b), _at(x), how, steps, to, self._keys,
-             _at_array(marks))
+            (ctypes.c_size_t(x.numel()), ctypes.c_size_t(a), ctypes.c_size_t(b), _address(x), how, steps, to,
+             self._keys, _array_address(marks))
             for a, b in shares
         ), len(shares))  # fmt: skip
 
@@ -106,11 +106,11 @@ class Loops:
         return native.shares(total, min(torch.get_num_threads(), total // _GRAINS_PER_THREAD))
 
 
-def _at(tensor: Tensor, element: int = 0) -> ctypes.c_void_p:
+def _address(tensor: Tensor, element: int = 0) -> ctypes.c_void_p:
     return ctypes.c_void_p(tensor.data_ptr() + element * tensor.element_size())
 
 
-def _at_array(array: NDArray[Any]) -> ctypes.c_void_p:
+def _array_address(array: NDArray[Any]) -> ctypes.c_void_p:
     return ctypes.c_void_p(array.ctypes.data)
 
 
@@ -131,10 +131,10 @@ class AdamSteps:
     def __init__(self, params: Sequence[Parameter]) -> None:
         self.params = tuple(params)
         self._strides = [p.stride() for p in self.params]
-        self._suit = all(p.dtype == torch.float32 and p.device.type == "cpu" for p in self.params)
+        self._is_supported = all(p.dtype == torch.float32 and p.device.type == "cpu" for p in self.params)
         self._rows = np.zeros(len(self.params), ROW)
         sizes = self._rows["size"] = [p.numel() for p in self.params]
-        lanes = vector() or 1
+        lanes = vector_length() or 1
         self._rows["whole"] = [size - size % lanes for size in sizes]
         self._states: list[Any] = []
         """The optimizer's state of each parameter, whose tensors the rows point to."""
@@ -153,9 +153,11 @@ class AdamSteps:
         groups: the parameter groups, with these parameters alone. The rows are valid until the next call, and only
         while the gradients exist.
         """
-        if not self._suit or type(optimizer) not in (Adam, AdamW) or not all(map(_settings_suit, groups)):
+        if not self._is_supported or type(optimizer) not in (Adam, AdamW):
             return None
-        if vector() is None or not self._divided(groups):
+        if not all(map(_are_settings_supported, groups)):
+            return None
+        if vector_length() is None or not self._assign_groups(groups):
             return None
         gradients: list[Any] = [p.grad for p in self.params]
         try:
@@ -169,12 +171,12 @@ class AdamSteps:
         if not self._point_to(list(map(optimizer.state.get, self.params))):
             return None
         self._counts.add_(1)
-        self._put_constants(groups, isinstance(optimizer, AdamW))
+        self._write_constants(groups, isinstance(optimizer, AdamW))
         if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
             optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers check whether a step was taken
         return self._rows
 
-    def _divided(self, groups: Sequence[Mapping[str, Any]]) -> bool:
+    def _assign_groups(self, groups: Sequence[Mapping[str, Any]]) -> bool:
         """Notes which group each parameter is in; returns False if one is in none."""
         lists = [group["params"] for group in groups]
         if len(lists) != len(self._lists) or not all(map(operator.is_, lists, self._lists)):
@@ -185,7 +187,7 @@ class AdamSteps:
             self._lists, self._group = lists, np.array(found, np.float64)
         return True
 
-    def _put_constants(self, groups: Sequence[Mapping[str, Any]], decoupled: bool) -> None:
+    def _write_constants(self, groups: Sequence[Mapping[str, Any]], decoupled: bool) -> None:
         """Writes the constants of each row; parameters of one group with equally many steps have the same ones."""
         # Steps are integers, exact in float64: group + number of groups * steps encodes both.
         keys, where = np.unique(self._group + float(len(groups)) * self._counts.numpy(), return_inverse=True)
@@ -219,7 +221,7 @@ class AdamSteps:
         return True
 
 
-def _settings_suit(group: Mapping[str, Any]) -> bool:
+def _are_settings_supported(group: Mapping[str, Any]) -> bool:
     numbers = (group["lr"], *group["betas"], group["eps"], group["weight_decay"])
     return (
         bool(group.get("fused")) and not group["amsgrad"] and not group["capturable"]
@@ -237,13 +239,13 @@ def _constants(group: Mapping[str, Any], step: float, decoupled: bool) -> tuple[
 
 
 @functools.cache
-def vector() -> int | None:
+def vector_length() -> int | None:
     """Returns how many elements a vector of torch's fused Adam has on this processor, if the compiled loop gives
     bitwise its results, which is tried out; None otherwise."""
-    return next((lanes for lanes in VECTORS if loops() is not None and _exact(lanes)), None)
+    return next((lanes for lanes in VECTORS if loops() is not None and _is_bitwise_exact(lanes)), None)
 
 
-def _exact(lanes: int) -> bool:
+def _is_bitwise_exact(lanes: int) -> bool:
     compiled = loops()
     assert compiled is not None
     draw = torch.Generator("cpu").manual_seed(0)

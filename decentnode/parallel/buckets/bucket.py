@@ -43,7 +43,7 @@ class BucketPart:
     """The index of its first mark (advance.py)."""
 
 
-class _Where(NamedTuple):
+class _BlockPosition(NamedTuple):
     part: BucketPart
     at: int
     """The element of `flat` where a block starts."""
@@ -108,10 +108,10 @@ class Bucket:
         self._seen: list[int] | None = None
         """On other devices: `_versions` at the last snapshot; None if what was sent differs from the parameters."""
         self._slots: list[Tensor] = []
-        self.parts = list(self._cut(PART_BYTES // self.flat.element_size() if self._hashes else max(1, total)))
-        self._marks: Marks = np.zeros((self._mark(total) + len(self.parts), 2), np.uint64)
+        self.parts = list(self._make_parts(PART_BYTES // self.flat.element_size() if self._hashes else max(1, total)))
+        self._marks: Marks = np.zeros((self._mark_index(total) + len(self.parts), 2), np.uint64)
 
-    def _cut(self, elements: int) -> Iterator[BucketPart]:
+    def _make_parts(self, elements: int) -> Iterator[BucketPart]:
         """Yields parts of whole parameters with `elements` or more elements; the last part may have fewer."""
         number = start = stop = 0
         kept: list[Parameter] = []
@@ -120,10 +120,10 @@ class Bucket:
             stop += p.numel()
             if stop - start >= elements or p is self.params[-1]:
                 small = (stop - start) * p.element_size() <= CACHED_BYTES
-                yield BucketPart(tuple(kept), start, stop, small, self._mark(start) + number)
+                yield BucketPart(tuple(kept), start, stop, small, self._mark_index(start) + number)
                 kept, start, number = [], stop, number + 1
 
-    def _mark(self, elements: int) -> int:
+    def _mark_index(self, elements: int) -> int:
         return elements * self.flat.element_size() // GRAIN_BYTES
 
     @property
@@ -170,7 +170,7 @@ class Bucket:
             self._sent_buffer = torch.empty_like(self.flat)
         return self._sent_buffer
 
-    def renew_memory(self) -> None:
+    def drop_buffers(self) -> None:
         """Drops the send and receive buffers, because operations in flight may still write into them."""
         self._slots.clear()
         self.received.clear()
@@ -200,7 +200,7 @@ class Bucket:
             if self._hashes:
                 self._hash_of[where.at] = self._hash(where, flat)
 
-    def send_apart(self, sent: Tensor) -> None:
+    def record_sent(self, sent: Tensor) -> None:
         """Records that the neighbors have `sent` [S], which differs from the parameters: mixing keeps the difference,
         as it keeps a script's changes. No snapshot is compared with any more."""
         self.sent = sent
@@ -222,7 +222,7 @@ class Bucket:
         self._loops.advance(self.flat[piece], mixing, rows, snapshot, self._marks[part.mark :])
         self._count(self.flat[piece], len(sources) + (place is not None))
 
-    def one_pass(self, view: RoundView | None) -> bool:
+    def supports_one_pass(self, view: RoundView | None) -> bool:
         """Returns whether the compiled loops can mix the payloads of `view`."""
         suits = self._loops is not None and self.flat.dtype == torch.float32 and self.rule.requirements.linear
         return suits and (view is None or len(view.sources) <= MOST_ARRIVALS)
@@ -238,7 +238,7 @@ class Bucket:
         """
         if not view.sources:
             return
-        if self.one_pass(view):
+        if self.supports_one_pass(view):
             assert self._loops is not None
             for each in self.parts if part is None else [part]:
                 piece = slice(each.start, each.stop)
@@ -247,7 +247,7 @@ class Bucket:
             return
         received = [self.received[uid] for uid in view.sources]
         for where, flat, sent, *theirs in self._blocks(part, self.flat, self.sent, *received):
-            written = self._written(where, flat, sent)
+            written = self._is_modified(where, flat, sent)
             arrived = dict(zip(view.sources, theirs, strict=True))
             if self.rule.requirements.linear:
                 taken = self._mix_linearly(flat, sent if written else None, arrived, view.weights, view.uid)
@@ -267,7 +267,7 @@ class Bucket:
     ) -> None:
         """Does the same as `mix`, for x <- x + strength (total / n - x). total: [S] sum of n snapshots, overwritten."""
         for where, flat, sent, mean in self._blocks(part, self.flat, self.sent, total):
-            written = self._written(where, flat, sent)
+            written = self._is_modified(where, flat, sent)
             if strength == 1.0 and not written:
                 torch.div(mean, n, out=flat)
                 self._count(flat, 3 - cached if self._hashes else 2)
@@ -304,15 +304,15 @@ class Bucket:
         mix_into(flat, flat, own, weighted)
         return 2 + len(weighted) if self._hashes else passes(len(weighted), fuses(flat, weighted))
 
-    def _written(self, where: _Where, flat: Tensor, sent: Tensor) -> bool:
+    def _is_modified(self, where: _BlockPosition, flat: Tensor, sent: Tensor) -> bool:
         if self._loops is not None:
-            first = where.part.mark + self._mark(where.at - where.part.start)
+            first = where.part.mark + self._mark_index(where.at - where.part.start)
             return not self._loops.unchanged(flat, self._marks[first:])
         if self._hashes:
             return self._hash(where, flat) != self._hash_of.get(where.at)
         return self._seen is None or (self._versions() != self._seen and not torch.equal(flat, sent))
 
-    def _hash(self, where: _Where, block: Tensor) -> int:
+    def _hash(self, where: _BlockPosition, block: Tensor) -> int:
         """Returns a 64-bit hash of the bytes of a block of `flat`, on a CPU."""
         assert self._bytes is not None
         size = block.element_size()
@@ -327,7 +327,7 @@ class Bucket:
         for each in self.parts if part is None else [part]:
             for at in range(each.start, each.stop, self._block):
                 end = min(at + self._block, each.stop)
-                yield _Where(each, at), *(tensor[at:end] for tensor in tensors)
+                yield _BlockPosition(each, at), *(tensor[at:end] for tensor in tensors)
 
     def _count(self, tensor: Tensor, passes: int) -> None:
         self.moved_bytes += passes * tensor.numel() * tensor.element_size()

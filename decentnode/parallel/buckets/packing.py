@@ -20,11 +20,11 @@ class Packing:
         and for values that no codec takes."""
         self._entries, self._dtype = sum(sizes), dtype
         self._count = select.count_of(coding.fraction, self._entries)
-        self._whole = self._count == self._entries
+        self._sends_all = self._count == self._entries
         self._codec = coding.codec
         if self._codec is not None and not dtype.is_floating_point:
             raise ValueError(f"parameters must be floating point to be compressed, got {dtype}")
-        if self._codec is not None and self._whole:
+        if self._codec is not None and self._sends_all:
             self._codec = self._codec.divided(sizes)
         specs: dict[str, TensorSpec] = {"values": TensorSpec(dtype, self._count)}
         if self._codec is not None:
@@ -32,9 +32,9 @@ class Packing:
         if not all(spec.exact for spec in specs.values()):
             name = "the codec" if self._codec is None else self._codec.config.name
             raise ValueError(f"compression must have an output size that is known in advance, got {name}")
-        self._shrink = 1.0 + (self._codec.variance if self._codec is not None and coding.differences else 0.0)
+        self._divisor = 1.0 + (self._codec.variance if self._codec is not None and coding.differences else 0.0)
         """The divisor of decoded values, which keeps changes from being too large (sharing/operator.py)."""
-        if not self._whole:
+        if not self._sends_all:
             specs = {"at": TensorSpec(torch.int32, self._count), **specs}
         self._places: dict[str, tuple[int, int, torch.dtype]] = {}
         """Tensor -> its bytes [a:b) and its dtype. The widest dtypes come first, so that all are aligned."""
@@ -48,7 +48,7 @@ class Packing:
         """Writes values [S] to `out` [size_bytes] uint8. draws: a generator on the same device, for codecs that round
         at random."""
         coded: dict[str, Tensor] = {}
-        if not self._whole:
+        if not self._sends_all:
             at = select.largest(values.abs(), self._count)
             coded["at"], values = at, values.index_select(0, at)
         coded.update({"values": values} if self._codec is None else self._codec.encode(values, draws))
@@ -59,7 +59,7 @@ class Packing:
         """Adds the decoded values to copy [S]. packed: [size_bytes] uint8. Raises PeerFault for malformed bytes."""
         found = dict(self._tensors(packed))
         values = self._values(found)
-        if self._whole:
+        if self._sends_all:
             copy.add_(values)
         else:
             copy.index_add_(0, found["at"].clamp(0, self._entries - 1), values)  # indices of a peer may be out of range
@@ -72,7 +72,7 @@ class Packing:
         if self._codec is None:
             return found["values"]
         values = self._codec.decode(found, self._count, self._dtype)
-        return values if self._shrink == 1.0 else values.div_(self._shrink)
+        return values if self._divisor == 1.0 else values.div_(self._divisor)
 
     def _tensors(self, packed: Tensor) -> Iterator[tuple[str, Tensor]]:
         for name, (start, stop, dtype) in self._places.items():

@@ -16,7 +16,7 @@ def shares_elements(tensor: Tensor) -> bool:
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1:
             if stride < end:
-                return len(_places(tensor).unique()) < tensor.numel()
+                return len(_element_offsets(tensor).unique()) < tensor.numel()
             end = stride * (size - 1) + end
     return False
 
@@ -30,7 +30,7 @@ def overlaps(changed: Sequence[Named], others: Sequence[Named]) -> tuple[str, st
     for row in told:
         open_ = [before for before in open_ if before[1] > row[0]]
         for before in open_:
-            if (row[4] or before[4]) and row[3].device == before[3].device and _meet(row[3], before[3]):
+            if (row[4] or before[4]) and row[3].device == before[3].device and _share_bytes(row[3], before[3]):
                 return (row[2], before[2]) if row[4] else (before[2], row[2])
         open_.append(row)
     return None
@@ -48,7 +48,7 @@ def _dense(tensor: Tensor) -> bool:
     return end - start == tensor.numel() * tensor.element_size() and not shares_elements(tensor)
 
 
-def _places(tensor: Tensor) -> Tensor:
+def _element_offsets(tensor: Tensor) -> Tensor:
     """Returns [elements] the offset of each element from the first, in elements."""
     places = torch.zeros((), dtype=torch.int64, device="cpu")
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
@@ -56,13 +56,13 @@ def _places(tensor: Tensor) -> Tensor:
     return places.reshape(-1)
 
 
-def _meet(first: Tensor, second: Tensor) -> bool:
+def _share_bytes(first: Tensor, second: Tensor) -> bool:
     """Returns whether any byte belongs to both of two tensors whose spans overlap."""
     if _dense(first) and _dense(second):
         return True  # without listing the bytes, which would take gigabytes for a large model
     both = []
     for each in (first, second):
         size = each.element_size()
-        starts = _places(each) * size + each.data_ptr()
+        starts = _element_offsets(each) * size + each.data_ptr()
         both.append((starts[:, None] + torch.arange(size, device="cpu")).reshape(-1))
     return bool(torch.isin(both[0], both[1]).any())

@@ -27,7 +27,7 @@ MAKERS = {
     "lr_scheduler_fn": "functools.partial(torch.optim.lr_scheduler.StepLR, step_size=10)",
 }
 """Examples of these arguments, for messages."""
-CHOOSE = "Either wrap the model with DecentralizedDataParallel, or an ordinary optimizer with CommOptimizer"
+CHOICE = "Either wrap the model with DecentralizedDataParallel, or an ordinary optimizer with CommOptimizer"
 TRANSPORTS = ("auto", "shared_memory", "collective", "sockets")
 
 
@@ -81,7 +81,7 @@ def check_model(model: Module, wrapper: type[Module], views: bool) -> None:
         _check_parameter(name, p)
     for name, buffer in model.named_buffers():
         if is_lazy(buffer) or buffer.is_meta or buffer.layout is not torch.strided:
-            raise ValueError(f"buffer {name} must be a dense tensor with memory, got {_kind(buffer)}")
+            raise ValueError(f"buffer {name} must be a dense tensor with memory, got {_describe(buffer)}")
     if views:
         _check_shared(model)
 
@@ -90,7 +90,7 @@ def check_exists(name: str, p: Tensor) -> None:
     """Raises ValueError for a parameter without memory, and for one that cannot be changed because of inference mode.
     name: the parameter's, for messages."""
     if is_lazy(p) or p.is_meta:
-        raise ValueError(f"{name} must be a dense tensor with memory, got {_kind(p)}")
+        raise ValueError(f"{name} must be a dense tensor with memory, got {_describe(p)}")
     if p.is_inference() or torch.is_inference_mode_enabled():
         raise ValueError(f"{name} must be made, and wrapped, outside of torch.inference_mode()")
 
@@ -98,7 +98,7 @@ def check_exists(name: str, p: Tensor) -> None:
 def _check_parameter(name: str, p: Tensor) -> None:
     check_exists(f"parameter {name}", p)
     if p.layout is not torch.strided or is_traceable_wrapper_subclass(p):
-        raise ValueError(f"parameter {name} must be a dense tensor with memory, got {_kind(p)}")
+        raise ValueError(f"parameter {name} must be a dense tensor with memory, got {_describe(p)}")
     if p.requires_grad:
         _check_elements(f"parameter {name}", p)
 
@@ -109,7 +109,7 @@ def _check_elements(name: str, p: Tensor) -> None:
                          f"{tuple(p.shape)}: clone() it first")  # fmt: skip
 
 
-def check_apart(named: Sequence[tuple[str, Tensor]]) -> None:
+def check_separate_memory(named: Sequence[tuple[str, Tensor]]) -> None:
     """Raises ValueError for parameters that share memory, which would be pulled twice. named: (name, parameter)."""
     for name, p in named:
         _check_elements(name, p)
@@ -119,7 +119,7 @@ def check_apart(named: Sequence[tuple[str, Tensor]]) -> None:
                          "which would be pulled twice: use one Parameter in both places")  # fmt: skip
 
 
-def _kind(tensor: Tensor) -> str:
+def _describe(tensor: Tensor) -> str:
     if is_lazy(tensor):
         return "one without a shape yet: run a forward pass first"
     if tensor.is_meta:
@@ -151,7 +151,7 @@ def check_steps_alone(optimizer: Optimizer) -> None:
     times in a step."""
     if isinstance(optimizer, OuterOptimizer):
         raise ValueError(f"optimizer must not exchange with other ranks itself, got a {type(optimizer).__name__}: "
-                         f"ranks would exchange twice. {CHOOSE}")  # fmt: skip
+                         f"ranks would exchange twice. {CHOICE}")  # fmt: skip
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if isinstance(optimizer, LBFGS) or (closure is not None and closure.default is inspect.Parameter.empty):
         raise ValueError(f"optimizer must step without a closure: {type(optimizer).__name__} evaluates the loss "
@@ -162,7 +162,7 @@ def check_not_wrapped(params: Iterable[Tensor]) -> None:
     """Raises ValueError for parameters of a wrapped model, which are exchanged and stepped by its wrapper."""
     if exchanged_by_wrapper(params):
         raise ValueError("parameters must not be those of a model that DecentralizedDataParallel wraps, which "
-                         f"exchanges and steps them itself. {CHOOSE}, or close() the wrapper first")  # fmt: skip
+                         f"exchanges and steps them itself. {CHOICE}, or close() the wrapper first")  # fmt: skip
 
 
 def refuse_unfrozen(name: str) -> None:

@@ -11,6 +11,6 @@ one in force at a time. This package adds the following:
 - job.py: the process's part in the job
 
 transports/regrouping.py settles the exchanges that a generation leaves unfinished, so that no edge is mixed at one end
-alone; pairs.py and sockets.py beside it are exchanges whose waits can be interrupted. participants/ has what
+alone; point_to_point.py and sockets.py beside it are exchanges whose waits can be interrupted. participants/ has what
 DecentralizedDataParallel and CommOptimizer do meanwhile.
 """

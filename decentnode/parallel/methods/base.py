@@ -15,7 +15,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from decentnode.errors import AssemblyError
-from decentnode.parallel.checks.refusals import check_apart, check_exists, check_not_wrapped, check_steps_alone
+from decentnode.parallel.checks.refusals import (
+    check_exists,
+    check_not_wrapped,
+    check_separate_memory,
+    check_steps_alone,
+)
 from decentnode.parallel.process_group.agreement import (
     check_same_on_all_ranks,
     collective_operation,
@@ -118,7 +123,7 @@ class DistOptimizer(metaclass=MadeTogether):
         check_steps_alone(local_optimizer)
         check_not_wrapped(self.params)
         if not self.alike:
-            check_apart([(f"parameter {number} of the optimizer", p) for number, p in enumerate(self.params)])
+            check_separate_memory([(f"parameter {number} of the optimizer", p) for number, p in enumerate(self.params)])
         self._kinds = [(p.dtype, p.device) for p in self.params]
         self.check_stable()
         self.center = self.flat_params()

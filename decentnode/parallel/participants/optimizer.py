@@ -34,11 +34,11 @@ class OptimizerParticipant:
 
     def __init__(self, job: Job, method: DistOptimizer) -> None:
         self.job, self._method = job, weakref.ref(method)
-        self.over = False
+        self.has_regrouped = False
         """Whether a generation has begun in the current step."""
         self._strength = method.dist_pulling_strength
         self._in_step = False
-        self._position = self._first = 0
+        self._position = self._first_step = 0
         self._reported: dict[str, Any] = {}
 
     @property
@@ -72,12 +72,12 @@ class OptimizerParticipant:
             yield
         finally:
             self._in_step = False
-        if self.over:
+        if self.has_regrouped:
             self._resume()
 
     def guarded(self, work: Callable[[], T], otherwise: T) -> T:
         """Returns what `work` returns, which waits for other ranks; `otherwise` if a generation begins in this step."""
-        if self.over:
+        if self.has_regrouped:
             return otherwise
         try:
             return work()
@@ -93,12 +93,12 @@ class OptimizerParticipant:
         self._position = method.steps + self._in_step
         self._reported = {"position": self._position, "fresh": self.job.control.fresh, "meetings": method.meetings,
                           "local": method.local}  # fmt: skip
-        self.over = True
+        self.has_regrouped = True
         self.job.regroup(error)
 
     def _resume(self) -> None:
-        self.over = False
-        self.method.steps = self._first
+        self.has_regrouped = False
+        self.method.steps = self._first_step
 
     # -- the parts of a regrouping ------------------------------------------------------------------------------
 
@@ -112,10 +112,10 @@ class OptimizerParticipant:
         self.method.close()
 
     def rebuild(self, rank: int, world_size: int, reports: Mapping[int, Mapping[str, Any]]) -> None:
-        method, told = self.method, [reports[uid] for uid in self.job.members]
-        old = [each for each in told if not each["fresh"]]
+        method, members = self.method, [reports[uid] for uid in self.job.members]
+        old = [each for each in members if not each["fresh"]]
         method.rank, method.world_size = rank, world_size
-        self._first = max(int(each["position"]) for each in old)
+        self._first_step = max(int(each["position"]) for each in old)
         method.dist_pulling_strength = self._strength
         try:
             method.check_stable()
@@ -124,7 +124,7 @@ class OptimizerParticipant:
             logger.warning("%s: %.3g is used instead", error, method.dist_pulling_strength)
         method.local = int(old[0]["local"])
         method.open_groups()
-        fresh = bool(told[rank]["fresh"])
+        fresh = bool(members[rank]["fresh"])
         with torch.no_grad():
             method.center.copy_(self._mean(method.center, fresh, len(old)))
             if method.alike or len(old) < world_size:
@@ -132,8 +132,8 @@ class OptimizerParticipant:
                 if fresh or method.alike:
                     method.pull(mean, 1.0)
         method.meet_anew(max(int(each["meetings"]) for each in old))
-        self.job.control.has_model(self._first)
-        logger.warning("rank %d of %d from step %d on", rank, world_size, self._first)
+        self.job.control.has_model(self._first_step)
+        logger.warning("rank %d of %d from step %d on", rank, world_size, self._first_step)
 
     @staticmethod
     def _mean(flat: Tensor, fresh: bool, count: int) -> Tensor:

@@ -25,11 +25,11 @@ from decentnode.errors import AssemblyError, GraphError, PeerLost
 from decentnode.graph.base import Graph
 from decentnode.parallel.averages import GlobalAverage
 from decentnode.parallel.buckets.bucket import Bucket
-from decentnode.parallel.checks.alike import agree_on_step
+from decentnode.parallel.checks.consistency import agree_on_step_size
 from decentnode.parallel.membership.control import ConnectionBroken
 from decentnode.parallel.membership.job import Job
 from decentnode.parallel.planning.plan import Plan
-from decentnode.parallel.planning.rules import SharingRule, sharing_named
+from decentnode.parallel.planning.rules import SharingRule, make_sharing
 from decentnode.parallel.planning.topologies import TopologyLike
 from decentnode.parallel.process_group.collectives import gather_texts, wait
 from decentnode.parallel.steps.gossip_steps import GossipSteps
@@ -56,7 +56,7 @@ class WrapperParticipant:
         self.job, self._make_topology = job, make_topology
         self._topology, self._local, self._sharing, self._transport = topology, local_world_size, sharing, transport
         self._in_step = False
-        self._first = 0
+        self._first_step = 0
         """The first step of the generation."""
         self._position = 0
         """Steps that this rank had finished, or was about to finish, when the regrouping began."""
@@ -67,7 +67,7 @@ class WrapperParticipant:
         self._steps: GossipSteps
         self._average: GlobalAverage
         self._unfrozen: Unfrozen
-        self._take: weakref.WeakMethod[Callable[[Sequence[str]], None]]
+        self._exchange_named: weakref.WeakMethod[Callable[[Sequence[str]], None]]
 
     def wrap(self, inner: BucketExchange, buckets: Sequence[Bucket]) -> RegroupingExchange:
         self.exchange = RegroupingExchange(inner, buckets, self.job, self.regroup)
@@ -75,13 +75,13 @@ class WrapperParticipant:
 
     def attach(
         self, module: Module, steps: GossipSteps, average: GlobalAverage, unfrozen: Unfrozen,
-        take_in: Callable[[Sequence[str]], None],
+        exchange_named: Callable[[Sequence[str]], None],
     ) -> None:  # fmt: skip
         """Attaches the wrapper to the job, which may regroup it from now on. module: the wrapped one, with its steps,
         average and unfrozen. take_in: a bound method of the wrapper, which exchanges further parameters, given by name,
         from then on. Raises as `Job.attach`."""
         self._module, self._steps, self._average, self._unfrozen = module, steps, average, unfrozen
-        self._take = weakref.WeakMethod(take_in)
+        self._exchange_named = weakref.WeakMethod(exchange_named)
         words = {True: "trained", False: "frozen"}
         lines = [f"parameter {name} {tuple(p.shape)} {p.dtype} {words[p.requires_grad]}"
                  for name, p in module.named_parameters()]  # fmt: skip
@@ -91,7 +91,7 @@ class WrapperParticipant:
                   f"transport {self._transport}", f"parameters of the buckets {buckets}"]  # fmt: skip
         self.job.attach(self, lines)
 
-    def come(self) -> None:
+    def join(self) -> None:
         """Joins the job as a newcomer, blocking until this process is a member; otherwise does nothing."""
         if self.job.admission is not None:
             self.regroup(None)
@@ -107,7 +107,7 @@ class WrapperParticipant:
             yield
         finally:
             self._in_step = False
-        if self.exchange.over:
+        if self.exchange.is_paused:
             self._resume()
 
     def regroup(self, error: PeerLost | None) -> None:
@@ -119,7 +119,7 @@ class WrapperParticipant:
         if not self._in_step:
             self._resume()
 
-    def exchange_more(self) -> None:
+    def exchange_pending(self) -> None:
         """Starts another generation of the same ranks, which also exchanges the pending parameters. Blocking for about
         a second. All ranks begin a generation together or none does, whoever dies meanwhile."""
         self.regroup(ConnectionBroken(f"rank {self._steps.plan.rank} trains more parameters"))
@@ -128,72 +128,72 @@ class WrapperParticipant:
     def _resume(self) -> None:
         """Starts the generation's first exchange."""
         steps = self._steps
-        steps.taken = self._first
+        steps.taken = self._first_step
         self._average.swap()
         for bucket in steps.buckets:
             bucket.gather()
-            bucket.begin_round(steps.plan, self._first, steps.rate())
+            bucket.begin_round(steps.plan, self._first_step, steps.rate())
             bucket.scatter()
-        self.exchange.resume(steps.round_of(self._first))
+        self.exchange.resume(steps.round_of(self._first_step))
         self._average.swap()
 
     # -- the parts of a regrouping ------------------------------------------------------------------------------
 
     def report(self) -> dict[str, Any]:
         return {"position": self._position, "fresh": self.job.control.fresh, "local": self._local,
-                "unfrozen": self._unfrozen.groups, "waiting": [name for name, _ in self._unfrozen.waiting],
+                "unfrozen": self._unfrozen.exchanged_groups, "waiting": [name for name, _ in self._unfrozen.pending],
                 **self.exchange.report()}  # fmt: skip
 
     def settle(self, reports: Mapping[int, Mapping[str, Any]]) -> None:
         self.exchange.settle(reports, self._steps.factor)
 
     def release(self) -> None:
-        self.exchange.let_go()
+        self.exchange.release_old()
 
     def rebuild(self, rank: int, world_size: int, reports: Mapping[int, Mapping[str, Any]]) -> None:
         steps = self._steps
         old = [number for number, uid in enumerate(self.job.members) if not reports[uid]["fresh"]]
         self._local = int(reports[self.job.members[old[0]]]["local"])  # a newcomer's environment may say otherwise
-        steps.plan = self._plan_for(rank, world_size)
-        agree_on_step(steps.plan)
-        self._take_in(reports)
+        steps.plan = self._make_plan(rank, world_size)
+        agree_on_step_size(steps.plan)
+        self._exchange_unfrozen(reports)
         for bucket, rule in zip(steps.buckets, steps.plan.rules(), strict=False):
             bucket.rule = rule
         inner = exchange_for(self._transport, steps.plan, steps.buckets, self.exchange.timeout_seconds, self.job)
-        self._first = max(int(reports[self.job.members[number]]["position"]) for number in old)
-        self.exchange.replace(inner, steps.buckets, self._first, reports)
+        self._first_step = max(int(reports[self.job.members[number]]["position"]) for number in old)
+        self.exchange.replace(inner, steps.buckets, self._first_step, reports)
         if len(old) < world_size:
-            self._share(old, rank)
+            self._send_model_to_newcomers(old, rank)
         schedule = steps.local.lr_scheduler
         if schedule is not None:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # torch warns because a newcomer's optimizer has taken no step
-                for _ in range(self._first - self._position):
+                for _ in range(self._first_step - self._position):
                     schedule.step()
-        self._position = self._first
+        self._position = self._first_step
         if rank not in old:
-            self.joined_at = self._first
-        self.job.control.has_model(self._first)
-        logger.warning("rank %d of %d from step %d on", rank, world_size, self._first)
+            self.joined_at = self._first_step
+        self.job.control.has_model(self._first_step)
+        logger.warning("rank %d of %d from step %d on", rank, world_size, self._first_step)
 
-    def _take_in(self, reports: Mapping[int, Mapping[str, Any]]) -> None:
+    def _exchange_unfrozen(self, reports: Mapping[int, Mapping[str, Any]]) -> None:
         """Exchanges all parameters that any rank has unfrozen, in the same buckets on all ranks: a newcomer lacks the
         earlier ones, and a rank whose last regrouping failed after this point already has them."""
-        told, own = [reports[uid] for uid in self.job.members], self._unfrozen.groups
+        told, own = [reports[uid] for uid in self.job.members], self._unfrozen.exchanged_groups
         wanted = max((each["unfrozen"] for each in told if not each["fresh"]), key=len)
         if wanted[: len(own)] != own:
             raise AssemblyError("this process exchanges different parameters than the others, which unfroze some "
                                 "while it was away: start it again")  # fmt: skip
         known = {name for group in wanted for name in group}
         waiting = {name for each in told for name in each["waiting"]} - known
-        take = self._take()
-        assert take is not None
+        exchange_named = self._exchange_named()
+        assert exchange_named is not None
         for group in [*wanted[len(own) :], *([sorted(waiting)] if waiting else [])]:
-            take(group)
+            exchange_named(group)
 
-    def _plan_for(self, rank: int, world_size: int) -> Plan:
+    def _make_plan(self, rank: int, world_size: int) -> Plan:
         local = self._local if world_size % self._local == 0 else 1
-        rule, delayed = sharing_named(self._sharing), self._steps.plan.delayed
+        rule, delayed = make_sharing(self._sharing), self._steps.plan.delayed
         try:
             return Plan(self._make_topology(self._topology, world_size, local), rule, rank, delayed)
         except (ValueError, GraphError) as error:
@@ -202,7 +202,7 @@ class WrapperParticipant:
             return Plan(self._make_topology("complete", world_size, local), rule, rank, delayed)
 
     @torch.no_grad()
-    def _share(self, old: list[int], rank: int) -> None:
+    def _send_model_to_newcomers(self, old: list[int], rank: int) -> None:
         """Gives newcomers the mean of the others. old: the ranks that have a model. Blocking, on all ranks."""
         fresh, module = rank not in old, self._module
         for tensor in [*module.parameters(), *module.buffers()]:

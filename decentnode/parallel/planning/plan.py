@@ -20,7 +20,7 @@ CHECKED_ROUNDS = 32
 CHECKED_RANKS = 512
 MOST_PHASES = MATRIX_ROUNDS
 """The longest period of a topology on which ranks keep copies of each other's models."""
-REMEMBERED = 64
+CACHED_STEPS = 64
 """Steps whose views and cliques are cached."""
 
 
@@ -39,7 +39,7 @@ class Plan:
         """delayed: an exchange is mixed when the next one is about to begin, not in the step after it.
 
         Raises ValueError if the graph lacks a property that the rule needs, or the rule cannot be delayed. Does not
-        search for the step size of a rule that has none (`checks.alike.agree_on_step` does)."""
+        search for the step size of a rule that has none (`checks.consistency.agree_on_step_size` does)."""
         self.graph, self.rule, self.rank, self.delayed = graph, rule, rank, delayed
         self.coding = coding_of(rule)
         """None if payloads are sent uncompressed."""
@@ -93,7 +93,7 @@ class Plan:
         """Returns the round of a step as the rule plans it; factor a: x <- x + a (W x - x). rank: None for this one."""
         if rank is None:
             if (step, factor) not in self._views:
-                if len(self._views) >= REMEMBERED:
+                if len(self._views) >= CACHED_STEPS:
                     self._views.clear()
                 self._views[step, factor] = self.view(step, factor, self.rank)
             return self._views[step, factor]
@@ -120,7 +120,7 @@ class Plan:
             return None
         key = number % period if period and type(self.rule).plan is Sharing.plan else step
         if key not in self._cliques:
-            if len(self._cliques) >= REMEMBERED:
+            if len(self._cliques) >= CACHED_STEPS:
                 self._cliques.clear()
             self._cliques[key] = self._find_clique(step, self.rank)
         return self._cliques[key]

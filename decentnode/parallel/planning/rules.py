@@ -39,7 +39,7 @@ class Coding:
     """Whether changes of public copies are sent (differences.py); otherwise the parameters."""
 
 
-LOSS_OF_MODELS = 1e-3
+MAX_MODEL_LOSS = 1e-3
 """The largest fraction of the energy of a normal vector that a codec may lose of whole models: int8 loses 1e-4, int4
 3e-2. Ranks agree no more closely than that."""
 
@@ -53,7 +53,7 @@ def coding_of(rule: Sharing) -> Coding | None:
     return None if codec is None else Coding(codec, 1.0, differences=False)
 
 
-def sharing_named(given: SharingRule) -> Sharing:
+def make_sharing(given: SharingRule) -> Sharing:
     """Returns a sharing rule that buckets can use.
 
     Raises ValueError for a rule that is not elementwise or needs what buckets do not have, UsageError for an unknown
@@ -84,8 +84,8 @@ def sharing_named(given: SharingRule) -> Sharing:
         (bool(unheard), f"has a method {next(iter(unheard), '')}, which scripts do not call"),
         (bool(around), f"has a method {next(iter(around), '')}, which is only called where its requirements have "
          "sequential=True"),
-        (_sends_another(rule), "sends something other than the parameters (its method outgoing), where scripts send "
-         "the parameters"),
+        (_sends_other_payloads(rule), "sends something other than the parameters (its method outgoing), where scripts "
+         "send the parameters"),
     ) if bad), None)  # fmt: skip
     if lacks is not None:
         raise ValueError(f"sharing must be an elementwise rule such as full, ac or local_sgd, or choco, got "
@@ -93,15 +93,15 @@ def sharing_named(given: SharingRule) -> Sharing:
     coding = coding_of(rule)
     if coding is not None and not coding.differences:
         lost = Operator(1.0, "all", coding.codec).lost()
-        if lost > LOSS_OF_MODELS:
+        if lost > MAX_MODEL_LOSS:
             name = rule.config.compression.name  # type: ignore[attr-defined]
-            raise ValueError(f"compression must lose at most {LOSS_OF_MODELS:.1%} of a model here, {name} loses "
+            raise ValueError(f"compression must lose at most {MAX_MODEL_LOSS:.1%} of a model here, {name} loses "
                              f"{lost:.1%}: sharing={{'name': 'choco', 'choose': 'all', 'compression': ...}} sends "
                              "changes of models, which may be coarser")  # fmt: skip
     return rule
 
 
-def _sends_another(rule: Sharing) -> bool:
+def _sends_other_payloads(rule: Sharing) -> bool:
     """Returns whether a user's own rule sends something else than the parameters, tried in a few rounds of two ranks.
     Its `outgoing` is never called in training, because ranks exchange their buckets directly."""
     if not own_methods(type(rule), ("outgoing",)):

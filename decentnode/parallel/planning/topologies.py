@@ -34,7 +34,7 @@ def make_topology(given: TopologyLike, world_size: int, local_world_size: int) -
         if world_size == 1:
             section = {"name": "complete"}
         elif set(section) == {"name"}:
-            section = _fitting(section["name"], world_size, local_world_size)
+            section = _section_that_fits(section["name"], world_size, local_world_size)
         cls = load_class(section["name"], GRAPHS, "topology")
         graph = build_graph(config_of("topology", cls, {"nodes": world_size, **section}), None, SEED)
     if graph.num_nodes != world_size:
@@ -42,36 +42,37 @@ def make_topology(given: TopologyLike, world_size: int, local_world_size: int) -
     return graph
 
 
-def _fitting(name: str, world_size: int, local_world_size: int) -> dict[str, Any]:
+def _section_that_fits(name: str, world_size: int, local_world_size: int) -> dict[str, Any]:
     power = world_size & (world_size - 1) == 0
     if name == "ring":
         if world_size % 2 == 0:
             return {"name": "alternating_ring"}
-        return _instead(name, f"{world_size} ranks are odd", {"name": "ring"}, "static, weights 1/3")
+        return _fallback_section(name, f"{world_size} ranks are odd", {"name": "ring"}, "static, weights 1/3")
     if name in ("one-peer-exp", "exp"):
         if power:
             return {"name": "one_peer_exponential"}
         why = f"{world_size} ranks are no power of two"
-        return _instead(name, why, {"name": "base_k_plus_1", "peers": 1}, "exact after finitely many steps")
+        return _fallback_section(name, why, {"name": "base_k_plus_1", "peers": 1}, "exact after finitely many steps")
     if name == "alternating-exp-ring":
         machines = world_size // max(1, local_world_size)
         if machines <= 1:
-            return _instead(name, "all ranks are on one machine", {"name": "complete"}, "one average")
+            return _fallback_section(name, "all ranks are on one machine", {"name": "complete"}, "one average")
         if local_world_size == 1:
-            return _instead(name, "every machine has one rank", _fitting("one-peer-exp", world_size, 1), "pairs")
+            section = _section_that_fits("one-peer-exp", world_size, 1)
+            return _fallback_section(name, "every machine has one rank", section, "pairs")
         if machines & (machines - 1) or machines * local_world_size != world_size:
             why = f"{machines} machines are no power of two, or have unequal numbers of ranks"
-            return _instead(name, why, _fitting("one-peer-exp", world_size, 1), "pairs")
+            return _fallback_section(name, why, _section_that_fits("one-peer-exp", world_size, 1), "pairs")
         return {"name": "alternating_exponential_ring", "nodes_per_machine": local_world_size}
     return {"name": name}
 
 
-_told: set[str] = set()
+_warned: set[str] = set()
 
 
-def _instead(name: str, why: str, section: dict[str, Any], how: str) -> dict[str, Any]:
+def _fallback_section(name: str, why: str, section: dict[str, Any], how: str) -> dict[str, Any]:
     text = f"topology {name}: {why}; {section['name']} is used instead ({how})"
-    if text not in _told:
-        _told.add(text)
+    if text not in _warned:
+        _warned.add(text)
         logger.warning("%s", text)
     return section

@@ -58,18 +58,18 @@ class ElasticRunRanks(RunRanks):
 
     def __init__(self, model: DecentralizedDataParallel) -> None:
         super().__init__(model)
-        assert model._member is not None
-        self._member, terms = model._member, model._member.job.terms
-        self.uid = self._member.job.control.uid
+        assert model._participant is not None
+        self._participant, terms = model._participant, model._participant.job.terms
+        self.uid = self._participant.job.control.uid
         self.folder = folder_name(terms.began, terms.run.hex()[:4])
 
     @property
     def members(self) -> tuple[int, ...]:
-        return self._member.job.members
+        return self._participant.job.members
 
     @property
     def has_just_joined(self) -> bool:
-        return self._member.joined_at == self.model.steps
+        return self._participant.joined_at == self.model.steps
 
     def evaluate(self, measure: Measure | None) -> dict[str, float]:
         model, failed = self.model, list[Exception]()
@@ -106,4 +106,4 @@ def _figures(own: Mapping[str, float], means: Tensor, merged: Mapping[str, float
 
 
 def ranks_of(model: DecentralizedDataParallel) -> RunRanks:
-    return RunRanks(model) if model._member is None else ElasticRunRanks(model)
+    return RunRanks(model) if model._participant is None else ElasticRunRanks(model)

@@ -16,21 +16,21 @@ from decentnode.parallel.checks.refusals import refuse_compiled_autograd
 
 logger = logging.getLogger(__name__)
 
-_last: tuple[int, weakref.ref[Any]] = (-1, weakref.ref(set()))
+_last_end: tuple[int, weakref.ref[Any]] = (-1, weakref.ref(set()))
 """The id of the backward pass whose end was last reported, and the watch that it was reported to."""
-_told = False
+_warned = False
 
 
-def _tell_of_two(watch: BackwardWatch) -> None:
+def _warn_of_two_watches(watch: BackwardWatch) -> None:
     """Warns, once in a process, if the end of one backward pass is reported to more than one watch."""
-    global _last, _told
+    global _last_end, _warned
     number = torch._C._current_graph_task_id()
-    before = _last[1]()
-    if not _told and _last[0] == number and before is not None and before is not watch:
-        _told = True
+    before = _last_end[1]()
+    if not _warned and _last_end[0] == number and before is not None and before is not watch:
+        _warned = True
         logger.warning("one backward pass steps two wrapped modules: if its loss belongs to only one of them, as in a "
                        "GAN, set requires_grad_(False) on the other meanwhile, or use its no_sync()")  # fmt: skip
-    _last = number, weakref.ref(watch)
+    _last_end = number, weakref.ref(watch)
 
 
 def tensors_in(output: Any) -> Iterator[Tensor]:
@@ -49,7 +49,8 @@ class BackwardWatch:
     """Calls a method once at the end of each backward pass in which one of the parameters got its gradient.
 
     Reentrant checkpoints run nested backward passes, whose ends do not count. A pass begins when the gradient of one of
-    the module's outputs arrives (`output_came`); if that happens in a nested pass, the end of the outermost one counts.
+    the module's outputs arrives (`note_output_gradient`); if that happens in a nested pass, the end of the outermost
+    pass counts.
     The parameters keep neither this object nor the method's object alive.
     """
 
@@ -59,7 +60,7 @@ class BackwardWatch:
         self.accumulating = False
         """While True, passes only accumulate gradients."""
         self._on_end = weakref.WeakMethod(on_end)
-        self._gradient_came = False
+        self._has_gradient = False
         """Whether a parameter got its gradient in the current pass."""
         self._queued: weakref.ref[Callable[[], None]] | None = None
         itself = weakref.ref(self)
@@ -74,7 +75,7 @@ class BackwardWatch:
             watch = itself()
             if watch is not None and not watch.accumulating:
                 watch._await_end()
-                watch._gradient_came = True
+                watch._has_gradient = True
                 known = watch._queued if watch._queued is not None else nothing
 
         self._on_gradient = on_gradient
@@ -87,7 +88,7 @@ class BackwardWatch:
         if not self.stopped:
             self._hooks += [p.register_post_accumulate_grad_hook(self._on_gradient) for p in params]
 
-    def output_came(self) -> None:
+    def note_output_gradient(self) -> None:
         """Notes that a backward pass has begun; to be called when the gradient of a module's output arrives."""
         if not self.accumulating:
             self._await_end()
@@ -98,7 +99,7 @@ class BackwardWatch:
         if self._queued is not None and self._queued() is not None:
             return
         refuse_compiled_autograd()
-        self._gradient_came = False
+        self._has_gradient = False
         self._queue_end()
 
     def _queue_end(self) -> None:
@@ -109,8 +110,8 @@ class BackwardWatch:
             around = torch._C._current_autograd_node()
             if around is not None:
                 self._await_end_around(around)
-            elif on_end is not None and not self.stopped and self._gradient_came:
-                _tell_of_two(self)
+            elif on_end is not None and not self.stopped and self._has_gradient:
+                _warn_of_two_watches(self)
                 on_end()
 
         self._queued = weakref.ref(end_of_backward)
@@ -121,21 +122,21 @@ class BackwardWatch:
 
         The callback is queued when a gradient leaves `node`, because no code runs in the outer pass before that.
         """
-        came = self._gradient_came
+        had_gradient = self._has_gradient
         handles: list[Any] = []
 
-        def goes_on(_: Any) -> None:
+        def on_later_gradient(_: Any) -> None:
             for handle in handles:
                 handle.remove()
             if self.accumulating:
                 return
             if self._queued is None or self._queued() is None:
-                self._gradient_came = came
+                self._has_gradient = had_gradient
                 self._queue_end()
             else:
-                self._gradient_came |= came
+                self._has_gradient |= had_gradient
 
-        handles += [following.register_prehook(goes_on) for following, _ in node.next_functions if following]
+        handles += [following.register_prehook(on_later_gradient) for following, _ in node.next_functions if following]
 
     def stop(self) -> bool:
         """Removes the hooks from the parameters; returns whether they were still there. Idempotent."""

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from decentnode.optim.parts import divisible
 from decentnode.parallel.buckets.bucket import Bucket
 from decentnode.parallel.planning.plan import Plan
-from decentnode.parallel.steps.apart import Apart
+from decentnode.parallel.steps.optimizer_coverage import OptimizerCoverage
 from decentnode.parallel.steps.part_steps import PartSteps, suit_part_by_part
 from decentnode.parallel.transports.base import BucketExchange
 
@@ -38,7 +38,7 @@ class OptimizerStep:
         lr_scheduler, scaler: None for none. Raises ValueError if the optimizer has none of the parameters."""
         self._params = list(params)
         self.optimizer, self.lr_scheduler, self.scaler, self.clip_norm = optimizer, lr_scheduler, scaler, clip_norm
-        self.apart = Apart(optimizer, self._params)
+        self.coverage = OptimizerCoverage(optimizer, self._params)
 
     def rate(self) -> float:
         """Returns the learning rate of the optimizer's first group, 1 if it has no group."""
@@ -63,13 +63,13 @@ class OptimizerStep:
 
     def clear_gradients(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
-        for p in self.apart.unstepped:
+        for p in self.coverage.unstepped:
             p.grad = None
 
-    def exchange(self, params: Sequence[Tensor]) -> None:
+    def set_exchanged(self, params: Sequence[Tensor]) -> None:
         """Lets ranks exchange these from now on. The norm of their gradients is summed in this order."""
         self._params = list(params)
-        self.apart.exchange(params)
+        self.coverage.set_exchanged(params)
 
     def advance_schedule(self) -> None:
         if self.lr_scheduler is not None:
@@ -93,7 +93,7 @@ class GossipSteps:
         """The learning rate of the optimizer's last step."""
         self.must_restart = False
         """Whether a state was loaded, so that the exchange in flight is of another model."""
-        self._broken: str | None = None
+        self._interrupted_by: str | None = None
         """The name of the exception that interrupted a step."""
 
     def begin(self) -> None:
@@ -109,7 +109,7 @@ class GossipSteps:
         self.part_steps = PartSteps(self.buckets) if suit_part_by_part(self.buckets) else None
 
     @torch.no_grad()
-    def take_in(
+    def add_and_restart(
         self, buckets: Sequence[Bucket], exchange_for: Callable[[Plan, Sequence[Bucket]], BucketExchange]
     ) -> None:
         """Adds buckets from now on, and starts the exchange of the parameters as they are. Blocking, on all ranks; only
@@ -120,7 +120,7 @@ class GossipSteps:
         before, rate = self.exchange, self.rate()
         before.abandon()
         for bucket in self.buckets:
-            bucket.renew_memory()
+            bucket.drop_buffers()
         self.add(buckets)
         self.exchange = exchange_for(self.plan, self.buckets)
         self.exchange.bytes_sent, self.exchange.wait_seconds = before.bytes_sent, before.wait_seconds
@@ -134,57 +134,57 @@ class GossipSteps:
         that was interrupted."""
         if self.local.scaler is None:
             self.local.clip()
-        with self._whole():
-            if self._rests():
-                self._take_alone()
+        with self._uninterrupted():
+            if self._is_local_step():
+                self._take_local_step()
             elif self.local.scaler is None and self.part_steps is not None and divisible(self.local.optimizer):
-                self._count_change()
+                self._increment_versions()
                 self.part_steps.take(self.local.optimizer, self.exchange, self.round_of(self.taken + 1), self.factor)
             else:
-                self._take_at_once()
+                self._take_whole_step()
             self.taken += 1
         self.local.advance_schedule()
 
     def take_idle(self) -> None:
         """Takes a step without an update: mixes and sends only."""
-        with self._whole():
-            if not self._rests():
+        with self._uninterrupted():
+            if not self._is_local_step():
                 self.mix()
                 self.launch(self.taken + 1)
             self.taken += 1
         self.local.advance_schedule()
 
     @contextlib.contextmanager
-    def _whole(self) -> Iterator[None]:
+    def _uninterrupted(self) -> Iterator[None]:
         """Wraps the part of a step that must be complete: after an interruption ranks would mix different steps."""
-        if self._broken is not None:
-            raise RuntimeError(f"a step was interrupted by {self._broken}, and the exchange cannot continue: create "
-                               "the wrapper anew, on all ranks")  # fmt: skip
+        if self._interrupted_by is not None:
+            raise RuntimeError(f"a step was interrupted by {self._interrupted_by}, and the exchange cannot continue: "
+                               "create the wrapper anew, on all ranks")  # fmt: skip
         try:
             yield
         except BaseException as error:
-            self._broken = type(error).__name__
+            self._interrupted_by = type(error).__name__
             raise
 
-    def _rests(self) -> bool:
+    def _is_local_step(self) -> bool:
         """Returns whether this step neither waits for an exchange nor begins one."""
         return self.plan.delayed and not self.plan.exchanges_after(self.round_of(self.taken + 1))
 
-    def _take_alone(self) -> None:
+    def _take_local_step(self) -> None:
         self.learning_rate = self.rate()
         self.local.take()
         for bucket in self.buckets:
             if self.exchange.flight_of(bucket) is not None:
-                bucket.send_apart(bucket.sent)
+                bucket.record_sent(bucket.sent)
 
-    def _take_at_once(self) -> None:
+    def _take_whole_step(self) -> None:
         self.mix()
-        self._count_change()  # after mixing, which on GPUs takes a changed version counter for a script's change
+        self._increment_versions()  # after mixing, which on GPUs takes a changed version counter for a script's change
         self.learning_rate = self.rate()
         self.local.take()
         self.launch(self.taken + 1)
 
-    def _count_change(self) -> None:
+    def _increment_versions(self) -> None:
         """Lets autograd know that mixing changes the parameters: a second backward pass through a graph from before the
         step then raises, as it does after a step of a torch optimizer."""
         for bucket in self.buckets:
@@ -195,7 +195,7 @@ class GossipSteps:
         for bucket in self.buckets:
             bucket.gather()
             self.exchange.finish(bucket, self.factor)
-            if not self.exchange.over:
+            if not self.exchange.is_paused:
                 bucket.next_round(self.plan, self.taken, self.learning_rate)
             bucket.scatter()
 
@@ -206,7 +206,7 @@ class GossipSteps:
             bucket.gather()
         self.exchange.launch(self.buckets, self.round_of(step))
 
-    def launch_anew(self) -> None:
+    def restart_exchange(self) -> None:
         """Waits for the exchange in flight without mixing it, and starts that of the current parameters. Blocking."""
         self.exchange.drain()
         self.launch(self.taken)

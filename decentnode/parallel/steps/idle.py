@@ -20,19 +20,19 @@ class _IdleHook(JoinHook):
         self._step()
 
 
-class Idles(Joinable):
+class IdleJoinable(Joinable):
     """Base class: takes part in the steps of the other ranks while they have inputs and this rank has none."""
 
     def _idle_step(self) -> None:
         """Takes a step without inputs. Blocking as a step is."""
         raise NotImplementedError
 
-    def _comes_and_goes(self) -> bool:
+    def _is_elastic(self) -> bool:
         """Returns whether the membership may change (missing="regroup")."""
         raise NotImplementedError
 
     def join_hook(self, **_: Any) -> JoinHook:
-        if self._comes_and_goes():
+        if self._is_elastic():
             raise ValueError('with missing="regroup" a rank that has run out of inputs must close its wrapper, or '
                              "end: the others then continue")  # fmt: skip
         return _IdleHook(self._idle_step)

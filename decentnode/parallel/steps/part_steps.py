@@ -33,7 +33,7 @@ class PartSteps:
         for bucket in self._buckets:
             bucket.gather()
             flight = exchange.arrive(bucket)
-            one_pass = exchange.one_pass(bucket, flight)
+            one_pass = exchange.supports_one_pass(bucket, flight)
             for part in bucket.parts:
                 mine = next(groups)
                 rows = self._adam[part].take(optimizer, mine) if one_pass else None

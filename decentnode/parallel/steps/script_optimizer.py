@@ -15,7 +15,7 @@ from decentnode.optim.outer import OuterOptimizer
 
 logger = logging.getLogger(__name__)
 
-TOLD_AFTER = 10
+WARN_AFTER_CHANGES = 10
 """How often parameters may change before the first step until a warning: loading a state, or moving them for a second
 pass, causes fewer changes."""
 
@@ -52,7 +52,7 @@ class ScriptOptimizer(OuterOptimizer):
         return f"ScriptOptimizer({self.local_optimizer!r})"
 
 
-class OtherUpdates:
+class ForeignUpdates:
     """Detects that another optimizer than the wrapped model's trains the parameters, which ranks would not notice."""
 
     def __init__(self, params: Sequence[Tensor]) -> None:
@@ -60,12 +60,12 @@ class OtherUpdates:
         self._version = -1
         self._changes = 0
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Checks for changes; to be called in the training's forward passes before the first step. Warns once."""
         version = sum(p._version for p in self._params)
         self._changes += version != self._version
         self._version = version
-        if self._changes == TOLD_AFTER:
+        if self._changes == WARN_AFTER_CHANGES:
             self._changes += 1
             logger.warning("the parameters changed but model.optimizer took no step: with step_in_backward=False, the "
                            "script must step model.optimizer; a rank that steps another optimizer trains alone")

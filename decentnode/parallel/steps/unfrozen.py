@@ -16,7 +16,7 @@ class Unfrozen:
     """Finds parameters that are trained now and were not before, and adds them to the optimizer.
 
     That needs no other rank. Until these parameters are exchanged, which all ranks have to begin together, they are
-    pending (`waiting`).
+    in `pending`.
     """
 
     def __init__(
@@ -26,41 +26,41 @@ class Unfrozen:
         self._named, self._optimizer, self._make = list(named), optimizer, make
         self._known = [(name, p) for name, p in named if p.requires_grad]
         self._frozen = [(name, p) for name, p in named if not p.requires_grad]
-        self.waiting: Named = []
-        self.groups: list[list[str]] = []
+        self.pending: Named = []
+        self.exchanged_groups: list[list[str]] = []
         """The names of the parameters that were pending, grouped as they began to be exchanged, in that order."""
 
-    def found(self) -> Named:
+    def find(self) -> Named:
         """Returns parameters that were frozen so far and no longer are, which should be admitted."""
         return [(name, p) for name, p in self._frozen if p.requires_grad]
 
-    def admit(self, names: set[str]) -> None:
+    def mark_pending(self, names: set[str]) -> None:
         """Makes the so far frozen parameters of these names pending, whether they are still frozen or not. Raises
         RuntimeError if the optimizer has several groups and it is not clear which one they belong to."""
         known = {name for name, _ in self._known}
         fresh = [(name, p) for name, p in self._frozen if name in names and name not in known]
         if fresh:
             known.update(name for name, _ in fresh)
-            self._give(fresh, [(name, p) for name, p in self._named if name in known])
+            self._add_to_optimizer(fresh, [(name, p) for name, p in self._named if name in known])
             self._known += fresh
-            self.waiting += fresh
+            self.pending += fresh
         self._frozen = [(name, p) for name, p in self._frozen if name not in names or not p.requires_grad]
 
-    def take(self, names: Sequence[str] | None = None) -> Named:
+    def take_pending(self, names: Sequence[str] | None = None) -> Named:
         """Returns the pending parameters of these names, in that order, or all, which are exchanged from now on."""
-        waiting = dict(self.waiting)
-        found = [(name, waiting.pop(name)) for name in (names or [*waiting])]
-        self.waiting = [*waiting.items()]
-        self.groups.append([name for name, _ in found])
+        pending = dict(self.pending)
+        found = [(name, pending.pop(name)) for name in (names or [*pending])]
+        self.pending = [*pending.items()]
+        self.exchanged_groups.append([name for name, _ in found])
         return found
 
-    def withdraw(self) -> None:
+    def withdraw_frozen(self) -> None:
         """Makes those pending parameters that are still frozen no longer pending."""
-        back = {name for name, p in self.waiting if not p.requires_grad}
+        back = {name for name, p in self.pending if not p.requires_grad}
         self._known = [(name, p) for name, p in self._known if name not in back]
-        self.waiting = [(name, p) for name, p in self.waiting if name not in back]
+        self.pending = [(name, p) for name, p in self.pending if name not in back]
 
-    def _give(self, fresh: Named, trained: Named) -> None:
+    def _add_to_optimizer(self, fresh: Named, trained: Named) -> None:
         """Adds parameters to the optimizer's groups in which its maker puts them when it is called again with all
         trained parameters; those that the script has added itself stay where they are."""
         groups = self._optimizer.param_groups

@@ -22,7 +22,7 @@ from decentnode.parallel.process_group.default_group import device_of_group, num
 T = TypeVar("T")
 
 
-def _go_on(peer: int, since: float, now: float) -> None:
+def _keep_waiting(peer: int, since: float, now: float) -> None:
     """Continues the wait for a rank: the default of `BucketExchange.interrupt`."""
 
 
@@ -34,7 +34,7 @@ class Flight:
     step: int
     works: list[tuple[Any, list[int]]] = field(default_factory=list)
     """Operations, each with the ranks that it waits for."""
-    landings: dict[int, Callable[[], object]] = field(default_factory=dict)
+    deliveries: dict[int, Callable[[], object]] = field(default_factory=dict)
     """Rank -> a function that moves what arrived from it to its destination; removed once called. An all_reduce has an
     entry for this rank itself."""
     use: int = 0
@@ -44,10 +44,10 @@ class Flight:
 class BucketExchange(abc.ABC):
     """The exchange of all buckets: a bucket arrives, is mixed part by part, and may depart again for the next step."""
 
-    interrupt: Callable[[int, float, float], None] = staticmethod(_go_on)
+    interrupt: Callable[[int, float, float], None] = staticmethod(_keep_waiting)
     """interrupt(rank, since, now): called periodically while this rank waits for another, if the transport can; raises
     PeerLost to end the wait."""
-    over = False
+    is_paused = False
     """Whether nothing more is sent in this step (regrouping.py)."""
 
     def __init__(self, plan: Plan, timeout_seconds: float) -> None:
@@ -74,25 +74,25 @@ class BucketExchange(abc.ABC):
 
     def snapshot(self, bucket: Bucket, part: BucketPart, cached: bool = False) -> None:
         """Takes the snapshot of a part for its bucket's next departure. cached: the part is in the cache."""
-        place = self._place(bucket)
+        place = self._snapshot_target(bucket)
         if place is not None:
             bucket.snapshot_part(part, place, None, cached)
 
-    def one_pass(self, bucket: Bucket, flight: Flight | None) -> bool:
+    def supports_one_pass(self, bucket: Bucket, flight: Flight | None) -> bool:
         """Returns whether `advance` can replace `mix`, the optimizer's step and `snapshot` for a bucket's parts."""
-        return bucket.one_pass(None if flight is None else self.plan.view(flight.step))
+        return bucket.supports_one_pass(None if flight is None else self.plan.view(flight.step))
 
     def advance(self, bucket: Bucket, part: BucketPart, flight: Flight | None, factor: float, rows: Rows) -> None:
         """Mixes a part of an arrived bucket, takes the optimizer's step and the next snapshot, in one pass."""
         view = None if flight is None else self.plan.view(flight.step, factor)
-        bucket.advance(part, view, rows, self._place(bucket))
+        bucket.advance(part, view, rows, self._snapshot_target(bucket))
 
-    def _place(self, bucket: Bucket) -> Tensor | None:
+    def _snapshot_target(self, bucket: Bucket) -> Tensor | None:
         """Returns the tensor [S] that snapshots are written to; None in a step without neighbors."""
         view = self.plan.view(self._step)
         return bucket.sent_buffer() if view.neighbors or view.sources else None
 
-    def _departing(self, bucket: Bucket) -> RoundView | None:
+    def _begin_departure(self, bucket: Bucket) -> RoundView | None:
         """Makes the snapshot the bucket's `sent`, and returns the round of the departure; None without neighbors."""
         view = self.plan.view(self._step)
         if not view.neighbors and not view.sources:
@@ -138,7 +138,7 @@ class BucketExchange(abc.ABC):
         """Ends a bucket's exchange; to be called when all of its parts are mixed. Frees the received parameters."""
         del self._flights[bucket.index]
 
-    def make_room(self, bucket: Bucket) -> None:  # noqa: B027  (most transports always have room)
+    def wait_for_free_slot(self, bucket: Bucket) -> None:  # noqa: B027  (most transports always have room)
         """Waits until the bucket's next snapshots can be written. Blocking."""
 
     def flight_of(self, bucket: Bucket) -> Flight | None:
@@ -153,7 +153,7 @@ class BucketExchange(abc.ABC):
         """Drops a bucket's exchange, even if parts of it have not arrived."""
         self._flights.pop(bucket.index, None)
 
-    def _look_for(self, peer: int, started: float, now: float, step: int, waiting: str = "") -> None:
+    def _check_wait(self, peer: int, started: float, now: float, step: int, waiting: str = "") -> None:
         """Ends the wait for a rank, with PeerLost, if it is lost or the timeout has passed since `started`. To be
         called periodically by code that waits."""
         self.interrupt(peer, started, now)
@@ -203,9 +203,9 @@ class BucketExchange(abc.ABC):
             restart()
         return found
 
-    def tell(self, text: str, what: str) -> dict[int, str]:
+    def gather_by_rank(self, text: str, what: str) -> dict[int, str]:
         """Returns the texts of all ranks, by rank; by uid if the membership may change. Blocking, on all ranks. Raises
         as `average`."""
         with self.average(what):
-            told = gather_texts(text, device_of_group(), what) if num_ranks() > 1 else [text]
-        return dict(enumerate(told))
+            texts = gather_texts(text, device_of_group(), what) if num_ranks() > 1 else [text]
+        return dict(enumerate(texts))

@@ -11,8 +11,8 @@ from decentnode.parallel.transports.base import BucketExchange
 from decentnode.parallel.transports.coded_memory import CodedMemory
 from decentnode.parallel.transports.collective import CollectiveExchange
 from decentnode.parallel.transports.host_memory import HostMemory
-from decentnode.parallel.transports.pairs import PairExchange
-from decentnode.parallel.transports.shared_memory import SharedMemoryExchange, usable
+from decentnode.parallel.transports.point_to_point import PointToPointExchange
+from decentnode.parallel.transports.shared_memory import SharedMemoryExchange, can_share_memory
 from decentnode.parallel.transports.sockets import SocketExchange
 
 
@@ -35,7 +35,7 @@ def exchange_for(
         raise ValueError("collective sends models unencrypted: leave the keys out, or use auto or sockets")
     if transport == "shared_memory" and plan.coding is not None:
         raise ValueError("shared_memory sends nothing, so it cannot compress: leave the compression out, or use auto")
-    shared = transport != "collective" and plan.coding is None and usable(buckets, plan)
+    shared = transport != "collective" and plan.coding is None and can_share_memory(buckets, plan)
     if transport == "shared_memory" and not shared:
         raise ValueError("shared_memory needs CPU parameters, all ranks on one x86 host and room in /dev/shm")
     if shared:
@@ -44,4 +44,4 @@ def exchange_for(
         return CollectiveExchange(plan, timeout_seconds, memory)
     if job.closed:
         return SocketExchange(plan, timeout_seconds, job.control.sockets, job.host, buckets, memory)
-    return PairExchange(plan, timeout_seconds, memory)
+    return PointToPointExchange(plan, timeout_seconds, memory)

@@ -35,38 +35,38 @@ class CodedMemory(HostMemory):
         self._packings = [Packing(coding, [p.numel() for p in each.params], each.flat.dtype) for each in buckets]
         self._packed: dict[int, Tensor] = {}
         """Bucket -> the encoded bytes that are sent."""
-        self._rooms: dict[tuple[int, int], Tensor] = {}
+        self._buffers: dict[tuple[int, int], Tensor] = {}
         """(bucket, source's number; -1 for sending) -> a buffer that the process group receives into or sends from."""
-        self._whole_rooms: dict[int, list[Tensor]] = {}
+        self._uncompressed_buffers: dict[int, list[Tensor]] = {}
         """The same for buckets that are sent uncompressed in the current exchange; most exchanges have none."""
-        self._own: dict[tuple[int, int], Tensor] = {}
+        self._own_copies: dict[tuple[int, int], Tensor] = {}
         """(bucket, phase) -> [S] this rank's public copy."""
-        self._theirs: dict[tuple[int, int, int], Tensor] = {}
+        self._neighbor_copies: dict[tuple[int, int, int], Tensor] = {}
         """(bucket, phase, rank) -> [S] the public copy of a neighbor."""
-        self._begins: set[int] = set()
+        self._uncompressed: set[int] = set()
         """Buckets that are sent uncompressed in the current exchange."""
 
-    def departing(self, bucket: Bucket, step: int) -> Tensor:
+    def send_buffer(self, bucket: Bucket, step: int) -> Tensor:
         packing, snapshot = self._packings[bucket.index], bucket.sent
         key = bucket.index, self._phase(step)
-        self._begins.discard(bucket.index)
-        self._whole_rooms.pop(bucket.index, None)
-        if self._differences and key not in self._own:
-            self._begins.add(bucket.index)
-            self._own[key] = snapshot.clone()
+        self._uncompressed.discard(bucket.index)
+        self._uncompressed_buffers.pop(bucket.index, None)
+        if self._differences and key not in self._own_copies:
+            self._uncompressed.add(bucket.index)
+            self._own_copies[key] = snapshot.clone()
             return self._sendable(bucket, snapshot.view(torch.uint8))
         if bucket.index not in self._packed:
             self._packed[bucket.index] = snapshot.new_empty(packing.size_bytes, dtype=torch.uint8)
         packed, draws = self._packed[bucket.index], self._draws(bucket, step)
         if self._differences:
-            public = self._own[key]
+            public = self._own_copies[key]
             packing.encode(snapshot.sub_(public), packed, draws)
             packing.add_to(public, packed)
-            bucket.send_apart(public)
+            bucket.record_sent(public)
         else:
             packing.encode(snapshot, packed, draws)
             packing.decode(packed, snapshot)
-            bucket.send_apart(snapshot)
+            bucket.record_sent(snapshot)
         return self._sendable(bucket, packed)
 
     def _phase(self, step: int) -> int:
@@ -82,33 +82,33 @@ class CodedMemory(HostMemory):
         """Returns the tensor, or a copy that the process group can send. Blocking for a copy."""
         if self._sends_from(bucket):
             return tensor
-        return self._room(bucket, -1).copy_(tensor)
+        return self._buffer(bucket, -1).copy_(tensor)
 
-    def _room(self, bucket: Bucket, number: int) -> Tensor:
+    def _buffer(self, bucket: Bucket, number: int) -> Tensor:
         """Returns [`_size`] uint8, the buffer for a source, or for sending, in the current exchange."""
-        if bucket.index in self._begins:
-            room = self._new_room(bucket)
-            self._whole_rooms.setdefault(bucket.index, []).append(room)
-            return room
+        if bucket.index in self._uncompressed:
+            buffer = self._new_buffer(bucket)
+            self._uncompressed_buffers.setdefault(bucket.index, []).append(buffer)
+            return buffer
         key = bucket.index, number
-        if key not in self._rooms:
-            self._rooms[key] = self._new_room(bucket)
-        return self._rooms[key]
+        if key not in self._buffers:
+            self._buffers[key] = self._new_buffer(bucket)
+        return self._buffers[key]
 
-    def _new_room(self, bucket: Bucket) -> Tensor:
+    def _new_buffer(self, bucket: Bucket) -> Tensor:
         flat, direct = bucket.flat, self._sends_from(bucket)
         return torch.empty(self._size(bucket), dtype=torch.uint8, device=flat.device if direct else "cpu",
                            pin_memory=flat.is_cuda and not direct)  # fmt: skip
 
     def _size(self, bucket: Bucket) -> int:
         """Returns how many bytes come from each neighbor in the current exchange."""
-        return bucket.size_bytes if bucket.index in self._begins else self._packings[bucket.index].size_bytes
+        return bucket.size_bytes if bucket.index in self._uncompressed else self._packings[bucket.index].size_bytes
 
-    def landing(self, bucket: Bucket, flight: Flight, sources: Sequence[int]) -> dict[int, Tensor]:
+    def receive_buffers(self, bucket: Bucket, flight: Flight, sources: Sequence[int]) -> dict[int, Tensor]:
         found = {}
         for number, peer in enumerate(sources):
-            found[peer] = self._room(bucket, number)
-            flight.landings[peer] = partial(self.accept, bucket, flight, number, peer, found[peer])
+            found[peer] = self._buffer(bucket, number)
+            flight.deliveries[peer] = partial(self.accept, bucket, flight, number, peer, found[peer])
         return found
 
     def sizes(self, bucket: Bucket) -> set[int]:
@@ -122,18 +122,18 @@ class CodedMemory(HostMemory):
             if body.numel() != self._size(bucket):
                 raise PeerFault("malformed_payload", f"{body.numel()} bytes instead of {self._size(bucket)}")
             arrived = body.to(bucket.flat.device)
-            if bucket.index in self._begins:
-                self._theirs[key] = arrived.view(bucket.flat.dtype).clone()
+            if bucket.index in self._uncompressed:
+                self._neighbor_copies[key] = arrived.view(bucket.flat.dtype).clone()
             elif self._differences:
-                packing.add_to(self._theirs[key], arrived)
+                packing.add_to(self._neighbor_copies[key], arrived)
             else:
                 packing.decode(arrived, bucket.slot(number))
         except PeerFault as error:
             raise PeerLost(f"rank {self._plan.rank}: what rank {peer} sent in step {flight.step} cannot be decoded: "
                            f"{error}", [peer]) from error  # fmt: skip
-        bucket.received[peer] = self._theirs[key] if self._differences else bucket.slot(number)
+        bucket.received[peer] = self._neighbor_copies[key] if self._differences else bucket.slot(number)
 
     def forget(self) -> None:
         """Drops the public copies, on all ranks: the next exchange sends whole models."""
-        self._own.clear()
-        self._theirs.clear()
+        self._own_copies.clear()
+        self._neighbor_copies.clear()

@@ -45,36 +45,36 @@ class CollectiveExchange(HostMemoryExchange):
     # -- sending ----------------------------------------------------------------------------------------------
 
     def snapshot(self, bucket: Bucket, part: BucketPart, cached: bool = False) -> None:
-        place = self._place(bucket)
+        place = self._snapshot_target(bucket)
         if place is not None:
             copy = None if self._mean_group(self._step) is None else bucket.slot(0)
             bucket.snapshot_part(part, place, copy, cached)
 
-    def one_pass(self, bucket: Bucket, flight: Flight | None) -> bool:
+    def supports_one_pass(self, bucket: Bucket, flight: Flight | None) -> bool:
         groups = [self._step] if flight is None else [self._step, flight.step]
         view = None if flight is None else self.plan.view(flight.step)
-        return bucket.one_pass(view) and all(self._mean_group(step) is None for step in groups)
+        return bucket.supports_one_pass(view) and all(self._mean_group(step) is None for step in groups)
 
     def depart(self, bucket: Bucket) -> None:
-        view = self._departing(bucket)
+        view = self._begin_departure(bucket)
         if view is None:
             return
         flight = self._flights[bucket.index] = Flight(bucket, self._step)
         members = self._mean_group(self._step)
         if members is not None:
-            others, total = [peer for peer in members if peer != self.rank], self._host.leaving(bucket, bucket.slot(0))
+            others, total = [peer for peer in members if peer != self.rank], self._host.sendable(bucket, bucket.slot(0))
             if total is not bucket.slot(0):
-                flight.landings[self.rank] = partial(bucket.slot(0).copy_, total)
+                flight.deliveries[self.rank] = partial(bucket.slot(0).copy_, total)
             with self._blamed(self._step, others):
                 work = dist.all_reduce(total, group=self._groups[members], async_op=True)
             flight.works.append((work, others))
             self.bytes_sent += 2 * bucket.size_bytes * (len(members) - 1) // len(members)
             return
         operations, whom = [], []
-        sent = self._host.departing(bucket, self._step)
-        landing = self._host.landing(bucket, flight, view.sources)
+        sent = self._host.send_buffer(bucket, self._step)
+        buffers = self._host.receive_buffers(bucket, flight, view.sources)
         for peer in view.sources:  # receives first: gloo's "ready to receive" queues behind data on the connection
-            operations.append(dist.P2POp(dist.irecv, landing[peer], peer))
+            operations.append(dist.P2POp(dist.irecv, buffers[peer], peer))
             whom.append([peer])
         for peer in view.neighbors:
             operations.append(dist.P2POp(dist.isend, sent, peer))
@@ -95,7 +95,7 @@ class CollectiveExchange(HostMemoryExchange):
                     work.wait()
                 else:
                     work.wait(timedelta(seconds=self.timeout_seconds))
-        self._host.land(flight)
+        self._host.deliver(flight)
         self.wait_seconds += clock.now() - started
 
     def summed(self, bucket: Bucket, flight: Flight) -> Tensor | None:

@@ -26,13 +26,13 @@ class HostCopies:
         flat = self._bucket.flat
         return torch.empty(flat.shape, dtype=flat.dtype, device="cpu", pin_memory=flat.is_cuda)
 
-    def of_sent(self, tensor: Tensor) -> Tensor:
+    def send_copy(self, tensor: Tensor) -> Tensor:
         """Returns a copy of `tensor` [S], to be sent. Blocking until it is complete."""
         if self._sent is None:
             self._sent = self._new()
         return self._sent.copy_(tensor)
 
-    def of_slot(self, number: int) -> Tensor:
+    def receive_copy(self, number: int) -> Tensor:
         """Returns a buffer [S] for what is received for the bucket's slot of this number."""
         while len(self._slots) <= number:
             self._slots.append(self._new())
@@ -60,35 +60,35 @@ class HostMemory:
             return None
         return self._copies.setdefault(bucket.index, HostCopies(bucket))
 
-    def leaving(self, bucket: Bucket, tensor: Tensor) -> Tensor:
+    def sendable(self, bucket: Bucket, tensor: Tensor) -> Tensor:
         """Returns a tensor [S] of a bucket, or its host copy if the process group cannot send it. Blocking for a
         copy."""
         copies = self._copies_of(bucket)
-        return tensor if copies is None else copies.of_sent(tensor)
+        return tensor if copies is None else copies.send_copy(tensor)
 
-    def departing(self, bucket: Bucket, step: int) -> Tensor:  # noqa: ARG002
+    def send_buffer(self, bucket: Bucket, step: int) -> Tensor:  # noqa: ARG002
         """Returns what is sent of a bucket whose snapshot `sent` was taken after `step` steps, in memory that the
         process group can send from. Blocking for a copy."""
-        return self.leaving(bucket, bucket.sent)
+        return self.sendable(bucket, bucket.sent)
 
-    def landing(self, bucket: Bucket, flight: Flight, sources: Sequence[int]) -> dict[int, Tensor]:
+    def receive_buffers(self, bucket: Bucket, flight: Flight, sources: Sequence[int]) -> dict[int, Tensor]:
         """Assigns the bucket's slots to these sources. Returns by rank the tensor that the process group receives into:
-        the slot, or a host buffer that `land` copies there."""
+        the slot, or a host buffer that `deliver` copies there."""
         copies, found = self._copies_of(bucket), {}
         for number, peer in enumerate(sources):
             found[peer] = bucket.received[peer] = bucket.slot(number)
             if copies is not None:
-                found[peer] = copies.of_slot(number)
-                flight.landings[peer] = partial(bucket.slot(number).copy_, found[peer])
+                found[peer] = copies.receive_copy(number)
+                flight.deliveries[peer] = partial(bucket.slot(number).copy_, found[peer])
         return found
 
     @staticmethod
-    def land(flight: Flight, sources: Sequence[int] | None = None) -> None:
+    def deliver(flight: Flight, sources: Sequence[int] | None = None) -> None:
         """Moves what has arrived from these ranks, from all if None, to its destination, at most once. Blocking."""
-        for peer in [*flight.landings] if sources is None else sources:
-            take = flight.landings.pop(peer, None)
-            if take is not None:
-                take()
+        for peer in [*flight.deliveries] if sources is None else sources:
+            deliver_one = flight.deliveries.pop(peer, None)
+            if deliver_one is not None:
+                deliver_one()
 
     def sizes(self, bucket: Bucket) -> set[int]:
         """Returns the sizes in bytes that a bucket may arrive with."""

@@ -40,12 +40,12 @@ class Presence:
         self.rank, self._segments, self._words = rank, list(segments), list(words)
         # When the last reference to a segment is gone, a rank's mapping of its own segment ends and its lock is
         # released, while the process may live on. So `ended` is set first; the finalizer keeps the segments until then.
-        self._goodbye = weakref.finalize(self, _say_goodbye, os.getpid(), self._words[rank], list(segments))
+        self._finalizer = weakref.finalize(self, _mark_ended, os.getpid(), self._words[rank], list(segments))
 
     def close(self) -> None:
         """Tells the other ranks that this one has ended its training. Idempotent; done when the object is collected."""
         self._segments = []
-        self._goodbye()
+        self._finalizer()
 
     def at_step(self, step: int) -> None:
         """Records that this rank has taken `step` steps."""
@@ -83,7 +83,7 @@ class Presence:
                              "must take the same number of steps between averages and in total")  # fmt: skip
 
 
-def _say_goodbye(process: int, own: memoryview, segments: list[Segment]) -> None:
+def _mark_ended(process: int, own: memoryview, segments: list[Segment]) -> None:
     """own: words of this rank. Sets `ended`, unless this is a process forked from the rank's; then closes the files."""
     if os.getpid() == process:
         own[_ENDED] = 1

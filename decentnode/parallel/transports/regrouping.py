@@ -42,28 +42,28 @@ class RegroupingExchange(BucketExchange):
         """recover: regroups, and calls `settle` and `replace`."""
         self._job, self._buckets, self._recover = job, list(buckets), recover
         self.timeout_seconds = inner.timeout_seconds
-        self.over = False
+        self.is_paused = False
         """Whether a new generation has begun whose first exchange has not departed yet."""
         self.mixed = [-1] * len(self._buckets)
         """[bucket] the last step whose exchange was mixed."""
-        self.entered = self.left = 0
+        self.averages_begun = self.averages_finished = 0
         """The numbers of averages over all ranks that this rank has begun and finished."""
-        self._level = 0
+        self._averages_before = 0
         """The number of averages that were finished, or begun by some rank, when this generation began: ranks that
         joined later count from there."""
-        self._begun: dict[int, Any] = {}
+        self._unfinished_averages: dict[int, Any] = {}
         """Averages begun by some ranks but not finished by all then -> the group of ranks that finish it; None: all."""
-        self._sent, self._waited = 0, 0.0
+        self._earlier_bytes_sent, self._earlier_wait_seconds = 0, 0.0
         """Bytes sent and seconds waited in earlier generations."""
-        self._put(inner)
+        self._set_inner(inner)
 
-    def _put(self, inner: BucketExchange) -> None:
+    def _set_inner(self, inner: BucketExchange) -> None:
         self.inner = inner
-        inner.interrupt = self._look
+        inner.interrupt = self._check_peer
         self.members = self._job.members
         """[rank] its uid, in the generation of `inner`."""
 
-    def _look(self, peer: int, since: float, now: float) -> None:
+    def _check_peer(self, peer: int, since: float, now: float) -> None:
         """Raises PeerLost if a wait for a rank is in vain; called periodically while waiting."""
         control, waited = self._job.control, now - since
         if control.broken:
@@ -79,43 +79,43 @@ class RegroupingExchange(BucketExchange):
 
     @property
     def bytes_sent(self) -> int:  # type: ignore[override]
-        return self._sent + self.inner.bytes_sent
+        return self._earlier_bytes_sent + self.inner.bytes_sent
 
     @property
     def wait_seconds(self) -> float:  # type: ignore[override]
-        return self._waited + self.inner.wait_seconds
+        return self._earlier_wait_seconds + self.inner.wait_seconds
 
     def launch(self, buckets: Sequence[Bucket], step: int) -> None:
-        if not self.over:
+        if not self.is_paused:
             self._guarded(lambda: self.inner.launch(buckets, step))
 
     def begin(self, step: int) -> None:
-        if not self.over:
+        if not self.is_paused:
             self.inner.begin(step)
 
     def snapshot(self, bucket: Bucket, part: BucketPart, cached: bool = False) -> None:
-        if not self.over:
+        if not self.is_paused:
             self.inner.snapshot(bucket, part, cached)
 
-    def one_pass(self, bucket: Bucket, flight: Flight | None) -> bool:
-        return bucket.one_pass(None) if self.over else self.inner.one_pass(bucket, flight)
+    def supports_one_pass(self, bucket: Bucket, flight: Flight | None) -> bool:
+        return bucket.supports_one_pass(None) if self.is_paused else self.inner.supports_one_pass(bucket, flight)
 
     def advance(self, bucket: Bucket, part: BucketPart, flight: Flight | None, factor: float, rows: Rows) -> None:
-        if self.over:
+        if self.is_paused:
             bucket.advance(part, None, rows, None)
         else:
             self.inner.advance(bucket, part, flight, factor, rows)
 
     def depart(self, bucket: Bucket) -> None:
-        if not self.over:
+        if not self.is_paused:
             self._guarded(lambda: self.inner.depart(bucket))
 
     def arrive(self, bucket: Bucket) -> Flight | None:
-        if self.over:
+        if self.is_paused:
             return None
 
         def arrived() -> Flight | None:
-            self.inner.make_room(bucket)  # before any part of the bucket is mixed, so that no bucket is half mixed
+            self.inner.wait_for_free_slot(bucket)  # before any part is mixed, so that no bucket is half mixed
             return self.inner.arrive(bucket)
 
         return self._guarded(arrived)
@@ -145,7 +145,7 @@ class RegroupingExchange(BucketExchange):
 
     def check(self) -> None:
         """Takes part in the next generation if the current one has ended; then blocking."""
-        if self._job.control.broken and not self.over:
+        if self._job.control.broken and not self.is_paused:
             self._recover(None)
 
     def _guarded(self, work: Callable[[], T]) -> T | None:
@@ -171,14 +171,14 @@ class RegroupingExchange(BucketExchange):
         """Does the same as in the base class. If a generation ends meanwhile, `work` is called again with those ranks
         that had not finished the average. Ranks that joined since take no part, and what they have in flight with the
         others is then not discarded."""
-        self.entered += 1
-        anew = restart is not None and self.entered not in self._begun
+        self.averages_begun += 1
+        anew = restart is not None and self.averages_begun not in self._unfinished_averages
         for attempt in itertools.count():
             try:
                 if anew:
                     self.inner.drain()
                 # A rank that joined since waits for this rank's next step; `inner.average` would make it give up.
-                known = self.entered in self._begun
+                known = self.averages_begun in self._unfinished_averages
                 with contextlib.nullcontext() if known else self.inner.average(what):
                     found = work(self._mean)
                 break
@@ -191,27 +191,28 @@ class RegroupingExchange(BucketExchange):
                 self._recover(error)
             finally:
                 self._job.control.waits(None)
-        self.entered = self.left = max(self.entered, self._level)
+        self.averages_begun = self.averages_finished = max(self.averages_begun, self._averages_before)
         if anew and restart is not None:
             restart()
         return found
 
     def _mean(self, tensor: Tensor) -> Tensor:
-        return mean_over_ranks(tensor, self._begun.get(self.entered))
+        return mean_over_ranks(tensor, self._unfinished_averages.get(self.averages_begun))
 
-    def tell(self, text: str, what: str) -> dict[int, str]:
-        def told(_: object) -> dict[int, str]:
-            group = self._begun.get(self.entered)
+    def gather_by_rank(self, text: str, what: str) -> dict[int, str]:
+        def gather(_: object) -> dict[int, str]:
+            group = self._unfinished_averages.get(self.averages_begun)
             ranks = range(len(self.members)) if group is None else dist.get_process_group_ranks(group)
             texts = gather_texts(text, torch.device("cpu"), what, group)
             return dict(zip((self.members[rank] for rank in ranks), texts, strict=True))
 
-        return self.run_average(what, told)
+        return self.run_average(what, gather)
 
     # -- another generation -----------------------------------------------------------------------------------
 
     def report(self) -> dict[str, Any]:
-        return {"mixed": list(self.mixed), "of": list(self.members), "average": [self.entered, self.left]}
+        averages = [self.averages_begun, self.averages_finished]
+        return {"mixed": list(self.mixed), "of": list(self.members), "average": averages}
 
     @torch.no_grad()
     def settle(self, reports: Mapping[int, Mapping[str, Any]], factor: float) -> None:
@@ -233,12 +234,12 @@ class RegroupingExchange(BucketExchange):
             bucket.scatter()
             self.inner.forget(bucket)
 
-    def let_go(self) -> None:
+    def release_old(self) -> None:
         """Drops the old exchange, which no rank needs any more."""
-        self._sent, self._waited = self.bytes_sent, self.wait_seconds
+        self._earlier_bytes_sent, self._earlier_wait_seconds = self.bytes_sent, self.wait_seconds
         self.inner.abandon()
         for bucket in self._buckets:
-            bucket.renew_memory()  # interrupted operations may still write into their old buffers
+            bucket.drop_buffers()  # interrupted operations may still write into their old buffers
 
     def replace(
         self, inner: BucketExchange, buckets: Sequence[Bucket], first_step: int,
@@ -246,28 +247,28 @@ class RegroupingExchange(BucketExchange):
     ) -> None:  # fmt: skip
         """Continues with another exchange, of these buckets, whose first step is `first_step`. Blocking."""
         inner.bytes_sent, inner.wait_seconds = 0, 0.0
-        self._put(inner)
+        self._set_inner(inner)
         self._buckets = list(buckets)
         self.mixed = [first_step - 1] * len(self._buckets)
-        self.over = True
-        self._count(reports)
+        self.is_paused = True
+        self._assign_averages(reports)
 
-    def _count(self, reports: Mapping[int, Mapping[str, Any]]) -> None:
+    def _assign_averages(self, reports: Mapping[int, Mapping[str, Any]]) -> None:
         """Assigns averages that some ranks have begun to all ranks that have not finished them, except for new ranks.
         Blocking."""
         told = [(*reports[uid]["average"], reports[uid]["fresh"]) for uid in self.members]
-        self._level, self._begun = max(entered for entered, _, _ in told), {}
+        self._averages_before, self._unfinished_averages = max(entered for entered, _, _ in told), {}
         waiting = False
         for number in sorted({entered for entered, left, _ in told if entered > left}):
             ranks = [rank for rank, (entered, left, fresh) in enumerate(told)
                      if left < number and (entered == number or not fresh)]  # fmt: skip
             group = None if len(ranks) == len(told) else dist.new_group(ranks)
             if self.inner.rank in ranks:
-                self._begun[number], waiting = group, True
+                self._unfinished_averages[number], waiting = group, True
         if not waiting:
-            self.entered = self.left = self._level
+            self.averages_begun = self.averages_finished = self._averages_before
 
     def resume(self, step: int) -> None:
         """Sends the buckets' current values as the first exchange of the generation."""
-        self.over = False
+        self.is_paused = False
         self.launch(self._buckets, step)

@@ -59,7 +59,7 @@ NAMES = re.compile(r"decentnode-ddp-[0-9a-f]{16}-\d+")
 """The names of segments: a number of the wrapper, drawn by rank 0, and the rank."""
 
 
-def usable(buckets: Sequence[Bucket], plan: Plan) -> bool:
+def can_share_memory(buckets: Sequence[Bucket], plan: Plan) -> bool:
     """Returns whether all ranks are on one host that has room for their segments; the same answer on all ranks.
     Blocking.
 
@@ -118,7 +118,7 @@ class SharedMemoryExchange(BucketExchange):
                 tensor.zero_()  # touches every page before the first step
         self._readers: list[tuple[int, tuple[int, ...]]] = [(0, ())] * SLOTS
         """[slot]: the exchange in this rank's slot, and its readers."""
-        self._held: tuple[int, tuple[int, ...]] = (0, ())
+        self._awaited_release: tuple[int, tuple[int, ...]] = (0, ())
         """The exchange, and its readers, that must be released before the next slot can be written."""
         self._use = 0
         """The number of the exchange that departs, or departed last."""
@@ -155,16 +155,16 @@ class SharedMemoryExchange(BucketExchange):
     def begin(self, step: int) -> None:
         super().begin(step)
         self._use += 1
-        self._held = self._readers[self._use % SLOTS]
+        self._awaited_release = self._readers[self._use % SLOTS]
         self._readers[self._use % SLOTS] = (self._use, self.plan.view(step).neighbors)
 
-    def _place(self, bucket: Bucket) -> Tensor:
+    def _snapshot_target(self, bucket: Bucket) -> Tensor:
         """Returns this rank's slot; before the first part of a step, waits until the neighbors have released it."""
-        before, readers = self._held
+        before, readers = self._awaited_release
         for reader in readers:
             # A rank releases an exchange before it has sent all of the next one: `before + 1` is enough for presence.
             self._wait_for(partial(self._has_read, reader, before), reader, self._step, before + 1, "to release")
-        self._held = (0, ())
+        self._awaited_release = (0, ())
         return self._own_slot(bucket)
 
     def depart(self, bucket: Bucket) -> None:
@@ -178,8 +178,8 @@ class SharedMemoryExchange(BucketExchange):
     def _await(self, flight: Flight) -> None:
         self.collect(flight.bucket, flight, self.plan.view(flight.step).sources)
 
-    def make_room(self, bucket: Bucket) -> None:
-        self._place(bucket)
+    def wait_for_free_slot(self, bucket: Bucket) -> None:
+        self._snapshot_target(bucket)
 
     def collect(self, bucket: Bucket, flight: Flight, sources: Sequence[int]) -> None:
         use = flight.use
@@ -206,12 +206,12 @@ class SharedMemoryExchange(BucketExchange):
         except ConnectionBroken:
             raise
         except (PeerLost, RuntimeError) as error:
-            absence = None if own_fault(error) else self._who_left()
+            absence = None if own_fault(error) else self._find_absent()
             if absence is None:
                 raise
             raise PeerLost(f"rank {self.rank}: {what} failed: {absence.reason}", [absence.rank]) from error
 
-    def _who_left(self) -> Absence | None:
+    def _find_absent(self) -> Absence | None:
         """Returns a rank that is known not to take part any more, or None. Blocking for SETTLE_SECONDS at most, because
         a process that ends may lose its connections before its lock."""
         others = [r for r in range(self.graph.num_nodes) if r != self.rank]

@@ -50,24 +50,24 @@ class SocketExchange(HostMemoryExchange):
         self._sizes = [memory.sizes(bucket) for bucket in buckets]
         """[bucket] the sizes in bytes that it may arrive with."""
         most = max(HEADER.size, *(max(sizes) for sizes in self._sizes))
-        self._in = sockets.listener(zmq.PULL, host, 0, most, 2 * len(buckets))
-        own = json.dumps([self._in.getsockopt_string(zmq.LAST_ENDPOINT), entropy.word(8)])
+        self._listener = sockets.listener(zmq.PULL, host, 0, most, 2 * len(buckets))
+        own = json.dumps([self._listener.getsockopt_string(zmq.LAST_ENDPOINT), entropy.word(8)])
         told = [json.loads(text) for text in gather_texts(own, torch.device("cpu"), "address")]
         self._token = bytes.fromhex(str(told[0][1]))[:8].ljust(8, b"\0")
         self._endpoints = [endpoint_of(*parsed(str(endpoint))) for endpoint, _ in told]
         """[rank] its endpoint."""
-        self._out: dict[int, zmq.Socket[bytes]] = {}
+        self._senders: dict[int, zmq.Socket[bytes]] = {}
         self._inbox: dict[tuple[int, int, int], Tensor] = {}
         """(rank, bucket, step) -> [bytes] uint8 that arrived and are not mixed yet."""
         self._accepted: set[tuple[int, int, int]] = set()
         """Those of them that were already handed to the bucket."""
 
     def depart(self, bucket: Bucket) -> None:
-        view = self._departing(bucket)
+        view = self._begin_departure(bucket)
         if view is None:
             return
         self._flights[bucket.index] = Flight(bucket, self._step)
-        body = memoryview(as_bytes(self._host.departing(bucket, self._step)))
+        body = memoryview(as_bytes(self._host.send_buffer(bucket, self._step)))
         header = HEADER.pack(self._token, self.rank, bucket.index, self._step, xxhash.xxh3_64_intdigest(body))
         for peer in view.neighbors:
             self._send(peer, [header, body])
@@ -75,16 +75,16 @@ class SocketExchange(HostMemoryExchange):
 
     def _send(self, peer: int, frames: list[bytes | memoryview]) -> None:
         """Sends to a peer. Blocking while the peer's queue is full; meanwhile receives. Raises PeerLost."""
-        if peer not in self._out:
-            self._out[peer] = self._sockets.sender(zmq.PUSH, self._endpoints[peer], 2 * len(self._buckets),
+        if peer not in self._senders:
+            self._senders[peer] = self._sockets.sender(zmq.PUSH, self._endpoints[peer], 2 * len(self._buckets),
                                                    LINGER_MILLISECONDS)  # fmt: skip
         started = clock.now()
         while True:
             try:
-                self._out[peer].send_multipart(frames, zmq.NOBLOCK)  # copies, so that the snapshot may be overwritten
+                self._senders[peer].send_multipart(frames, zmq.NOBLOCK)  # copies: the snapshot may be overwritten
             except zmq.Again:
-                self._take(LOOK_SECONDS / 10)
-                self._look_for(peer, started, clock.now(), self._step, " (waiting for it to take the parameters)")
+                self._receive(LOOK_SECONDS / 10)
+                self._check_wait(peer, started, clock.now(), self._step, " (waiting for it to take the parameters)")
             else:
                 return
 
@@ -98,8 +98,8 @@ class SocketExchange(HostMemoryExchange):
                 continue
             key = (peer, bucket.index, flight.step)
             while key not in self._inbox:
-                if not self._take(LOOK_SECONDS):
-                    self._look_for(peer, started, clock.now(), flight.step, " (waiting for its parameters)")
+                if not self._receive(LOOK_SECONDS):
+                    self._check_wait(peer, started, clock.now(), flight.step, " (waiting for its parameters)")
             if key not in self._accepted:
                 self._accepted.add(key)
                 self._host.accept(bucket, flight, number, peer, self._inbox[key])
@@ -112,18 +112,18 @@ class SocketExchange(HostMemoryExchange):
             self._accepted.discard((peer, bucket.index, flight.step))
         super().release(bucket)
 
-    def _take(self, seconds: float) -> bool:
+    def _receive(self, seconds: float) -> bool:
         """Receives one message, waiting at most so many seconds; returns whether one arrived."""
         if len(self._inbox) >= STEPS_AHEAD * len(self._buckets) * max(1, self.graph.num_nodes - 1):
             raise PeerLost(f"rank {self.rank}: other ranks send more than {STEPS_AHEAD} steps ahead")
-        if not self._in.poll(max(1, int(1000 * seconds))):
+        if not self._listener.poll(max(1, int(1000 * seconds))):
             return False
-        frames = self._in.recv_multipart(copy=False)
+        frames = self._listener.recv_multipart(copy=False)
         if len(frames) == 2:
-            self._keep(frames[0].bytes, frames[1])
+            self._store(frames[0].bytes, frames[1])
         return True
 
-    def _keep(self, header: bytes, body: zmq.Frame) -> None:
+    def _store(self, header: bytes, body: zmq.Frame) -> None:
         """Stores a received snapshot; ignores anything else."""
         if len(header) != HEADER.size:
             return
@@ -150,7 +150,7 @@ class SocketExchange(HostMemoryExchange):
         return False
 
     def _close(self, linger: int) -> None:
-        for each in (*self._out.values(), self._in):
+        for each in (*self._senders.values(), self._listener):
             each.close(linger)
-        self._out.clear()
+        self._senders.clear()
         self._inbox.clear()

@@ -18,10 +18,10 @@ from torch.optim import SGD, Adam, AdamW
 
 from decentnode import native
 from decentnode.parallel.buckets import advance
-from decentnode.parallel.buckets.advance import GRAIN_BYTES, AdamSteps, Loops, Mixing, loops, vector
+from decentnode.parallel.buckets.advance import GRAIN_BYTES, AdamSteps, Loops, Mixing, loops, vector_length
 
 needs_loops = pytest.mark.skipif(loops() is None, reason="no C compiler")
-needs_exact = pytest.mark.skipif(vector() is None, reason="torch's fused Adam rounds otherwise here")
+needs_exact = pytest.mark.skipif(vector_length() is None, reason="torch's fused Adam rounds otherwise here")
 
 
 def made() -> Loops:
@@ -48,7 +48,7 @@ def test_the_trial_is_of_float32_whatever_a_script_has_as_default(monkeypatch: p
         run(self, x, *rest)
 
     monkeypatch.setattr(Loops, "advance", checked)
-    assert advance.vector.__wrapped__() == vector() and seen
+    assert advance.vector_length.__wrapped__() == vector_length() and seen
 
 
 @needs_loops

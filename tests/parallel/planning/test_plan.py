@@ -14,7 +14,7 @@ from decentnode.errors import UsageError
 from decentnode.graph.base import Graph
 from decentnode.parallel.planning.differences import Differences
 from decentnode.parallel.planning.plan import Plan
-from decentnode.parallel.planning.rules import sharing_named
+from decentnode.parallel.planning.rules import make_sharing
 from decentnode.parallel.planning.topologies import make_topology
 from decentnode.payload import Payload
 from decentnode.sharing.ac import AdaptiveConsensus
@@ -24,7 +24,7 @@ from decentnode.sharing.full import Full
 
 def test_cliques_are_the_same_for_everybody() -> None:
     graph = make_topology("alternating-exp-ring", 12, 3)
-    plans = [Plan(graph, sharing_named({"name": "ac", "factor": 0.5, "final": 0.5}), rank) for rank in range(12)]
+    plans = [Plan(graph, make_sharing({"name": "ac", "factor": 0.5, "final": 0.5}), rank) for rank in range(12)]
     machines, both = [(0, 1, 2), (3, 4, 5)], (0, 1, 2, 3, 4, 5)
     assert len({tuple(plan.cliques()) for plan in plans}) == 1 and {*machines, both} < {*plans[0].cliques()}
     for step in range(8):
@@ -33,7 +33,7 @@ def test_cliques_are_the_same_for_everybody() -> None:
             assert clique is not None and clique.strength == pytest.approx(0.5) and rank in clique.members
             assert all(plans[other].clique(step) == clique for other in clique.members)
     for topology in ("ring", "exp", {"name": "random_matching"}, {"name": "ring"}):
-        assert not Plan(make_topology(topology, 8, 8), sharing_named("full"), 0).cliques()
+        assert not Plan(make_topology(topology, 8, 8), make_sharing("full"), 0).cliques()
 
 
 @pytest.mark.parametrize(("name", "n", "local", "says"), [
@@ -44,7 +44,7 @@ def test_cliques_are_the_same_for_everybody() -> None:
 def test_fallbacks_are_said_once(
     name: str, n: int, local: int, says: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("decentnode.parallel.planning.topologies._told", set())
+    monkeypatch.setattr("decentnode.parallel.planning.topologies._warned", set())
     with caplog.at_level(logging.WARNING):
         graph: Graph = make_topology(name, n, local)
         make_topology(name, n, local)
@@ -88,26 +88,26 @@ def test_a_section_with_a_wrong_key_is_told_in_one_line_what_it_takes() -> None:
 ])  # fmt: skip
 def test_rules_that_do_not_fit_are_refused(rule: Any, says: str) -> None:
     with pytest.raises((ValueError, UsageError), match=says):
-        sharing_named(rule)
+        make_sharing(rule)
 
 
 def test_a_rule_says_what_it_needs_of_the_topology() -> None:
     picky = type("Picky", (Full,), {"requirements": replace(Full.requirements, static=True)})
     with pytest.raises(ValueError, match="topology must be static for Picky"):
-        Plan(make_topology("ring", 4, 4), sharing_named(picky), 0)
-    assert Plan(make_topology("complete", 4, 4), sharing_named(AdaptiveConsensus), 0).view(0, 0.5).weights[0] == 0.625
+        Plan(make_topology("ring", 4, 4), make_sharing(picky), 0)
+    assert Plan(make_topology("complete", 4, 4), make_sharing(AdaptiveConsensus), 0).view(0, 0.5).weights[0] == 0.625
 
 
 def test_choco_is_one_rule_by_name_class_and_object() -> None:
     config = ChocoConfig(name="choco", choose="all", compression={"name": "int8"})  # type: ignore[arg-type]
     for given in (Choco, Choco(config), config.model_dump()):
-        assert type(sharing_named(given)) is Differences
+        assert type(make_sharing(given)) is Differences
     with pytest.raises(ValueError, match="every: Input should be greater than or equal to 1"):
-        sharing_named({"name": "choco", "every": 0})
+        make_sharing({"name": "choco", "every": 0})
 
 
 def test_choco_every_few_steps_uses_all_edges_of_a_topology_that_changes() -> None:
-    plan = Plan(make_topology("one-peer-exp", 4, 4), sharing_named({"name": "choco", "every": 2, "step_size": 1.0}), 0)
+    plan = Plan(make_topology("one-peer-exp", 4, 4), make_sharing({"name": "choco", "every": 2, "step_size": 1.0}), 0)
     assert [(plan.view(step).sources, plan.phase(step)) for step in (1, 3, 5)] == [((1,), 0), ((2,), 1), ((1,), 0)]
     assert not plan.view(2).sources and not plan.exchanges_after(2) and plan.exchanges_after(3)
 

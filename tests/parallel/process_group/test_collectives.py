@@ -25,7 +25,7 @@ def test_who_is_gone_is_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None
     """It takes a fifth of a second where nobody is."""
     asked = []
     for module in (agreement, collectives):
-        monkeypatch.setattr(module, "gone", lambda: asked.append(1) or [2])
+        monkeypatch.setattr(module, "dead_ranks", lambda: asked.append(1) or [2])
     with pytest.raises(PeerLost, match=r"Connection closed; the process of rank 2 is gone$") as raised, \
             agreement.collective_operation("meet"):  # fmt: skip
         raise RuntimeError("Connection closed")

@@ -13,7 +13,7 @@ from torch.nn import Parameter
 from decentnode.parallel.buckets.bucket import Bucket
 from decentnode.parallel.planning.differences import Differences
 from decentnode.parallel.planning.plan import Plan
-from decentnode.parallel.planning.rules import sharing_named
+from decentnode.parallel.planning.rules import make_sharing
 from decentnode.parallel.planning.topologies import make_topology
 from decentnode.parallel.transports.base import BucketExchange, Flight
 from decentnode.parallel.transports.coded_memory import CodedMemory
@@ -28,7 +28,7 @@ class Rank(BucketExchange):
     """A rank with one bucket, whose sends have arrived in memory that all ranks share."""
 
     def __init__(self, rank: int, n: int, topology: Any, sharing: Any, world: dict[tuple[int, int], Tensor]) -> None:
-        plan = Plan(make_topology(topology, n, n), sharing_named(sharing), rank)
+        plan = Plan(make_topology(topology, n, n), make_sharing(sharing), rank)
         if isinstance(plan.rule, Differences):
             plan.rule.choose_step(plan.graph)
         super().__init__(plan, 1.0)
@@ -39,17 +39,17 @@ class Rank(BucketExchange):
         self.memory = CodedMemory(plan, plan.coding, [self.bucket])
 
     def depart(self, bucket: Bucket) -> None:
-        view = self._departing(bucket)
+        view = self._begin_departure(bucket)
         if view is None:
             return
         flight = self._flights[0] = Flight(bucket, self._step)
-        self.world[self.rank, self._step] = self.memory.departing(bucket, self._step).clone()
-        self.rooms = self.memory.landing(bucket, flight, view.sources)
+        self.world[self.rank, self._step] = self.memory.send_buffer(bucket, self._step).clone()
+        self.buffers = self.memory.receive_buffers(bucket, flight, view.sources)
 
     def _await(self, flight: Flight) -> None:
-        for peer, room in self.rooms.items():
+        for peer, room in self.buffers.items():
             room.copy_(self.world[peer, flight.step])
-        self.memory.land(flight)
+        self.memory.deliver(flight)
 
     def drain(self) -> None:
         super().drain()
@@ -69,7 +69,7 @@ def test_models_that_were_received_whole_are_kept_once() -> None:
             each.launch([each.bucket], step)
     size = ranks[0].bucket.size_bytes
     for each in ranks:
-        assert len(each.memory._own) == 1 and len(each.memory._theirs) == 2
+        assert len(each.memory._own_copies) == 1 and len(each.memory._neighbor_copies) == 2
         held = {id(tensor): tensor for value in vars(each.memory).values() if isinstance(value, dict)
                 for found in value.values() for tensor in (found if isinstance(found, list) else [found])
                 if isinstance(tensor, Tensor)}  # fmt: skip

@@ -12,7 +12,7 @@ from torch.nn import Parameter
 
 from decentnode.parallel.buckets.bucket import Bucket
 from decentnode.parallel.planning.plan import Plan
-from decentnode.parallel.planning.rules import sharing_named
+from decentnode.parallel.planning.rules import make_sharing
 from decentnode.parallel.planning.topologies import make_topology
 from decentnode.parallel.transports.base import BucketExchange, Flight
 from decentnode.parallel.transports.regrouping import RegroupingExchange
@@ -42,7 +42,7 @@ class Rank:
     """A rank with two buckets of one parameter each."""
 
     def __init__(self, rank: int, n: int, world: dict[tuple[int, int, int], torch.Tensor]) -> None:
-        plan = Plan(make_topology({"name": "regular", "degree": 4}, n, n), sharing_named("full"), rank)
+        plan = Plan(make_topology({"name": "regular", "degree": 4}, n, n), make_sharing("full"), rank)
         rules = plan.rules()
         self.buckets = [Bucket(number, [Parameter(torch.full((6,), float(rank + 10 * number)))], True, next(rules))
                         for number in range(2)]  # fmt: skip

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from decentnode.parallel import DecentralizedDataParallel
 from decentnode.parallel.planning.differences import Differences
 from decentnode.parallel.planning.plan import Plan
-from decentnode.parallel.planning.rules import Coding, coding_of, sharing_named
+from decentnode.parallel.planning.rules import Coding, coding_of, make_sharing
 from decentnode.parallel.planning.topologies import make_topology
 from tests.parallel.work.models import SGD, batch, flat, model
 
@@ -37,7 +37,7 @@ def simulate(topology: Any, sharing: Any, n: int, steps: int, delayed: bool) -> 
 
     q_i is what is known of x_i: the decoded model, or a public copy for each round of the topology's period.
     """
-    graph, rule = make_topology(topology, n, n), sharing_named(sharing)
+    graph, rule = make_topology(topology, n, n), make_sharing(sharing)
     if isinstance(rule, Differences):
         rule.choose_step(graph)
     plans = [Plan(graph, rule, rank, delayed) for rank in range(n)]

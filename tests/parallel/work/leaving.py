@@ -21,7 +21,7 @@ from torch import nn
 from decentnode.communication.shared_memory.segment import PAGE, Segment
 from decentnode.errors import AssemblyError, PeerLost
 from decentnode.parallel import DecentralizedDataParallel
-from decentnode.parallel.process_group import agreement, ends
+from decentnode.parallel.process_group import agreement, rank_status
 from decentnode.parallel.process_group.agreement import succeed_on_all_ranks
 from decentnode.parallel.transports.presence import WORDS, Presence
 from tests.conftest import wait_until
@@ -189,9 +189,9 @@ def both_end(rank: int, n: int, how: str) -> Any:
         if each == rank:
             if how == "error":
                 sys.last_value = ValueError(text) if rank == 0 else PeerLost(text)
-            ends.report_end()
+            rank_status.report_end()
         dist.barrier()
-    return ends.first_reported_end() if rank == 0 else (rank, ends.first_reported_end())
+    return rank_status.first_reported_end() if rank == 0 else (rank, rank_status.first_reported_end())
 
 
 def killed_in_average(rank: int, n: int, transport: Any) -> float | None:

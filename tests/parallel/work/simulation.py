@@ -11,7 +11,7 @@ from torch import Tensor
 from decentnode.config.component import Config
 from decentnode.graph.base import Graph, RoundView
 from decentnode.parallel.planning.plan import Plan
-from decentnode.parallel.planning.rules import sharing_named
+from decentnode.parallel.planning.rules import make_sharing
 from decentnode.payload import Payload
 from decentnode.sharing.full import Full
 from decentnode.sharing.requirements import Requirements
@@ -59,7 +59,7 @@ def simulate_rule(graph: Graph, section: Any, n: int, steps: int) -> list[Tensor
     """As `simulate`, for any elementwise rule, each rank's on its whole model."""
     models = [model().cpu() for _ in range(n)]
     optimizers = [SGD(m.parameters()) for m in models]
-    rules = [sharing_named(rule_of(section)) for _ in range(n)]
+    rules = [make_sharing(rule_of(section)) for _ in range(n)]
     for rank, rule in enumerate(rules):
         rule.begin(flat(models[rank]), Plan(graph, rule, rank).view(0))
     for t in range(steps):

@@ -169,7 +169,7 @@ def oddities(rank: int, n: int, clip: float) -> tuple[float, float, bool]:
         x, y = batch(rank, t)
         (scale * (wrapped(x) - y).square().mean()).backward()
     before = flat(wrapped.module)
-    wrapped._gossip.launch_anew()
+    wrapped._gossip.restart_exchange()
     x, y = batch(0, 50)
     wrapped.module.flip = True
     mixed = before.clone()

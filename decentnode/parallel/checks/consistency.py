@@ -38,7 +38,7 @@ def check_wrapper_consistency(model: Module, plan: Plan, options: Sequence[str],
     check_same_on_all_ranks("option", options, device)
 
 
-def agree_on_step(plan: Plan) -> None:
+def agree_on_step_size(plan: Plan) -> None:
     """Sets the step size, of a rule that searches for one, to what rank 0 finds. Blocking, on all ranks. The search may
     give another result on another processor, and with two different step sizes the mean of the models would change.
 

@@ -34,125 +34,126 @@ LOOK_SECONDS = 0.05
 
 
 @dataclass(eq=False)
-class _Leg:
+class _Operation:
     """One operation with one peer."""
 
     peer: int
     receives: bool
     work: Any
-    asked: bool = False
+    is_awaited: bool = False
     """Whether a thread waits for it."""
-    over: bool = False
-    failed: Exception | None = None
+    is_done: bool = False
+    error: Exception | None = None
 
 
 @dataclass
-class PairFlight(Flight):
-    legs: list[_Leg] = field(default_factory=list)
+class PointToPointFlight(Flight):
+    operations: list[_Operation] = field(default_factory=list)
 
 
-class _Line:
+class _WaitThread:
     """The thread that waits for one peer's operations, in their order, until it is given None or the process ends."""
 
     def __init__(self, peer: int, seconds: float) -> None:
         self._seconds = seconds
-        self.legs: queue.SimpleQueue[_Leg | None] = queue.SimpleQueue()
+        self.operations: queue.SimpleQueue[_Operation | None] = queue.SimpleQueue()
         threading.Thread(target=self._run, name=f"decentnode-gloo-{peer}", daemon=True).start()
 
     def _run(self) -> None:
-        while (leg := self.legs.get()) is not None:
+        while (operation := self.operations.get()) is not None:
             try:
-                leg.work.wait(timedelta(seconds=self._seconds))
+                operation.work.wait(timedelta(seconds=self._seconds))
             except Exception as error:
-                leg.failed = error
-            leg.work = None
-            leg.over = True
-            del leg
+                operation.error = error
+            operation.work = None
+            operation.is_done = True
+            del operation
 
 
-class PairExchange(HostMemoryExchange):
+class PointToPointExchange(HostMemoryExchange):
     """`BucketExchange` by point-to-point operations, over the process group that is the default one at construction."""
 
     def __init__(self, plan: Plan, timeout_seconds: float, memory: HostMemory) -> None:
         super().__init__(plan, timeout_seconds, memory)
         self._group = dist.group.WORLD
-        self._lines: dict[int, _Line] = {}
+        self._wait_threads: dict[int, _WaitThread] = {}
 
     def depart(self, bucket: Bucket) -> None:
-        view = self._departing(bucket)
+        view = self._begin_departure(bucket)
         if view is None:
             return
-        flight = PairFlight(bucket, self._step)
+        flight = PointToPointFlight(bucket, self._step)
         self._flights[bucket.index] = flight
-        sent = self._host.departing(bucket, self._step)
-        landing = self._host.landing(bucket, flight, view.sources)
+        sent = self._host.send_buffer(bucket, self._step)
+        buffers = self._host.receive_buffers(bucket, flight, view.sources)
         # All operations are begun, even if a rank is known to be gone; receives first (see transports/collective.py).
         for peer in view.sources:
-            self._begin(flight, landing[peer], peer, receives=True)
+            self._begin(flight, buffers[peer], peer, receives=True)
         for peer in view.neighbors:
             self._begin(flight, sent, peer, receives=False)
             self.bytes_sent += sent.nbytes
 
-    def _begin(self, flight: PairFlight, tensor: Tensor, peer: int, receives: bool) -> None:
-        leg = _Leg(peer, receives, None)
-        flight.legs.append(leg)
+    def _begin(self, flight: PointToPointFlight, tensor: Tensor, peer: int, receives: bool) -> None:
+        operation = _Operation(peer, receives, None)
+        flight.operations.append(operation)
         try:
             if receives:
-                leg.work = dist.irecv(tensor, peer, group=self._group)
+                operation.work = dist.irecv(tensor, peer, group=self._group)
             else:
-                leg.work = dist.isend(tensor, peer, group=self._group)
+                operation.work = dist.isend(tensor, peer, group=self._group)
         except RuntimeError as error:  # the connection is known to be broken
             if own_fault(error):
                 raise
-            leg.over, leg.failed = True, error
+            operation.is_done, operation.error = True, error
 
     def _await(self, flight: Flight) -> None:
-        assert isinstance(flight, PairFlight)
-        self._wait_for(flight.legs, flight.step)
-        self._host.land(flight)
+        assert isinstance(flight, PointToPointFlight)
+        self._wait_for(flight.operations, flight.step)
+        self._host.deliver(flight)
 
     def collect(self, bucket: Bucket, flight: Flight, sources: Sequence[int]) -> None:  # noqa: ARG002
-        assert isinstance(flight, PairFlight)
-        self._wait_for([leg for leg in flight.legs if leg.receives and leg.peer in sources], flight.step)
-        self._host.land(flight, sources)
+        assert isinstance(flight, PointToPointFlight)
+        self._wait_for([each for each in flight.operations if each.receives and each.peer in sources], flight.step)
+        self._host.deliver(flight, sources)
 
-    def _wait_for(self, legs: Sequence[_Leg], step: int) -> None:
+    def _wait_for(self, operations: Sequence[_Operation], step: int) -> None:
         """Waits for the operations. Blocking. Raises PeerLost naming the rank."""
         started = clock.now()
-        for leg in legs:
-            if not leg.asked and not leg.over:
-                leg.asked = True
-                if leg.peer not in self._lines:
-                    self._lines[leg.peer] = _Line(leg.peer, self.timeout_seconds)
-                self._lines[leg.peer].legs.put(leg)
-        for leg in legs:
+        for operation in operations:
+            if not operation.is_awaited and not operation.is_done:
+                operation.is_awaited = True
+                if operation.peer not in self._wait_threads:
+                    self._wait_threads[operation.peer] = _WaitThread(operation.peer, self.timeout_seconds)
+                self._wait_threads[operation.peer].operations.put(operation)
+        for operation in operations:
             backoff, look = Backoff(POLL_SECONDS), started + LOOK_SECONDS
-            while not leg.over:
+            while not operation.is_done:
                 now = clock.now()
                 if now > look:
                     look = now + LOOK_SECONDS
-                    self._look_for(leg.peer, started, now, step)
+                    self._check_wait(operation.peer, started, now, step)
                 backoff.sleep()
-            if leg.failed is not None:
-                if own_fault(leg.failed):
-                    raise leg.failed
-                raise ConnectionBroken(f"rank {self.rank}: the exchange of step {step} with rank {leg.peer} failed: "
-                                       f"{failure_reason(leg.failed)}", [leg.peer]) from leg.failed  # fmt: skip
+            if operation.error is not None:
+                error, peer = operation.error, operation.peer
+                if own_fault(error):
+                    raise error
+                raise ConnectionBroken(f"rank {self.rank}: the exchange of step {step} with rank {peer} failed: "
+                                       f"{failure_reason(error)}", [peer]) from error  # fmt: skip
         self.wait_seconds += clock.now() - started
 
     def finish_all(self, seconds: float) -> None:
         for flight in self._flights.values():
-            assert isinstance(flight, PairFlight)
-            for leg in flight.legs:
-                if leg.work is not None and not leg.asked:
+            assert isinstance(flight, PointToPointFlight)
+            for operation in flight.operations:
+                if operation.work is not None and not operation.is_awaited:
                     with contextlib.suppress(RuntimeError):  # after one time-out the other waits fail at once
-                        leg.work.wait(timedelta(seconds=seconds))
+                        operation.work.wait(timedelta(seconds=seconds))
         self._flights.clear()
 
     def end(self) -> bool:
-        for line in self._lines.values():
-            line.legs.put(None)
-        self._lines.clear()
+        for thread in self._wait_threads.values():
+            thread.operations.put(None)
+        self._wait_threads.clear()
         left = super().end()
         self._group = None
         return left
