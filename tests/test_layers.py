@@ -149,12 +149,12 @@ INSIDE: dict[str, list[list[str]]] = {
     ],
     "parallel/membership": [
         ["keys"],
-        ["addresses", "group"],
+        ["addresses", "socket_group"],
         ["control"],
         ["generation_groups"],
         ["job"],
         ["founding"],
-        ["beginning"],
+        ["startup"],
     ],
     "parallel/transports": [
         ["base"],

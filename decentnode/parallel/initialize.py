@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from decentnode.communication.torch_distributed.communicator import describe_gpu, exchange_descriptions, refusal
 from decentnode.errors import AssemblyError
-from decentnode.parallel.membership import beginning, founding
+from decentnode.parallel.membership import founding, startup
 from decentnode.parallel.membership import job as jobs
 from decentnode.parallel.membership.founding import JobSettings
 from decentnode.parallel.process_group.default_group import local_device
@@ -56,15 +56,15 @@ def initialize_dist(
             os.environ.setdefault(key, value)
         if elastic:
             leave_at_exit()
-            beginning.begin(join, settings)
+            startup.start(join, settings)
             if not dist.is_initialized():
-                return beginning.expected()
+                return startup.placeholder_rank()
         else:
             _join_group(backend, timeout_seconds)
     elif join is not None:
         raise ValueError("a process that joins must have no process group yet")
-    elif elastic and jobs.current() is None:
-        founding.start(settings)
+    elif elastic and jobs.current_job() is None:
+        founding.found_job(settings)
     return dist.get_rank(), dist.get_world_size()
 
 

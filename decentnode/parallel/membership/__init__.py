@@ -5,8 +5,8 @@ one in force at a time. This package adds the following:
 
 - control.py: a thread that exchanges the messages of that protocol over ZeroMQ, and answers the training's questions
 - addresses.py: where ranks listen, and how a process finds a running job
-- keys.py, group.py: the secret that keeps strangers out, and process groups over sockets that it secures
-- beginning.py, founding.py: how a process founds a job with others, joins one, or rejoins the one that it belonged to
+- keys.py, socket_group.py: the secret that keeps strangers out, and process groups over sockets that it secures
+- startup.py, founding.py: how a process founds a job with others, joins one, or rejoins the one that it belonged to
 - generation_groups.py: the process group of each generation
 - job.py: the process's part in the job
 

@@ -69,11 +69,11 @@ class Address:
     store: str
     """For making process groups."""
 
-    def refuses(self, seconds: float) -> bool:
+    def refuses_connection(self, seconds: float) -> bool:
         """Returns whether the machine refuses connections to this port, which means that the process is gone.
         Blocking."""
         try:
-            socket.create_connection(parsed(self.control), timeout=seconds).close()
+            socket.create_connection(parse_endpoint(self.control), timeout=seconds).close()
         except ConnectionRefusedError:
             return True
         except OSError:
@@ -81,7 +81,7 @@ class Address:
         return False
 
 
-def parsed(endpoint: str) -> tuple[str, int]:
+def parse_endpoint(endpoint: str) -> tuple[str, int]:
     """Returns (host, port) of HOST:PORT, with or without tcp://. Raises ValueError."""
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
@@ -89,25 +89,25 @@ def parsed(endpoint: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def endpoint_of(host: str, port: int) -> str:
+def format_endpoint(host: str, port: int) -> str:
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
-def numeric(host: str) -> str:
+def resolve(host: str) -> str:
     """Returns the numeric address of a host name. Blocking. Raises OSError."""
     return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
 
 
 def own_address(toward: str) -> str:
     """Returns the address of this machine from which the host `toward` is reached. Raises OSError."""
-    found = numeric(toward)
+    found = resolve(toward)
     with socket.socket(socket.AF_INET6 if ":" in found else socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((found, 9))
         return str(probe.getsockname()[0])
 
 
 @dataclass(frozen=True)
-class Listening:
+class ListenAddress:
     """Where this process should listen: the `listen` of `initialize_dist`."""
 
     host: str | None = None
@@ -116,7 +116,7 @@ class Listening:
     """The port of the first rank of this machine; 0 for any. Every rank takes two ports."""
 
     @classmethod
-    def given(cls, listen: str | None) -> Listening:
+    def parse(cls, listen: str | None) -> ListenAddress:
         """Parses HOST:PORT, HOST or :PORT, and adds the offset of the local rank. Raises ValueError."""
         if not listen:
             return cls()
@@ -130,7 +130,7 @@ class Listening:
 
 
 @dataclass(frozen=True)
-class Terms:
+class JobTerms:
     """The settings that all members of a job share, and that a newcomer is sent."""
 
     run: bytes
@@ -152,13 +152,13 @@ class Terms:
         return text if len(text) <= MAX_CONFIG_BYTES else json.dumps(told | {"lines": []}).encode()
 
     @classmethod
-    def decoded(cls, run: bytes, raw: bytes) -> tuple[Terms, tuple[str, ...]]:
+    def decoded(cls, run: bytes, raw: bytes) -> tuple[JobTerms, tuple[str, ...]]:
         """Parses what `encoded` returned. Raises PeerFault for anything else."""
         try:
             told = json.loads(raw)
             founders = tuple(Address(str(control), str(store)) for control, store in told["founders"])
             for each in founders:
-                parsed(each.control), parsed(each.store)
+                parse_endpoint(each.control), parse_endpoint(each.store)
             terms = cls(run, founders, int(told["capacity"]), int(told["min_ranks"]), float(told["suspect_seconds"]),
                         float(told["began"]))  # fmt: skip
             lines = tuple(str(line) for line in told["lines"])
@@ -178,7 +178,7 @@ class Admission:
     uid: int
     seat: bytes
     seats: bytes
-    terms: Terms
+    terms: JobTerms
     lines: tuple[str, ...]
     by: str
 
@@ -188,7 +188,7 @@ def ask_to_join(addresses: Sequence[str], own: Address, seconds: float, access: 
     once if nothing listens at any of them. Raises AssemblyError after `seconds`, with the result for each address, and
     at once if a member refuses for good; UsageError for a malformed address. access: this process's keys."""
     try:
-        waiting = [endpoint_of(numeric(host), port) for host, port in map(parsed, addresses)]
+        waiting = [format_endpoint(resolve(host), port) for host, port in map(parse_endpoint, addresses)]
     except (ValueError, OSError) as error:
         raise UsageError(f"join must be addresses of members, HOST:PORT and more behind commas: {error}") from None
     found: dict[str, str] = {}
@@ -209,7 +209,7 @@ def ask_to_join(addresses: Sequence[str], own: Address, seconds: float, access: 
                 times[endpoint] = times.get(endpoint, 0) + 1 if answer in REFUSALS else 0
                 if isinstance(answer, Turned) and answer.at and answer.at not in waiting and len(waiting) < MAX_SEATS:
                     with suppress(ValueError):
-                        waiting.insert(0, endpoint_of(*parsed(answer.at)))
+                        waiting.insert(0, format_endpoint(*parse_endpoint(answer.at)))
             if clock.now() > until or all(times.get(endpoint, 0) >= REFUSED_TIMES for endpoint in waiting):
                 what = "; ".join(f"{endpoint.removeprefix('tcp://')}: {why}" for endpoint, why in found.items())
                 raise AssemblyError(f"no member of a job admitted this process within {seconds:g} s: {what}")
@@ -226,12 +226,12 @@ def _knock(context: zmq.Context[zmq.Socket[bytes]], access: Access, endpoint: st
     Admission | Turned | str
 ):
     """Makes one attempt; returns a member's answer, or why there is none."""
-    if Address(endpoint, "").refuses(seconds):
+    if Address(endpoint, "").refuses_connection(seconds):
         return SILENT
     asking = context.socket(zmq.DEALER)
     asking.setsockopt(zmq.LINGER, 0)
     asking.setsockopt(zmq.IPV6, int("[" in endpoint))
-    access.log_in(asking)
+    access.authenticate(asking)
     monitor = asking.get_monitor_socket(FAILED)
     asking.connect(endpoint)
     try:
@@ -241,13 +241,13 @@ def _knock(context: zmq.Context[zmq.Socket[bytes]], access: Access, endpoint: st
         poller.register(monitor, zmq.POLLIN)
         if asking not in (ready := dict(poller.poll(int(1000 * seconds)))):
             refused = bool(ready) and failed_handshake(monitor)
-            return REFUSALS[access.closed] if refused else f"no member of a job answers within {seconds:.1f} s"
+            return REFUSALS[access.has_keys] if refused else f"no member of a job answers within {seconds:.1f} s"
         message = unpacked_frame(asking.recv_multipart())
         if isinstance(message, Turned):
             return message
         if not isinstance(message, Granted):
             return f"answers with {type(message).__name__}"
-        terms, lines = Terms.decoded(message.run, message.config)
+        terms, lines = JobTerms.decoded(message.run, message.config)
         return Admission(message.uid, message.seat, message.seats, terms, lines, endpoint)
     except PeerFault as fault:
         return f"its answer is not that of a member ({fault})"

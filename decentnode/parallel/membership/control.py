@@ -20,7 +20,7 @@ from decentnode.errors import AssemblyError, PeerFault, PeerLost
 from decentnode.parallel.membership.addresses import (
     Address,
     Admission,
-    Terms,
+    JobTerms,
     packed_frame,
     unpacked_frame,
 )
@@ -75,28 +75,28 @@ class Control:
         Raises OSError if the port is taken."""
         self.sockets = Sockets(access or Access())
         try:
-            self._in = self.sockets.listener(zmq.ROUTER, host, port, MAX_CONTROL_BYTES, QUEUE)
+            self._listener = self.sockets.listener(zmq.ROUTER, host, port, MAX_CONTROL_BYTES, QUEUE)
         except OSError:
             self.sockets.close(0)
             raise
-        self._in.setsockopt(zmq.LINGER, LINGER_MILLISECONDS)
-        self.endpoint: str = self._in.getsockopt_string(zmq.LAST_ENDPOINT)
-        self._out: dict[int, zmq.Socket[bytes]] = {}
-        self._out_at: dict[int, str] = {}
+        self._listener.setsockopt(zmq.LINGER, LINGER_MILLISECONDS)
+        self.endpoint: str = self._listener.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._senders: dict[int, zmq.Socket[bytes]] = {}
+        self._connected_endpoints: dict[int, str] = {}
         self._addresses: dict[int, Address] = {}
         self._lock = threading.RLock()
         """Guards everything below, and the membership."""
         self._changed = threading.Condition(self._lock)
         self._waker = Waker()
         self._membership: Membership | None = None
-        self._terms: Terms | None = None
-        self._told = b""
+        self._terms: JobTerms | None = None
+        self._encoded_terms = b""
         self._installing: Generation | None = None
         self._broken = ""
         self._refused = ""
-        self._left: set[int] = set()
+        self._departed: set[int] = set()
         self._waiting_since: float | None = None
-        self._asked_machine = 0.0
+        self._last_probe = 0.0
         self.generation = Generation(0, ())
         """The generation in force, or the last one that was."""
         self._closing = False
@@ -105,7 +105,7 @@ class Control:
 
     # -- the beginning and the end ----------------------------------------------------------------------------
 
-    def begin(self, uid: int, terms: Terms, lines: Sequence[str], digest: str, ready_seconds: float,
+    def begin(self, uid: int, terms: JobTerms, lines: Sequence[str], digest: str, ready_seconds: float,
               admission: Admission | None = None) -> None:  # fmt: skip
         """Starts as a founding member, or (with an admission) asks to be part of the next generation. lines, digest: of
         what is wrapped here. ready_seconds: how long the others' training may take to reach a generation."""
@@ -113,7 +113,7 @@ class Control:
             founders = len(terms.founders)
             below_half = 2 * terms.min_ranks <= founders
             limits = Limits(terms.suspect_seconds, ready_seconds, terms.min_ranks, newcomers_count=below_half)
-            self._terms, self._told = terms, terms.encoded(lines)
+            self._terms, self._encoded_terms = terms, terms.encoded(lines)
             state = self._membership = Membership(
                 uid, terms.capacity, limits, draw=entropy.draw, digest=digest, run=terms.run,
                 describe=lambda who: f"rank {who}" if who < founders else f"newcomer {who}", founders=founders,
@@ -125,7 +125,7 @@ class Control:
                 self.generation = state.generation
             else:
                 state.learn_seats(admission.seats)
-                self._take(state.leave(clock.now(), "it asks to join"))
+                self._handle_events(state.leave(clock.now(), "it asks to join"))
         self._waker.wake()
 
     def close(self) -> None:
@@ -167,60 +167,60 @@ class Control:
         with self._lock:
             return self._addresses[uid]
 
-    def waits(self, since: float | None) -> None:
+    def set_waiting(self, since: float | None) -> None:
         """Records that the training has been waiting for other ranks since then, or (None) is not waiting."""
         if (since is None) != (self._waiting_since is None):
             self._waiting_since = since
             if since is not None:
                 self._waker.wake()
 
-    def look(self, started: float) -> None:
+    def check_generation(self, started: float) -> None:
         """Raises ConnectionBroken if waiting for other members is in vain; to be called periodically while waiting."""
         if self.broken:
             raise ConnectionBroken(f"the generation is over: {self.broken}")
         if clock.now() - started > ASK_SECONDS:
-            self.waits(started)
-            self.find_gone()
+            self.set_waiting(started)
+            self.report_dead_members()
 
     def has_left(self, uid: int, waited: float) -> bool:
         """Returns whether a rank said goodbye and what it had sent has had the time to arrive."""
-        return uid in self._left and waited > LEFT_SECONDS
+        return uid in self._departed and waited > LEFT_SECONDS
 
     def is_gone(self, uid: int) -> bool:
         """Returns whether the machine of a rank refuses connections to its port, as its process is gone. Blocking for
         PROBE_SECONDS at most. Probes once in PROBE_EVERY_SECONDS; False in between."""
         now = clock.now()
-        if now - self._asked_machine < PROBE_EVERY_SECONDS:
+        if now - self._last_probe < PROBE_EVERY_SECONDS:
             return False
-        self._asked_machine = now
-        return self.address_of(uid).refuses(PROBE_SECONDS)
+        self._last_probe = now
+        return self.address_of(uid).refuses_connection(PROBE_SECONDS)
 
     def addresses(self) -> list[str]:
         """Returns the control endpoints of all known ranks."""
         with self._lock:
             return [each.control for each in self._addresses.values()]
 
-    def _nobody_knows(self) -> bool:
+    def _is_join_unanswered(self) -> bool:
         """Returns whether this process asks to join and has got no answer."""
         with self._lock:
             state = self._membership
             return state is not None and state.stage == "outside" and not state.joining.answered
 
-    def find_gone(self) -> None:
+    def report_dead_members(self) -> None:
         """Reports members whose process is gone, so that the generation ends. Blocking for PROBE_SECONDS per rank whose
         machine does not answer. Probes once in PROBE_EVERY_SECONDS."""
         now = clock.now()
-        if now - self._asked_machine >= PROBE_EVERY_SECONDS:
-            self._asked_machine = now
+        if now - self._last_probe >= PROBE_EVERY_SECONDS:
+            self._last_probe = now
             self._probe()
 
-    def has_model(self, position: int) -> None:
+    def set_model_ready(self, position: int) -> None:
         """Records that this process has the job's model now, after `position` steps."""
         with self._lock:
             assert self._membership is not None
             self._membership.fresh, self._membership.position = False, position
 
-    def next_generation(self, error: PeerLost | None, seconds: float, leaves: bool,
+    def next_generation(self, error: PeerLost | None, seconds: float, must_renew: bool,
                         knock_again: Callable[[], None] | None = None) -> Generation:  # fmt: skip
         """Returns the next generation, in force, once all of its members wait for it here. Blocking.
 
@@ -234,29 +234,29 @@ class Control:
         probed = 0.0
         assert self._membership is not None
         patience = self._membership.limits.suspect_seconds + 2 * PROBE_SECONDS
-        self.waits(started)
+        self.set_waiting(started)
         try:
             while True:
-                found = self._arrive(started, seconds)
+                found = self._poll_generation(started, seconds)
                 if found is not None:
                     return found
                 now = clock.now()
                 if knock_again is not None and now - asked > UNKNOWN_SECONDS:
-                    if self._nobody_knows():
+                    if self._is_join_unanswered():
                         knock_again()
                     asked = clock.now()
                 if now - probed > PROBE_EVERY_SECONDS * (3 if self._broken else 1):
                     probed = now
                     self._probe()
-                if error is not None and now - started > (RENEW_SECONDS if leaves else patience):
-                    if self._nothing_ended() and not leaves:
+                if error is not None and now - started > (RENEW_SECONDS if must_renew else patience):
+                    if self._is_generation_in_force() and not must_renew:
                         raise error
                     self._renew(str(error))
                     error = None
         finally:
-            self.waits(None)
+            self.set_waiting(None)
 
-    def _arrive(self, started: float, seconds: float) -> Generation | None:
+    def _poll_generation(self, started: float, seconds: float) -> Generation | None:
         """Reports that the training is ready for the agreed generation; returns it once it is in force, else None."""
         with self._changed:
             assert self._membership is not None
@@ -264,20 +264,20 @@ class Control:
                 raise AssemblyError(self._refused)
             if self._installing is not None:
                 generation, self._installing = self._installing, None
-                self._take(self._membership.installed(generation, clock.now()))
+                self._handle_events(self._membership.installed(generation, clock.now()))
                 self._waker.wake()
-            if not self._broken and self._arrived is not None:
-                found, self._arrived = self._arrived, None
+            if not self._broken and self._new_generation is not None:
+                found, self._new_generation = self._new_generation, None
                 return found
             if clock.now() - started > seconds:
-                raise PeerLost(f"no generation of ranks was formed within {seconds:g} s: {self._missing()}")
+                raise PeerLost(f"no generation of ranks was formed within {seconds:g} s: {self._describe_missing()}")
             self._changed.wait(LOOK_SECONDS)
         return None
 
-    _arrived: Generation | None = None
+    _new_generation: Generation | None = None
     """A generation that came into force since the training last asked."""
 
-    def _missing(self) -> str:
+    def _describe_missing(self) -> str:
         """Returns which ranks the agreement waits for, as text."""
         state = self._membership
         assert state is not None
@@ -295,40 +295,40 @@ class Control:
             proposal = self._membership.proposal
             asked = {*self.generation.members, *(proposal.members if proposal is not None else ())}
             others = {uid: self._addresses[uid] for uid in asked if uid in self._addresses}
-            left = self._left & others.keys()
-        gone = left | {uid for uid, address in others.items() if address.refuses(PROBE_SECONDS)}
+            left = self._departed & others.keys()
+        gone = left | {uid for uid, address in others.items() if address.refuses_connection(PROBE_SECONDS)}
         if gone - self._membership.failed:
             with self._lock:
                 words = f"the process of {self._membership.names(gone)} is gone"
-                self._take(self._membership.suspect(gone, clock.now(), words, dead=True))
+                self._handle_events(self._membership.suspect(gone, clock.now(), words, dead=True))
             self._waker.wake()
 
-    def _nothing_ended(self) -> bool:
+    def _is_generation_in_force(self) -> bool:
         """Returns whether the generation that the training was in is still in force."""
         with self._lock:
-            return not self._broken and self._arrived is None
+            return not self._broken and self._new_generation is None
 
     def _renew(self, reason: str) -> None:
         with self._lock:
             assert self._membership is not None
-            if self._nothing_ended():
-                self._take(self._membership.renew(clock.now(), reason))
+            if self._is_generation_in_force():
+                self._handle_events(self._membership.renew(clock.now(), reason))
         self._waker.wake()
 
     # -- the thread -------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         poller = zmq.Poller()
-        poller.register(self._in, zmq.POLLIN)
+        poller.register(self._listener, zmq.POLLIN)
         poller.register(self._waker.descriptor, zmq.POLLIN)
-        self.sockets.watch(self._in, lambda each: poller.register(each, zmq.POLLIN))
+        self.sockets.watch(self._listener, lambda each: poller.register(each, zmq.POLLIN))
         try:
             while not self._closing:
                 ready = dict(poller.poll(math.ceil(1000 * self._pause())))
                 if self._waker.descriptor in ready:
                     self._waker.clear()
-                self.sockets.turn()
-                if self._in in ready:
+                self.sockets.serve_authentication()
+                if self._listener in ready:
                     self._receive()
                 self._tick()
             self._send()
@@ -350,29 +350,29 @@ class Control:
             if self._membership is not None:
                 now, since = clock.now(), self._waiting_since
                 if since is None:
-                    self._take(self._membership.tick(now))
+                    self._handle_events(self._membership.tick(now))
                 else:
                     others = [uid for uid in self.generation.members if uid != self._membership.uid]
-                    self._take(self._membership.tick(now, others, since))
+                    self._handle_events(self._membership.tick(now, others, since))
             self._send()
 
     def _receive(self) -> None:
         for _ in range(MAX_AT_ONCE):
             try:
-                who, *frames = self._in.recv_multipart(zmq.NOBLOCK)
+                who, *frames = self._listener.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
             with self._lock, suppress(PeerFault):
                 message = unpacked_frame(frames)
                 if isinstance(message, Knock):
-                    self._answer(who, message)
+                    self._answer_join_request(who, message)
                 elif self._membership is not None:
                     if isinstance(message, Bye) and message.run == self._membership.run:
-                        self._left.add(message.source)  # the generation ends only when a rank waits for this one
+                        self._departed.add(message.source)  # the generation ends only when a rank waits for this one
                     else:
-                        self._take(self._membership.receive(message, clock.now()))
+                        self._handle_events(self._membership.receive(message, clock.now()))
 
-    def _answer(self, who: bytes, knock: Knock) -> None:
+    def _answer_join_request(self, who: bytes, knock: Knock) -> None:
         """Answers a process that is not a member and asks to become one."""
         state, terms = self._membership, self._terms
         now = clock.now()
@@ -392,23 +392,23 @@ class Control:
             else:
                 uid, token = found
                 token = token or bytes(SEAT_TOKEN_BYTES)
-                reply = Granted(state.run, 0, state.uid, uid, token, state.seats.encoded(), self._told, 0)
-            self._take(state.take_events(now))
+                reply = Granted(state.run, 0, state.uid, uid, token, state.seats.encoded(), self._encoded_terms, 0)
+            self._handle_events(state.take_events(now))
         with suppress(zmq.ZMQError):
-            self._in.send_multipart([who, packed_frame(reply)], zmq.NOBLOCK)
+            self._listener.send_multipart([who, packed_frame(reply)], zmq.NOBLOCK)
 
-    def _take(self, events: list[GenerationEvent]) -> None:
+    def _handle_events(self, events: list[GenerationEvent]) -> None:
         for event in events:
             if isinstance(event, Broken | Outside):
                 self._broken = event.reason or "it ended"
-                self._installing = self._arrived = None
+                self._installing = self._new_generation = None
                 logger.info("the generation of ranks is over: %s", event.reason)
             elif isinstance(event, Install):
                 self._broken = self._broken or "another generation"
                 self._installing = event.generation
             elif isinstance(event, Going):
-                self.generation, self._arrived, self._broken = event.generation, event.generation, ""
-                self._left.clear()
+                self.generation, self._new_generation, self._broken = event.generation, event.generation, ""
+                self._departed.clear()
                 logger.info("a generation of ranks is in force: %s", ", ".join(map(str, event.generation.members)))
             elif isinstance(event, Seated):
                 self._addresses[event.uid] = Address(event.control, event.bulk)
@@ -422,16 +422,16 @@ class Control:
         if state is None:
             return
         for uid, address in self._addresses.items():  # connect before anything needs to be sent
-            if self._out_at.get(uid) != address.control:
+            if self._connected_endpoints.get(uid) != address.control:
                 self._connect(uid, address.control)
         outbox, state.outbox = state.outbox, []
         for to, message in outbox:
-            if to in self._out:
+            if to in self._senders:
                 with suppress(zmq.Again):
-                    self._out[to].send(packed_frame(message), zmq.NOBLOCK)
+                    self._senders[to].send(packed_frame(message), zmq.NOBLOCK)
 
     def _connect(self, uid: int, endpoint: str) -> None:
-        if uid in self._out:
-            self._out[uid].close(0)
-        self._out[uid] = self.sockets.sender(zmq.DEALER, endpoint, QUEUE, LINGER_MILLISECONDS)
-        self._out_at[uid] = endpoint
+        if uid in self._senders:
+            self._senders[uid].close(0)
+        self._senders[uid] = self.sockets.sender(zmq.DEALER, endpoint, QUEUE, LINGER_MILLISECONDS)
+        self._connected_endpoints[uid] = endpoint

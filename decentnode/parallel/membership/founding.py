@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from decentnode.errors import AssemblyError, UsageError
-from decentnode.parallel.membership.addresses import parsed
-from decentnode.parallel.membership.job import Job, become, current
+from decentnode.parallel.membership.addresses import parse_endpoint
+from decentnode.parallel.membership.job import Job, current_job, set_current_job
 from decentnode.parallel.membership.keys import Access
 from decentnode.parallel.process_group.agreement import succeed_on_all_ranks
 from decentnode.parallel.process_group.collectives import gather_texts
@@ -39,26 +39,26 @@ class JobSettings:
     """Used by founders only."""
     keys: str | Path | None = None
 
-    def listening(self, toward: str) -> Job:
+    def create_job(self, toward: str) -> Job:
         """Returns a job that listens, as `Job.listening`."""
-        return Job.listening(self.listen, toward, self.timeout_seconds, self.keys)
+        return Job.create(self.listen, toward, self.timeout_seconds, self.keys)
 
 
-def start(settings: JobSettings) -> Job:
+def found_job(settings: JobSettings) -> Job:
     """Founds a job with all ranks of the process group. Blocking. Raises OSError, ValueError, UsageError for keys,
     which cannot secure this process group; AssemblyError if another rank raised."""
     with succeed_on_all_ranks("listen for members"):
-        if Access.given(settings.keys).closed:
+        if Access.load(settings.keys).has_keys:
             raise UsageError('a job with keys creates its own process group: call initialize_dist(missing="regroup") '
                              "before creating any other")  # fmt: skip
-        made = settings.listening(os.environ.get("MASTER_ADDR", "127.0.0.1"))
+        job = settings.create_job(os.environ.get("MASTER_ADDR", "127.0.0.1"))
     rank, world = dist.get_rank(), dist.get_world_size()
-    return _begun(made, lambda: made.found(rank, world, _by_group, settings.min_ranks, settings.newcomers))
+    return _register(job, lambda: job.found(rank, world, _gather_by_group, settings.min_ranks, settings.newcomers))
 
 
-def start_closed(store: dist.Store | None, rank: int, world: int, settings: JobSettings) -> Job:
+def found_job_with_keys(store: dist.Store | None, rank: int, world: int, settings: JobSettings) -> Job:
     """Does the same as `start` for ranks that have keys and meet at a store; also makes their process group."""
-    def by_store(text: str) -> list[str]:
+    def gather_by_store(text: str) -> list[str]:
         if store is None:
             return [text]
         store.set(f"{STORE_KEY}/{rank}", text)
@@ -69,23 +69,23 @@ def start_closed(store: dist.Store | None, rank: int, world: int, settings: JobS
         return found
 
     try:
-        made = settings.listening(os.environ.get("MASTER_ADDR", "127.0.0.1"))
+        job = settings.create_job(os.environ.get("MASTER_ADDR", "127.0.0.1"))
     except Exception as error:
         if store is not None:
             store.set(f"{STORE_KEY}/{rank}", f"{FAILED}{type(error).__name__}: {error}")
         raise
-    made.meeting_place = store
-    return _begun(made, lambda: made.found(rank, world, by_store, settings.min_ranks, settings.newcomers))
+    job.meeting_place = store
+    return _register(job, lambda: job.found(rank, world, gather_by_store, settings.min_ranks, settings.newcomers))
 
 
-def join(addresses: Sequence[str], settings: JobSettings) -> Job:
+def join_job(addresses: Sequence[str], settings: JobSettings) -> Job:
     """Makes a job for this process, which joins a running one. Blocking. Raises OSError, ValueError, AssemblyError,
     UsageError, EnvironmentFault."""
     toward = "127.0.0.1"
     with suppress(ValueError):
-        toward = parsed(addresses[0])[0]
-    made = settings.listening(toward)
-    return _begun(made, lambda: made.knock(addresses))
+        toward = parse_endpoint(addresses[0])[0]
+    job = settings.create_job(toward)
+    return _register(job, lambda: job.knock(addresses))
 
 
 def job_for(missing: Missing | None, timeout_seconds: float) -> Job | None:
@@ -95,25 +95,25 @@ def job_for(missing: Missing | None, timeout_seconds: float) -> Job | None:
         raise ValueError(f'missing must be "fail" or "regroup", got {missing!r}')
     if missing == "fail":
         return None
-    found = current()
+    found = current_job()
     if found is None and missing == "regroup":
         if not dist.is_initialized() or dist.get_backend() != "gloo":
             raise ValueError('missing="regroup" needs initialize_dist(missing="regroup"), or a process group of the '
                              "backend gloo")  # fmt: skip
-        found = start(JobSettings(None, timeout_seconds))
+        found = found_job(JobSettings(None, timeout_seconds))
     return found
 
 
-def _by_group(text: str) -> list[str]:
+def _gather_by_group(text: str) -> list[str]:
     return gather_texts(text, torch.device("cpu"), "address")
 
 
-def _begun(made: Job, beginning: Callable[[], None]) -> Job:
-    """Calls `beginning` and makes the job this process's. Raises what that raised, having closed the job's sockets."""
+def _register(job: Job, begin: Callable[[], None]) -> Job:
+    """Calls `begin` and makes the job this process's. Raises what that raised, having closed the job's sockets."""
     try:
-        beginning()
+        begin()
     except BaseException:
-        made.leave()
+        job.leave()
         raise
-    become(made)
-    return made
+    set_current_job(job)
+    return job

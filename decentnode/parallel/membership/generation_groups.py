@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from decentnode import clock
 from decentnode.communication.shared_memory.segment import Backoff
-from decentnode.parallel.membership.addresses import Address, endpoint_of, parsed
+from decentnode.parallel.membership.addresses import Address, format_endpoint, parse_endpoint
 from decentnode.parallel.membership.control import ConnectionBroken, Control
-from decentnode.parallel.membership.group import BACKEND, GroupSockets, use
+from decentnode.parallel.membership.socket_group import BACKEND, GroupSockets, use_sockets
 from decentnode.wire.generation import FIRST, Generation, Name, proposer_of
 
 FORM_SECONDS = 20.0
@@ -40,7 +40,7 @@ class GenerationGroups(abc.ABC):
         self._old: list[Any] = []
         """Groups of earlier generations, whose operations may still be needed."""
 
-    def make_first(self, rank: int, endpoints: Sequence[str]) -> None:  # noqa: B027  (with gloo they have one)
+    def make_founders_group(self, rank: int, endpoints: Sequence[str]) -> None:  # noqa: B027  (with gloo they have one)
         """Makes the group of the founding ranks, if they have none. endpoints: [rank] of each."""
 
     @abc.abstractmethod
@@ -78,7 +78,7 @@ class GlooGroups(GenerationGroups):
         self._control = control
         self._store = dist.TCPStore(host, port, None, True, wait_for_workers=False,
                                     timeout=timedelta(seconds=FORM_SECONDS))  # fmt: skip
-        self.endpoint = endpoint_of(host, self._store.port)
+        self.endpoint = format_endpoint(host, self._store.port)
         self._dropping: list[threading.Thread] = []
 
     def make(
@@ -90,41 +90,42 @@ class GlooGroups(GenerationGroups):
         found = self._store if host == own else self._store_at(endpoint_of_member(host))
         store = dist.PrefixStore(f"generation {generation.number} {generation.origin.hex()}", found)
         rank = members.index(own)
-        self._meet(store, rank, len(members))
+        self._wait_for_members(store, rank, len(members))
         make_group(store, rank, len(members), gloo_seconds)
         dist.distributed_c10d._set_pg_timeout(self._timeout, dist.group.WORLD)
 
     def _store_at(self, endpoint: str) -> dist.TCPStore:
         """Returns the store of another member. Blocking for FORM_SECONDS at most. Raises ConnectionBroken if its
         process is gone, which torch by itself would only notice after all that time."""
-        started, (name, port) = clock.now(), parsed(endpoint)
-        while not Address(endpoint, "").refuses(CONNECT_SECONDS):
+        started, (name, port) = clock.now(), parse_endpoint(endpoint)
+        while not Address(endpoint, "").refuses_connection(CONNECT_SECONDS):
             try:
                 found = dist.TCPStore(name, port, None, False, timeout=timedelta(seconds=CONNECT_SECONDS))
             except RuntimeError:
                 if clock.now() - started > FORM_SECONDS:
                     raise
-                self._control.look(started)
+                self._control.check_generation(started)
             else:
                 found.set_timeout(timedelta(seconds=FORM_SECONDS))
                 return found
         raise ConnectionBroken(f"nothing listens at {name}:{port} any more")
 
-    def _meet(self, store: dist.Store, rank: int, world_size: int) -> None:
+    def _wait_for_members(self, store: dist.Store, rank: int, world_size: int) -> None:
         """Waits until all members are at the store, so that torch's next wait is in vain only if a rank dies within
         these milliseconds. Blocking. Raises ConnectionBroken."""
         store.set(f"here/{rank}", "1")
         here = [f"here/{each}" for each in range(world_size)]
         started, backoff = clock.now(), Backoff(MEET_SECONDS)
         while not store.check(here):
-            self._control.look(started)
+            self._control.check_generation(started)
             backoff.sleep()
-        self._control.waits(None)
+        self._control.set_waiting(None)
 
     def drop_old(self) -> None:
         groups, self._old = self._old, []
-        self._dropping.append(threading.Thread(target=_drop, args=(groups,), name="decentnode-groups", daemon=True))
-        self._dropping[-1].start()
+        thread = threading.Thread(target=_abort_operations, args=(groups,), name="decentnode-groups", daemon=True)
+        thread.start()
+        self._dropping.append(thread)
         self._dropping = [each for each in self._dropping if each.is_alive()]
 
     def join_threads(self) -> None:
@@ -133,7 +134,7 @@ class GlooGroups(GenerationGroups):
 
 
 class KeyedGroups(GenerationGroups):
-    """Groups over sockets that are secured with keys (group.py)."""
+    """Groups over sockets that are secured with keys (socket_group.py)."""
 
     def __init__(self, control: Control, host: str, port: int, timeout_seconds: float) -> None:
         """port: 0 for any. Raises OSError if it is taken."""
@@ -141,7 +142,7 @@ class KeyedGroups(GenerationGroups):
         self._sockets = GroupSockets(control.sockets, host, port)
         self.endpoint = self._sockets.endpoint
 
-    def make_first(self, rank: int, endpoints: Sequence[str]) -> None:
+    def make_founders_group(self, rank: int, endpoints: Sequence[str]) -> None:
         self._make(FIRST, rank, endpoints)
 
     def make(
@@ -153,7 +154,7 @@ class KeyedGroups(GenerationGroups):
 
     def _make(self, name: Name, rank: int, endpoints: Sequence[str]) -> None:
         self._sockets.begin(name, rank, endpoints)
-        use(self._sockets)
+        use_sockets(self._sockets)
         dist.init_process_group(BACKEND, store=dist.HashStore(), world_size=len(endpoints), rank=rank,
                                 timeout=self._timeout)  # fmt: skip
 
@@ -168,7 +169,7 @@ def make_group(store: dist.Store, rank: int, world_size: int, seconds: float) ->
     dist.init_process_group("gloo", store=store, world_size=world_size, rank=rank, timeout=timedelta(seconds=seconds))
 
 
-def _drop(groups: list[Any]) -> None:
+def _abort_operations(groups: list[Any]) -> None:
     """Ends pending operations in process groups of gloo, on this rank and, as connections close, on others. Blocking.
 
     torch has no call for that. But gloo closes all connections of a group when one of its waits times out. The wait

@@ -19,12 +19,12 @@ from decentnode.errors import AssemblyError, PeerLost
 from decentnode.parallel.membership.addresses import (
     Address,
     Admission,
-    Listening,
-    Terms,
+    JobTerms,
+    ListenAddress,
     ask_to_join,
-    endpoint_of,
+    format_endpoint,
     own_address,
-    parsed,
+    parse_endpoint,
 )
 from decentnode.parallel.membership.control import ConnectionBroken, Control
 from decentnode.parallel.membership.generation_groups import (
@@ -78,7 +78,7 @@ class Job:
     def __init__(self, control: Control, groups: GenerationGroups, own: Address, timeout_seconds: float) -> None:
         self.control, self.timeout_seconds = control, timeout_seconds
         self._groups, self._own = groups, own
-        self._terms: Terms | None = None
+        self._terms: JobTerms | None = None
         self.admission: Admission | None = None
         """Set while this process has been admitted by a member but is not a member yet."""
         self._participant: weakref.ref[Any] | None = None
@@ -87,34 +87,34 @@ class Job:
         self.meeting_place: dist.Store | None = None
         """The store at which ranks with keys met. Kept, because it ends with its owner's process and the others may not
         have read everything yet."""
-        self._asked: list[str] = []
+        self._join_addresses: list[str] = []
         """The addresses at which this process asked for a place."""
-        self._as: tuple[Sequence[str], str] = ((), "")
+        self._attached: tuple[Sequence[str], str] = ((), "")
         """The lines that `attach` compared, and their digest."""
 
     @classmethod
-    def listening(cls, listen: str | None, toward: str, timeout_seconds: float, keys: str | Path | None) -> Job:
+    def create(cls, listen: str | None, toward: str, timeout_seconds: float, keys: str | Path | None) -> Job:
         """Makes a job that listens at an address that the others can reach. toward: a host of theirs. keys: as of
         `initialize_dist`. Raises OSError, ValueError, UsageError, EnvironmentFault."""
-        given, access = Listening.given(listen), Access.given(keys)
+        given, access = ListenAddress.parse(listen), Access.load(keys)
         host = own_address(given.host or toward)
         access.check(host)
         control = Control(host, given.port, access)
         second = given.port + 1 if given.port else 0
         try:
-            if access.closed:
+            if access.has_keys:
                 groups: GenerationGroups = KeyedGroups(control, host, second, timeout_seconds)
             else:
                 groups = GlooGroups(control, host, second, timeout_seconds)
         except (RuntimeError, OSError) as error:
             control.close()
-            raise OSError(f"cannot listen at {endpoint_of(host, second)}: {error}") from error
+            raise OSError(f"cannot listen at {format_endpoint(host, second)}: {error}") from error
         return cls(control, groups, Address(control.endpoint, groups.endpoint), timeout_seconds)
 
     @property
-    def closed(self) -> bool:
+    def has_keys(self) -> bool:
         """Whether the job has keys, without which no process can connect."""
-        return self.control.sockets.access.closed
+        return self.control.sockets.access.has_keys
 
     @property
     def address(self) -> str:
@@ -124,10 +124,10 @@ class Job:
     @property
     def host(self) -> str:
         """The address of this machine that the others can reach."""
-        return parsed(self._own.control)[0]
+        return parse_endpoint(self._own.control)[0]
 
     @property
-    def terms(self) -> Terms:
+    def terms(self) -> JobTerms:
         """The settings that all members share."""
         assert self._terms is not None
         return self._terms
@@ -146,15 +146,15 @@ class Job:
         told = json.dumps([self._own.control, self._own.store, entropy.word(8), clock.wall()])
         found = [json.loads(text) for text in tell(told)]
         founders = tuple(Address(str(control), str(store)) for control, store, *_ in found)
-        self._terms = Terms(bytes.fromhex(found[0][2]), founders, world + newcomers, least, SUSPECT_SECONDS,
+        self._terms = JobTerms(bytes.fromhex(found[0][2]), founders, world + newcomers, least, SUSPECT_SECONDS,
                             float(found[0][3]))  # fmt: skip
         self.members = tuple(range(world))
-        self._groups.make_first(rank, [each.store for each in founders])
+        self._groups.make_founders_group(rank, [each.store for each in founders])
         logger.info("new processes can join this job at %s", self.address)
 
     def knock(self, addresses: Sequence[str], seconds: float = JOIN_SECONDS) -> None:
         """Asks members of a job for a place in it. Blocking. Raises AssemblyError, UsageError."""
-        self._asked = list(addresses)
+        self._join_addresses = list(addresses)
         seconds = min(seconds, self.timeout_seconds)
         self.admission = ask_to_join(addresses, self._own, seconds, self.control.sockets.access)
         self._terms = self.admission.terms
@@ -178,22 +178,24 @@ class Job:
                                         f"{theirs!r}")  # fmt: skip
         digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()
         uid = dist.get_rank() if admission is None else admission.uid
-        self._as = lines, digest
+        self._attached = lines, digest
         self.control.begin(uid, self.terms, lines, digest, self.timeout_seconds, admission)
         set_wait_function(self._wait)
 
     def _knock_again(self) -> None:
         """Asks for another place, because no member knows of the one that was granted: the member that granted it may
         be gone. Blocking. Raises AssemblyError if all members are."""
-        known = [*dict.fromkeys([*self._asked, *(each.removeprefix("tcp://") for each in self.control.addresses())])]
+        members = (each.removeprefix("tcp://") for each in self.control.addresses())
+        known = [*dict.fromkeys([*self._join_addresses, *members])]
         try:
             self.knock(known, KNOCK_AGAIN_SECONDS)
         except AssemblyError:
-            if all(Address(endpoint_of(*parsed(each)), "").refuses(CONNECT_SECONDS) for each in known):
+            listeners = [Address(format_endpoint(*parse_endpoint(each)), "") for each in known]
+            if all(each.refuses_connection(CONNECT_SECONDS) for each in listeners):
                 raise AssemblyError(f"the job is over: nothing listens at {', '.join(known)} any more") from None
             return  # the caller tries again later
         assert self.admission is not None
-        self.control.begin(self.admission.uid, self.terms, *self._as, self.timeout_seconds, self.admission)
+        self.control.begin(self.admission.uid, self.terms, *self._attached, self.timeout_seconds, self.admission)
 
     def leave(self) -> None:
         """Tells the others that this process takes no more steps. Idempotent; blocking for less than a second."""
@@ -216,17 +218,17 @@ class Job:
         """
         participant = self._participant() if self._participant is not None else None
         assert participant is not None
-        leaves, until = isinstance(error, ConnectionBroken), clock.now() + self.timeout_seconds + FORM_SECONDS
+        must_renew, until = isinstance(error, ConnectionBroken), clock.now() + self.timeout_seconds + FORM_SECONDS
         if error is not None:
-            _forget_frames(error)
+            _drop_frames(error)
         for attempt in range(MAX_ATTEMPTS):
             left = min(self.timeout_seconds, until - clock.now())
             if left <= 0:
                 break
             again = None if self.admission is None else self._knock_again
-            generation = self.control.next_generation(error, left, leaves, again)
+            generation = self.control.next_generation(error, left, must_renew, again)
             try:
-                self._form(generation, min(FORM_SECONDS, GLOO_SECONDS * 2**attempt))
+                self._make_group(generation, min(FORM_SECONDS, GLOO_SECONDS * 2**attempt))
                 told = gather_texts(json.dumps(participant.report()), torch.device("cpu"), "report")
                 reports = {uid: json.loads(text) for uid, text in zip(self.members, told, strict=True)}
                 participant.settle(reports)
@@ -240,13 +242,13 @@ class Job:
             except (PeerLost, RuntimeError, OSError) as failure:
                 if own_fault(failure):
                     raise
-                error, leaves = ConnectionBroken(f"regrouping failed: {failure_reason(failure)}"), True
-                _forget_frames(failure)
+                error, must_renew = ConnectionBroken(f"regrouping failed: {failure_reason(failure)}"), True
+                _drop_frames(failure)
                 logger.info("a generation of ranks ended while it began: %s", failure)
         assert error is not None
         raise error
 
-    def _form(self, generation: Generation, gloo_seconds: float) -> None:
+    def _make_group(self, generation: Generation, gloo_seconds: float) -> None:
         """Makes the default process group of this generation's members. Blocking. gloo_seconds: how long gloo may take
         to connect them."""
         self.members = tuple(sorted(generation.members))
@@ -265,9 +267,9 @@ class Job:
         operation may then continue unwatched, because nothing else uses its tensors."""
         started, backoff = clock.now(), Backoff(POLL_SECONDS)
         while not work.is_completed():
-            self.control.look(started)
+            self.control.check_generation(started)
             backoff.sleep()
-        self.control.waits(None)
+        self.control.set_waiting(None)
         try:
             work.wait()
         except RuntimeError as error:
@@ -276,7 +278,7 @@ class Job:
             raise ConnectionBroken(f"an operation of all ranks failed: {failure_reason(error)}") from error
 
 
-def _forget_frames(error: BaseException) -> None:
+def _drop_frames(error: BaseException) -> None:
     """Drops references to operations, and so to connections, that the frames of an error hold: the other ends wait for
     the connections to be closed."""
     error.__traceback__ = error.__cause__ = error.__context__ = None
@@ -285,7 +287,7 @@ def _forget_frames(error: BaseException) -> None:
 _job: Job | None = None
 
 
-def current() -> Job | None:
+def current_job() -> Job | None:
     """Returns the job of this process; None unless missing="regroup"."""
     return _job
 
@@ -295,7 +297,7 @@ def job_address() -> str | None:
     return None if _job is None else _job.address
 
 
-def become(job: Job) -> None:
+def set_current_job(job: Job) -> None:
     """Makes the job that of this process, and closes it at exit."""
     global _job
     close_at_exit(job)

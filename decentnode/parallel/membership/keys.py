@@ -28,10 +28,11 @@ logger = logging.getLogger(__name__)
 VARIABLE = "DECENTNODE_KEYS"
 """The environment variable that stands for `keys` of `initialize_dist`."""
 OFF = "off"
-SEAL_BYTES = 1024
+ENCRYPTION_BYTES = 1024
 """How much longer a frame may be with keys: encryption adds 33 bytes, and libzmq counts the commands of the handshake
 as frames, which have 200 to 500 bytes (RFC 26)."""
-HOW = f"create a secret with decentnode keygen --secret FILE and give the file as keys=, or in {VARIABLE}, on all ranks"
+KEYS_HINT = (f"create a secret with decentnode keygen --secret FILE and give the file as keys=, or in {VARIABLE}, "
+             "on all ranks")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -41,23 +42,23 @@ class Access:
     public: bytes = b""
     """The public key of all members, in Z85; empty if anybody may connect."""
     secret: bytes = field(default=b"", repr=False)
-    told_off: bool = False
+    are_keys_off: bool = False
     """Whether this process was told ("off") to do without keys, on whatever address it listens."""
 
     @classmethod
-    def given(cls, keys: str | Path | None) -> Access:
+    def load(cls, keys: str | Path | None) -> Access:
         """Reads the keys. keys: the file of the secret, "off", or None to use the environment. Raises EnvironmentFault
         for a file that is missing, that other users could read, or that is no secret."""
         told = str(keys) if keys is not None else os.environ.get(VARIABLE, "")
         if told in ("", OFF):
-            return cls(told_off=told == OFF)
+            return cls(are_keys_off=told == OFF)
         raw = hashlib.blake2b(read_secret(Path(told), "decentnode keygen --secret"), digest_size=32,
                               person=b"decentnode ranks").digest()  # fmt: skip
         secret = z85.encode(raw)
         return cls(zmq.curve_public(secret), secret)
 
     @property
-    def closed(self) -> bool:
+    def has_keys(self) -> bool:
         """Whether strangers are kept out."""
         return bool(self.secret)
 
@@ -65,27 +66,27 @@ class Access:
     def fingerprint(self) -> str:
         """A text that differs between secrets without revealing them; empty without a secret."""
         digest = hashlib.blake2b(self.secret, digest_size=8, person=b"decentnode shown")
-        return digest.hexdigest() if self.closed else ""
+        return digest.hexdigest() if self.has_keys else ""
 
     def check(self, host: str) -> None:
         """Raises UsageError if this process would listen, without keys, at an address that strangers can reach. host: a
         numeric address."""
         known = address(host)
-        if not self.closed and not self.told_off and not (known is not None and known.is_loopback):
+        if not self.has_keys and not self.are_keys_off and not (known is not None and known.is_loopback):
             raise UsageError(f"ranks listen on {host} only with keys, since anyone who can reach the port could join, "
-                             f"read the model and change it: {HOW}; on a safe network, 'off' instead of the file "
+                             f"read the model and change it: {KEYS_HINT}; on a safe network, 'off' instead of the file "
                              "allows ranks without keys")  # fmt: skip
 
-    def log_in(self, socket: zmq.Socket[bytes]) -> None:
+    def authenticate(self, socket: zmq.Socket[bytes]) -> None:
         """Makes a socket authenticate this process to the other end, and require the same of it."""
-        if self.closed:
+        if self.has_keys:
             socket.curve_secretkey, socket.curve_publickey, socket.curve_serverkey = (
                 self.secret, self.public, self.public,
             )  # fmt: skip
 
-    def admit(self, socket: zmq.Socket[bytes]) -> None:
+    def require_authentication(self, socket: zmq.Socket[bytes]) -> None:
         """Makes a listening socket accept only peers that authenticate themselves."""
-        if self.closed:
+        if self.has_keys:
             socket.curve_server = True
             socket.curve_secretkey, socket.curve_publickey = self.secret, self.public
 
@@ -95,12 +96,12 @@ class Sockets:
 
     def __init__(self, access: Access) -> None:
         self.access, self.context = access, zmq.Context()
-        self._door: Authenticator | None = None
+        self._authenticator: Authenticator | None = None
         self._watched: list[tuple[zmq.Socket[bytes], zmq.Socket[bytes]]] = []
-        self._told = False
-        if access.closed:
+        self._has_logged = False
+        if access.has_keys:
             ring = Keyring(0, access.secret, {0: access.public})
-            self._door = Authenticator(self.context, ring, {}, lambda *_: self._tell("other keys"))
+            self._authenticator = Authenticator(self.context, ring, {}, lambda *_: self._log_refusal("other keys"))
 
     def listener(self, kind: int, host: str, port: int, max_bytes: int, queue: int) -> zmq.Socket[bytes]:
         """Returns a listening socket. port: 0 for any. max_bytes: of one frame; a connection that sends more is closed.
@@ -109,9 +110,9 @@ class Sockets:
         """
         made = self.context.socket(kind)
         made.setsockopt(zmq.RCVHWM, queue)
-        made.setsockopt(zmq.MAXMSGSIZE, max_bytes + SEAL_BYTES)
+        made.setsockopt(zmq.MAXMSGSIZE, max_bytes + ENCRYPTION_BYTES)
         made.setsockopt(zmq.IPV6, int(":" in host))
-        self.access.admit(made)
+        self.access.require_authentication(made)
         try:
             made.bind(endpoint(host, port or "*"))
         except zmq.ZMQError as error:
@@ -125,7 +126,7 @@ class Sockets:
         for option, value in ((zmq.LINGER, linger), (zmq.SNDHWM, queue), (zmq.RECONNECT_IVL, 50),
                               (zmq.RECONNECT_IVL_MAX, 1000), (zmq.IPV6, int("[" in endpoint))):  # fmt: skip
             made.setsockopt(option, value)
-        self.access.log_in(made)
+        self.access.authenticate(made)
         made.connect(endpoint)
         return made
 
@@ -133,24 +134,24 @@ class Sockets:
 
     def watch(self, listener: zmq.Socket[bytes], register: Callable[[zmq.Socket[bytes]], None]) -> None:
         """Logs once if strangers connect to a listener. register: is given the sockets to be polled."""
-        if self._door is not None:
+        if self._authenticator is not None:
             monitor = listener.get_monitor_socket(FAILED & ~zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
             self._watched.append((listener, monitor))
-            register(self._door.socket)
+            register(self._authenticator.socket)
             register(monitor)
 
-    def turn(self) -> None:
+    def serve_authentication(self) -> None:
         """Answers authentication requests and logs refused connections; not blocking."""
-        if self._door is not None:
-            self._door.answer()
+        if self._authenticator is not None:
+            self._authenticator.answer()
         for _, monitor in self._watched:
             why = failed_handshake(monitor)
             if why:
-                self._tell(why)
+                self._log_refusal(why)
 
-    def _tell(self, why: str) -> None:
-        if not self._told:
-            self._told = True
+    def _log_refusal(self, why: str) -> None:
+        if not self._has_logged:
+            self._has_logged = True
             logger.warning("a process without the keys of this job (%s) was refused; further ones will be refused "
                            "without a message",
                            why)  # fmt: skip
@@ -160,8 +161,8 @@ class Sockets:
         for the time that an open socket has set itself."""
         for listener, monitor in self._watched:
             end_monitor(listener, monitor)
-        if self._door is not None:
-            self._door.socket.close(0)
+        if self._authenticator is not None:
+            self._authenticator.socket.close(0)
         self.context.destroy(linger)
 
 

@@ -85,7 +85,7 @@ class OptimizerParticipant:
             self.regroup(error)
             return otherwise
         finally:
-            self.job.control.waits(None)
+            self.job.control.set_waiting(None)
 
     def regroup(self, error: PeerLost | None) -> None:
         """Regroups as `Job.regroup`. Blocking."""
@@ -132,7 +132,7 @@ class OptimizerParticipant:
                 if fresh or method.alike:
                     method.pull(mean, 1.0)
         method.meet_anew(max(int(each["meetings"]) for each in old))
-        self.job.control.has_model(self._first_step)
+        self.job.control.set_model_ready(self._first_step)
         logger.warning("rank %d of %d from step %d on", rank, world_size, self._first_step)
 
     @staticmethod

@@ -173,7 +173,7 @@ class WrapperParticipant:
         self._position = self._first_step
         if rank not in old:
             self.joined_at = self._first_step
-        self.job.control.has_model(self._first_step)
+        self.job.control.set_model_ready(self._first_step)
         logger.warning("rank %d of %d from step %d on", rank, world_size, self._first_step)
 
     def _exchange_unfrozen(self, reports: Mapping[int, Mapping[str, Any]]) -> None:

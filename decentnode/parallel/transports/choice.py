@@ -31,7 +31,7 @@ def exchange_for(
         if job is None:
             raise ValueError('sockets needs missing="regroup"')
         return SocketExchange(plan, timeout_seconds, job.control.sockets, job.host, buckets, memory)
-    if job is not None and job.closed and transport == "collective":
+    if job is not None and job.has_keys and transport == "collective":
         raise ValueError("collective sends models unencrypted: leave the keys out, or use auto or sockets")
     if transport == "shared_memory" and plan.coding is not None:
         raise ValueError("shared_memory sends nothing, so it cannot compress: leave the compression out, or use auto")
@@ -42,6 +42,6 @@ def exchange_for(
         return SharedMemoryExchange(plan, timeout_seconds, buckets)
     if job is None:
         return CollectiveExchange(plan, timeout_seconds, memory)
-    if job.closed:
+    if job.has_keys:
         return SocketExchange(plan, timeout_seconds, job.control.sockets, job.host, buckets, memory)
     return PointToPointExchange(plan, timeout_seconds, memory)

@@ -71,7 +71,7 @@ class RegroupingExchange(BucketExchange):
         if control.has_left(self.members[peer], waited):
             raise PeerLost(f"rank {self.inner.rank}: rank {peer} has ended its training", [peer])
         if waited > ASK_SECONDS:
-            control.waits(since)
+            control.set_waiting(since)
             if control.is_gone(self.members[peer]):
                 raise PeerLost(f"rank {self.inner.rank}: the process of rank {peer} is gone", [peer])
 
@@ -156,7 +156,7 @@ class RegroupingExchange(BucketExchange):
             self._recover(error)
             return None
         finally:
-            self._job.control.waits(None)
+            self._job.control.set_waiting(None)
 
     def finish_all(self, seconds: float) -> None:
         self.inner.finish_all(seconds)
@@ -190,7 +190,7 @@ class RegroupingExchange(BucketExchange):
                     error = ConnectionBroken(f"{what} failed: {failure_reason(error)}")
                 self._recover(error)
             finally:
-                self._job.control.waits(None)
+                self._job.control.set_waiting(None)
         self.averages_begun = self.averages_finished = max(self.averages_begun, self._averages_before)
         if anew and restart is not None:
             restart()

@@ -20,7 +20,7 @@ from torch import Tensor
 from decentnode import clock, entropy
 from decentnode.errors import PeerLost
 from decentnode.parallel.buckets.bucket import Bucket
-from decentnode.parallel.membership.addresses import endpoint_of, parsed
+from decentnode.parallel.membership.addresses import format_endpoint, parse_endpoint
 from decentnode.parallel.membership.keys import Sockets
 from decentnode.parallel.planning.plan import Plan
 from decentnode.parallel.process_group.collectives import gather_texts
@@ -54,7 +54,7 @@ class SocketExchange(HostMemoryExchange):
         own = json.dumps([self._listener.getsockopt_string(zmq.LAST_ENDPOINT), entropy.word(8)])
         told = [json.loads(text) for text in gather_texts(own, torch.device("cpu"), "address")]
         self._token = bytes.fromhex(str(told[0][1]))[:8].ljust(8, b"\0")
-        self._endpoints = [endpoint_of(*parsed(str(endpoint))) for endpoint, _ in told]
+        self._endpoints = [format_endpoint(*parse_endpoint(str(endpoint))) for endpoint, _ in told]
         """[rank] its endpoint."""
         self._senders: dict[int, zmq.Socket[bytes]] = {}
         self._inbox: dict[tuple[int, int, int], Tensor] = {}

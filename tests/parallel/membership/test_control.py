@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from decentnode.errors import AssemblyError, PeerFault, PeerLost, UsageError
-from decentnode.parallel.membership.addresses import Address, Listening, Terms, ask_to_join, unpacked_frame
+from decentnode.parallel.membership.addresses import Address, JobTerms, ListenAddress, ask_to_join, unpacked_frame
 from decentnode.parallel.membership.control import ConnectionBroken, Control
 from decentnode.parallel.membership.generation_groups import FORM_SECONDS, GlooGroups
 from decentnode.parallel.membership.job import Job
@@ -29,14 +29,14 @@ class Jobs:
 
     def __init__(self) -> None:
         self.controls: list[Control] = []
-        self.terms: Terms
+        self.terms: JobTerms
 
     def make(self, min_ranks: int, count: int, port: int = 0) -> list[Control]:
         """port: of the first, the others' any."""
         made = [Control("127.0.0.1", 0 if number else port) for number in range(count)]
         self.controls += made
         founders = tuple(Address(each.endpoint, "tcp://127.0.0.1:1") for each in made)
-        self.terms = Terms(RUN, founders, count + 4, min_ranks, 1.6)
+        self.terms = JobTerms(RUN, founders, count + 4, min_ranks, 1.6)
         for uid, each in enumerate(made):
             each.begin(uid, self.terms, LINES, "digest", 10.0)
         return made
@@ -107,7 +107,7 @@ def test_a_newcomer_is_sent_on_to_who_admits_and_counts_as_new(jobs: Jobs) -> No
     found = next_of(zero, one, new)
     assert members(found) == [(0, 1, 2)] * 3
     assert found[0].fresh == {2}
-    new.has_model(7)
+    new.set_model_ready(7)
     assert not new.fresh
 
 
@@ -115,7 +115,7 @@ def test_a_newcomer_takes_the_place_of_the_dead_where_less_than_half_is_enough(j
     zero, one = jobs.make(1, 2)
     new = jobs.newcomer(zero)
     members(next_of(zero, one, new))
-    new.has_model(1)
+    new.set_model_ready(1)
     zero.close()
     one.close()
     assert members(next_of(new, error=PeerLost("gone"))) == [(2,)]
@@ -222,13 +222,13 @@ def test_who_is_to_join_where_nobody_listens_yet_is_told_at_once(
 
 @pytest.fixture
 def job() -> Iterator[Job]:
-    with closing(Job.listening(None, "127.0.0.1", 10.0, None)) as made:
+    with closing(Job.create(None, "127.0.0.1", 10.0, None)) as made:
         yield made
 
 
 @pytest.mark.slow
 def test_a_newcomer_of_a_job_that_is_over_is_told_so(job: Job) -> None:
-    job._asked = [f"127.0.0.1:{free_ports(1)}"]
+    job._join_addresses = [f"127.0.0.1:{free_ports(1)}"]
     with pytest.raises(AssemblyError, match="the job is over: nothing listens at 127"):
         job._knock_again()
 
@@ -243,7 +243,7 @@ def test_the_store_of_a_member_that_dies_meanwhile_is_given_up_at_once(
         raise RuntimeError("timed out")
 
     monkeypatch.setattr("torch.distributed.TCPStore", dies)
-    monkeypatch.setattr(Address, "refuses", lambda *_: len(tried) > 1)
+    monkeypatch.setattr(Address, "refuses_connection", lambda *_: len(tried) > 1)
     assert isinstance(job._groups, GlooGroups)
     with pytest.raises(ConnectionBroken, match="1:5 any more"):
         job._groups._store_at("tcp://127.0.0.1:5")
@@ -258,6 +258,6 @@ def test_what_a_stranger_sends_is_refused() -> None:
                 b'{"founders": [["tcp://h:1", "tcp://h:2"]], "capacity": 1e9, "min_ranks": 1, "suspect_seconds": 1, '
                 b'"lines": []}'):  # fmt: skip
         with pytest.raises(PeerFault):
-            Terms.decoded(RUN, raw)
+            JobTerms.decoded(RUN, raw)
     with pytest.raises(ValueError, match="listen must be"):
-        Listening.given("host:port")
+        ListenAddress.parse("host:port")

@@ -16,11 +16,11 @@ import zmq
 
 from decentnode.communication.zeromq.sockets.security import write_secret
 from decentnode.errors import AssemblyError, EnvironmentFault, PeerLost, UsageError
-from decentnode.parallel.membership import group as groups
+from decentnode.parallel.membership import socket_group as groups
 from decentnode.parallel.membership.addresses import Address, ask_to_join
 from decentnode.parallel.membership.control import Control
-from decentnode.parallel.membership.group import GroupSockets, MemberGroup
 from decentnode.parallel.membership.keys import VARIABLE, Access
+from decentnode.parallel.membership.socket_group import GroupSockets, SocketProcessGroup
 from decentnode.wire.generation import FIRST, Name
 
 OWN = Address("tcp://127.0.0.1:1", "tcp://127.0.0.1:2")
@@ -35,7 +35,7 @@ def secret(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def door(secret: Path) -> Iterator[Control]:
-    with closing(Control("127.0.0.1", 0, Access.given(secret))) as made:
+    with closing(Control("127.0.0.1", 0, Access.load(secret))) as made:
         yield made
 
 
@@ -43,12 +43,12 @@ class Three:
     """The sockets of three ranks."""
 
     def __init__(self, stack: ExitStack, secret: Path) -> None:
-        access = Access.given(secret)
+        access = Access.load(secret)
         self.controls = [stack.enter_context(closing(Control("127.0.0.1", 0, access))) for _ in range(3)]
         self.sockets = [stack.enter_context(closing(GroupSockets(each.sockets, "127.0.0.1", 0)))
                         for each in self.controls]  # fmt: skip
 
-    def begin(self, name: Name, ranks: tuple[int, ...] = (0, 1, 2), seconds: float = 10.0) -> list[MemberGroup]:
+    def begin(self, name: Name, ranks: tuple[int, ...] = (0, 1, 2), seconds: float = 10.0) -> list[SocketProcessGroup]:
         endpoints = [self.sockets[rank].endpoint for rank in ranks]
         for number, rank in enumerate(ranks):
             self.sockets[rank].begin(name, number, endpoints)
@@ -121,7 +121,7 @@ def test_who_enters_the_next_generation_first_is_heard_there_and_what_was_before
     own = torch.tensor([1.0])
     first = three.sockets[0].group((0, 1), 10.0).allreduce([own], options(reduceOp=dist.ReduceOp.SUM))
     assert not first.is_completed()
-    three.sockets[2].take(5.0)
+    three.sockets[2].receive(5.0)
     three.sockets[2].begin(NEXT, 1, endpoints)
     other = torch.tensor([2.0])
     done([three.sockets[2].group((0, 1), 10.0).allreduce([other], options(reduceOp=dist.ReduceOp.SUM)), first])
@@ -155,7 +155,7 @@ def refused(of: Control, access: Access) -> str:
 
 def test_who_has_the_secret_is_answered(door: Control, secret: Path) -> None:
     with pytest.raises(AssemblyError, match="the job has not begun to train"):
-        ask_to_join([door.endpoint], OWN, 0.5, Access.given(secret))
+        ask_to_join([door.endpoint], OWN, 0.5, Access.load(secret))
 
 
 def test_who_has_none_or_another_is_refused_with_a_clear_line(
@@ -164,15 +164,15 @@ def test_who_has_none_or_another_is_refused_with_a_clear_line(
     write_secret(tmp_path / "other.secret")
     with caplog.at_level(logging.WARNING):
         assert "it has keys and this process has none: give them as keys=" in refused(door, Access())
-        assert "does not accept this process's keys" in refused(door, Access.given(tmp_path / "other.secret"))
+        assert "does not accept this process's keys" in refused(door, Access.load(tmp_path / "other.secret"))
     assert caplog.text.count("without the keys of this job") == 1
     with closing(Control("127.0.0.1", 0)) as unlocked:
-        assert "does not accept this process's keys" in refused(unlocked, Access.given(tmp_path / "other.secret"))
+        assert "does not accept this process's keys" in refused(unlocked, Access.load(tmp_path / "other.secret"))
 
 
 def test_who_knows_the_public_key_alone_is_refused(secret: Path) -> None:
     """As somebody who has read the memory of none, but a log of all."""
-    access = Access.given(secret)
+    access = Access.load(secret)
     public, own = zmq.curve_keypair()
     with closing(Control("127.0.0.1", 0, access)) as control, zmq.Context() as context, \
             context.socket(zmq.DEALER) as stranger:  # fmt: skip
@@ -181,7 +181,7 @@ def test_who_knows_the_public_key_alone_is_refused(secret: Path) -> None:
         stranger.connect(control.endpoint)
         stranger.send(b"x")
         assert not stranger.poll(500)
-        assert control.sockets._told
+        assert control.sockets._has_logged
 
 
 @pytest.mark.parametrize(("keys", "host", "fine"), [
@@ -196,7 +196,7 @@ def test_without_keys_ranks_listen_on_loopback_alone_unless_told_so(
         monkeypatch.delenv(VARIABLE, raising=False)
         if how == "environment" and given:
             monkeypatch.setenv(VARIABLE, given)
-        access = Access.given(given if how == "argument" else None)
+        access = Access.load(given if how == "argument" else None)
         if fine:
             access.check(host)
         else:
@@ -205,9 +205,9 @@ def test_without_keys_ranks_listen_on_loopback_alone_unless_told_so(
 
 
 def test_a_secret_that_others_can_read_or_that_is_none_is_refused(secret: Path, tmp_path: Path) -> None:
-    assert "secret" not in repr(Access.given(secret)).replace("told_off", "")
+    assert "secret" not in repr(Access.load(secret)).replace("are_keys_off", "")
     secret.chmod(0o644)
     with pytest.raises(EnvironmentFault, match="can be read by others"):
-        Access.given(secret)
+        Access.load(secret)
     with pytest.raises(EnvironmentFault, match="make it with decentnode keygen --secret"):
-        Access.given(tmp_path / "none")
+        Access.load(tmp_path / "none")

@@ -80,7 +80,7 @@ def test_a_rank_that_exchanges_nothing_in_a_round_forgets_as_the_others_do() -> 
     """Of three ranks one rests in each round: where a state is loaded then, the next exchanges are whole for all."""
     world: dict[tuple[int, int], Tensor] = {}
     ranks = [Rank(rank, 3, "one-peer-exp", CHANGES, world) for rank in range(3)]
-    job: Any = SimpleNamespace(members=(0, 1, 2), control=SimpleNamespace(broken="", waits=lambda _: None))
+    job: Any = SimpleNamespace(members=(0, 1, 2), control=SimpleNamespace(broken="", set_waiting=lambda _: None))
     outer = [RegroupingExchange(each, [each.bucket], job, lambda _: None) for each in ranks]
     for step in range(9):
         for each, inner in zip(outer, ranks, strict=True):

@@ -46,7 +46,8 @@ class Rank:
         rules = plan.rules()
         self.buckets = [Bucket(number, [Parameter(torch.full((6,), float(rank + 10 * number)))], True, next(rules))
                         for number in range(2)]  # fmt: skip
-        job: Any = SimpleNamespace(members=tuple(range(n)), control=SimpleNamespace(broken="", waits=lambda _: None))
+        control = SimpleNamespace(broken="", set_waiting=lambda _: None)
+        job: Any = SimpleNamespace(members=tuple(range(n)), control=control)
         self.exchange = RegroupingExchange(Sent(plan, world), self.buckets, job, lambda _: None)
         self.step = 0
         self.exchange.launch(self.buckets, 0)

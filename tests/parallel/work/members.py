@@ -264,7 +264,7 @@ def given_up(rank: int, n: int) -> bool:
     dist.barrier()
     if rank == 1:
         inner = list(groups)
-        generation_groups._drop(inner)
+        generation_groups._abort_operations(inner)
         time.sleep(0.5)  # what gloo's threads do about it
     dist.barrier()
     return rank == 1 or len(kept) == 20

@@ -13,9 +13,9 @@ from decentnode import clock
 from decentnode.errors import AssemblyError
 from decentnode.parallel.membership import founding
 from decentnode.parallel.membership import job as jobs
-from decentnode.parallel.membership.addresses import Address, endpoint_of, parsed
+from decentnode.parallel.membership.addresses import Address, format_endpoint, parse_endpoint
 from decentnode.parallel.membership.founding import JobSettings
-from decentnode.parallel.membership.keys import HOW, Access
+from decentnode.parallel.membership.keys import KEYS_HINT, Access
 
 KEY = "decentnode/member"
 """Key prefix in the store at which ranks meet: for each rank, the attempt of torchrun that its process belongs to, and
@@ -24,35 +24,35 @@ SEEN_SECONDS = 0.5
 NO_KEYS = "none"
 
 
-def begin(join: str | None, settings: JobSettings) -> None:
+def start(join: str | None, settings: JobSettings) -> None:
     """Makes this process's job, and the process group of the ranks that found it together. Blocking. A process that
     joins has no group before it has wrapped a model. Raises as `initialize_dist`."""
     if join is not None:
-        founding.join([each.strip() for each in join.split(",") if each.strip()] or [""], settings)
+        founding.join_job([each.strip() for each in join.split(",") if each.strip()] or [""], settings)
         return
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    access, timeout = Access.given(settings.keys), timedelta(seconds=settings.timeout_seconds)
-    if world == 1 and access.closed:
-        founding.start_closed(None, 0, 1, settings)
+    access, timeout = Access.load(settings.keys), timedelta(seconds=settings.timeout_seconds)
+    if world == 1 and access.has_keys:
+        founding.found_job_with_keys(None, 0, 1, settings)
         return
     if world == 1:
         dist.init_process_group("gloo", timeout=timeout)
-        founding.start(settings)
+        founding.found_job(settings)
         return
     store, rank, world = next(dist.rendezvous("env://", rank, world, timeout=timeout))
-    raw = _underlying(store)
+    raw = _shared_store(store)
     attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    running = _running(raw, rank, world, attempt)
+    running = _running_members(raw, rank, world, attempt)
     if running:
-        job = founding.join(running, settings)
+        job = founding.join_job(running, settings)
         raw.set(f"{KEY}/{rank}", f"{attempt} joined {job.address}")
         return
     _check_keys(store, rank, world, access)
-    if access.closed:
-        job = founding.start_closed(store, rank, world, settings)
+    if access.has_keys:
+        job = founding.found_job_with_keys(store, rank, world, settings)
     else:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
-        job = founding.start(settings)
+        job = founding.found_job(settings)
     raw.set(f"{KEY}/{rank}", f"{attempt} founded {job.address}")
 
 
@@ -69,43 +69,43 @@ def _check_keys(store: dist.Store, rank: int, world: int, access: Access) -> Non
                 while store.add(f"{KEY}/keys", 0) < world and clock.now() < until:
                     clock.sleep(SEEN_SECONDS / 10)
             words = [f"keys {each}" if each else "no keys" for each in (theirs, own)]
-            raise AssemblyError(f"rank {other} has {words[0]} and rank {rank} has {words[1]}: {HOW}", [other])
+            raise AssemblyError(f"rank {other} has {words[0]} and rank {rank} has {words[1]}: {KEYS_HINT}", [other])
 
 
-def expected() -> tuple[int, int]:
+def placeholder_rank() -> tuple[int, int]:
     """Returns a stand-in for (rank, world size) before a process has joined: its uid, which no member has, and a larger
     number."""
-    job = jobs.current()
+    job = jobs.current_job()
     assert job is not None and job.admission is not None
     uid = job.admission.uid
     return uid, max(uid + 1, len(job.admission.terms.founders))
 
 
-def _underlying(store: Any) -> Any:
+def _shared_store(store: Any) -> Any:
     """Returns the store that all attempts of torchrun share."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return store
 
 
-def _running(store: Any, rank: int, world: int, attempt: int) -> list[str]:
+def _running_members(store: Any, rank: int, world: int, attempt: int) -> list[str]:
     """Returns addresses of members of the job that this rank belonged to before it was restarted; none if this is the
     rank's first process, or if all ranks were restarted, as torchrun's agent does with its own. Blocking briefly."""
-    own = _entry(store, rank)
+    own = _read_entry(store, rank)
     if own is None:
         return []
     found = []
     for other in range(world):
-        entry = _entry(store, other) if other != rank else None
+        entry = _read_entry(store, other) if other != rank else None
         if entry is None:
             continue
         theirs, how, address = entry
-        if (own[0] == attempt or theirs < attempt or how == "joined") and _lives(address):
+        if (own[0] == attempt or theirs < attempt or how == "joined") and _is_alive(address):
             found.append(address)
     return found
 
 
-def _entry(store: Any, rank: int) -> tuple[int, str, str] | None:
+def _read_entry(store: Any, rank: int) -> tuple[int, str, str] | None:
     key = f"{KEY}/{rank}"
     if not store.check([key]):
         return None
@@ -115,7 +115,7 @@ def _entry(store: Any, rank: int) -> tuple[int, str, str] | None:
     return None
 
 
-def _lives(address: str) -> bool:
+def _is_alive(address: str) -> bool:
     with suppress(ValueError):
-        return not Address(endpoint_of(*parsed(address)), "").refuses(SEEN_SECONDS)
+        return not Address(format_endpoint(*parse_endpoint(address)), "").refuses_connection(SEEN_SECONDS)
     return False

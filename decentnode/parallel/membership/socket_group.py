@@ -32,13 +32,13 @@ BACKEND = "decentnode"
 HEADER = struct.Struct(f"<I{ORIGIN_BYTES}sIIQII")
 """Generation (number, origin), group, rank in the generation, operation, chunk, kind."""
 CHUNK_BYTES = 1 << 22
-MOST_WAITING = 1 << 14
+MAX_CHUNKS_AHEAD = 1 << 14
 """Largest number of chunks received before this rank asked for them: ranks are a few operations apart at most."""
-REMEMBERED = 64
+MAX_LEFT_GENERATIONS = 64
 LINGER_MILLISECONDS = 3000
 """How long sockets that close may still send what other ranks need."""
 POLL_SECONDS = 0.05
-ALL, PAIR = range(2)
+COLLECTIVE, POINT_TO_POINT = range(2)
 """Kinds of operations: collectives, which all ranks of a group begin in one order, and point-to-point ones."""
 
 Key = tuple[int, int, int, int, int]
@@ -51,17 +51,17 @@ class GroupSockets:
     def __init__(self, sockets: Sockets, host: str, port: int) -> None:
         """Raises OSError if the port is taken."""
         self._sockets = sockets
-        self._in = sockets.listener(zmq.PULL, host, port, CHUNK_BYTES, 0)
-        self.endpoint: str = self._in.getsockopt_string(zmq.LAST_ENDPOINT)
-        self._out: dict[str, zmq.Socket[bytes]] = {}
+        self._listener = sockets.listener(zmq.PULL, host, port, CHUNK_BYTES, 0)
+        self.endpoint: str = self._listener.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._senders: dict[str, zmq.Socket[bytes]] = {}
         self._peers: tuple[str, ...] = ()
         self.name: Name = (0, bytes(ORIGIN_BYTES))
         """The name of the generation."""
-        self._over: deque[Name] = deque(maxlen=REMEMBERED)
+        self._left_generations: deque[Name] = deque(maxlen=MAX_LEFT_GENERATIONS)
         """Names of generations that this process has left. Their messages are dropped; those of unknown generations
         are kept, because another rank may begin the next generation before this one."""
-        self._waiting: dict[tuple[Name, Key], memoryview] = {}
-        self._made: dict[tuple[int, ...], int] = {}
+        self._received: dict[tuple[Name, Key], memoryview] = {}
+        self._num_made: dict[tuple[int, ...], int] = {}
         """Ranks -> number of groups of exactly these ranks that were made in this generation."""
         self._lock = threading.RLock()
         self.rank = 0
@@ -70,18 +70,18 @@ class GroupSockets:
         """Begins a generation. rank: this process's. endpoints: [rank] its address."""
         with self._lock:
             if name != self.name:
-                self._over.append(self.name)
+                self._left_generations.append(self.name)
             self.name, self.rank, self._peers = name, rank, tuple(endpoints)
-            self._made.clear()
-            self._waiting = {key: each for key, each in self._waiting.items() if key[0] not in self._over}
-            for endpoint in self._out.keys() - set(endpoints):
-                self._out.pop(endpoint).close(0)
+            self._num_made.clear()
+            self._received = {key: each for key, each in self._received.items() if key[0] not in self._left_generations}
+            for endpoint in self._senders.keys() - set(endpoints):
+                self._senders.pop(endpoint).close(0)
 
-    def group(self, ranks: Sequence[int], timeout_seconds: float) -> MemberGroup:
+    def group(self, ranks: Sequence[int], timeout_seconds: float) -> SocketProcessGroup:
         """Makes a group of these ranks of the generation, which all of them make in the same order."""
         key = tuple(ranks)
-        number = self._made[key] = self._made.get(key, 0) + 1
-        return MemberGroup(self, key, zlib.crc32(repr((key, number)).encode()), timeout_seconds)
+        number = self._num_made[key] = self._num_made.get(key, 0) + 1
+        return SocketProcessGroup(self, key, zlib.crc32(repr((key, number)).encode()), timeout_seconds)
 
     def send(self, name: Name, peer: int, key: tuple[int, int, int], data: memoryview) -> None:
         """Sends bytes to a rank. Not blocking. key: (kind, group, operation). `data` must not change afterwards."""
@@ -90,85 +90,85 @@ class GroupSockets:
             if name != self.name:
                 return
             endpoint = self._peers[peer]
-            if endpoint not in self._out:
-                self._out[endpoint] = self._sockets.sender(zmq.PUSH, endpoint, 0, LINGER_MILLISECONDS)
+            if endpoint not in self._senders:
+                self._senders[endpoint] = self._sockets.sender(zmq.PUSH, endpoint, 0, LINGER_MILLISECONDS)
             for chunk, start in enumerate(range(0, max(1, len(data)), CHUNK_BYTES)):
                 head = HEADER.pack(*name, group, self.rank, operation, chunk, kind)
-                self._out[endpoint].send_multipart([head, data[start : start + CHUNK_BYTES]], copy=False)
+                self._senders[endpoint].send_multipart([head, data[start : start + CHUNK_BYTES]], copy=False)
 
-    def take(self, seconds: float) -> None:
+    def receive(self, seconds: float) -> None:
         """Receives and stores messages, waiting at most so many seconds for the first."""
         with self._lock:
-            if seconds and not self._in.poll(int(1000 * seconds)):
+            if seconds and not self._listener.poll(int(1000 * seconds)):
                 return
-            while len(self._waiting) < MOST_WAITING:
+            while len(self._received) < MAX_CHUNKS_AHEAD:
                 try:
-                    frames = self._in.recv_multipart(zmq.NOBLOCK, copy=False)
+                    frames = self._listener.recv_multipart(zmq.NOBLOCK, copy=False)
                 except zmq.Again:
                     return
                 if len(frames) == 2 and len(frames[0].bytes) == HEADER.size:
                     number, origin, group, rank, operation, chunk, kind = HEADER.unpack(frames[0].bytes)
                     name = (number, origin)
-                    if name == self.name or name not in self._over:
-                        self._waiting[name, (kind, group, rank, operation, chunk)] = frames[1].buffer
-            raise PeerLost(f"ranks are more than {MOST_WAITING} messages ahead")
+                    if name == self.name or name not in self._left_generations:
+                        self._received[name, (kind, group, rank, operation, chunk)] = frames[1].buffer
+            raise PeerLost(f"ranks are more than {MAX_CHUNKS_AHEAD} messages ahead")
 
-    def found(self, name: Name, key: tuple[int, int, int, int], size: int) -> list[memoryview] | None:
+    def take_message(self, name: Name, key: tuple[int, int, int, int], size: int) -> list[memoryview] | None:
         """Returns the chunks of a message once all have arrived, else None. key: (kind, group, rank, operation). Raises
         PeerLost if their size is another one."""
         count = max(1, -(-size // CHUNK_BYTES))
         with self._lock:
-            chunks = [self._waiting.get((name, (*key, chunk))) for chunk in range(count)]
+            chunks = [self._received.get((name, (*key, chunk))) for chunk in range(count)]
             if any(each is None for each in chunks):
                 return None
             for chunk in range(count):
-                del self._waiting[name, (*key, chunk)]
+                del self._received[name, (*key, chunk)]
         held = [each for each in chunks if each is not None]
         if sum(map(len, held)) != size:
             raise PeerLost(f"rank {key[2]} has sent {sum(map(len, held))} bytes where {size} were expected", [key[2]])
         return held
 
     def close(self) -> None:
-        for each in self._out.values():
+        for each in self._senders.values():
             each.close(LINGER_MILLISECONDS)
-        self._out.clear()
-        self._in.close(0)
+        self._senders.clear()
+        self._listener.close(0)
 
 
-class MemberWork:
+class SocketWork:
     """An operation in flight: the part of torch.distributed's Work that its callers use."""
 
-    def __init__(self, group: MemberGroup, awaited: Mapping[int, tuple[tuple[int, int, int, int], int]],
+    def __init__(self, group: SocketProcessGroup, awaited: Mapping[int, tuple[tuple[int, int, int, int], int]],
                  end: Callable[[dict[int, Tensor]], None]) -> None:  # fmt: skip
         """awaited: rank -> (key, bytes) of the messages that the operation needs. end: is given them, as bytes [n]."""
         self._group, self._end = group, end
         self._awaited, self._found = dict(awaited), dict[int, Tensor]()
-        self._over, self._until = False, clock.now() + group.timeout_seconds
+        self._is_done, self._until = False, clock.now() + group.timeout_seconds
         self._generation = group.generation
         self._failed = ""
 
     def is_completed(self) -> bool:
         """Returns whether the operation is finished, or has timed out. Not blocking."""
-        if not self._over:
-            self._group.sockets.take(0.0)
-            self._look()
-        return self._over or clock.now() > self._until
+        if not self._is_done:
+            self._group.sockets.receive(0.0)
+            self._poll()
+        return self._is_done or clock.now() > self._until
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         for rank, (key, size) in list(self._awaited.items()):
-            chunks = self._group.sockets.found(self._generation, key, size)
+            chunks = self._group.sockets.take_message(self._generation, key, size)
             if chunks is not None:
                 del self._awaited[rank]
                 self._found[rank] = _joined(chunks, size)
         if not self._awaited:
             self._end(self._found)
-            self._over = True
+            self._is_done = True
 
     def wait(self, *_: Any) -> bool:
         """Waits for the operation. Blocking. Raises PeerLost naming the ranks that sent nothing in time."""
         while not self.is_completed():
-            self._group.sockets.take(POLL_SECONDS)
-        if not self._over:
+            self._group.sockets.receive(POLL_SECONDS)
+        if not self._is_done:
             who = ", ".join(map(str, sorted(self._awaited)))
             raise PeerLost(f"an operation of all ranks took longer than {self._group.timeout_seconds:g} s: nothing "
                            f"came from rank {who}", sorted(self._awaited))  # fmt: skip
@@ -197,7 +197,7 @@ def _view(raw: Tensor) -> memoryview:
     return memoryview(raw.numpy().data)
 
 
-def _as(raw: Tensor, like: Tensor) -> Tensor:
+def _view_like(raw: Tensor, like: Tensor) -> Tensor:
     """Returns bytes viewed as a tensor of the dtype and shape of `like`."""
     return raw.view(like.dtype).view(like.shape)
 
@@ -208,7 +208,7 @@ REDUCTIONS: list[tuple[Any, Callable[[Tensor, Tensor], Tensor]]] = [
 ]  # fmt: skip
 
 
-class MemberGroup(dist.ProcessGroup):
+class SocketProcessGroup(dist.ProcessGroup):
     """Implements the operations that wrappers use, and some that scripts do: all_reduce, all_gather, broadcast,
     barrier, send and receive. Tensors on a GPU are copied to host memory. Other operations raise RuntimeError."""
 
@@ -227,17 +227,17 @@ class MemberGroup(dist.ProcessGroup):
         return [rank for rank in self._ranks if rank != self.sockets.rank]
 
     def _begin(self, to: Sequence[int], data: Tensor | None, sizes: Mapping[int, int],
-               end: Callable[[dict[int, Tensor]], None]) -> MemberWork:  # fmt: skip
+               end: Callable[[dict[int, Tensor]], None]) -> SocketWork:  # fmt: skip
         """Starts a collective: sends `data` [n] bytes to the ranks `to`; expects so many bytes from each of `sizes`."""
         self._operations += 1
         if data is not None:
             raw = _view(data)
             for peer in to:
-                self.sockets.send(self.generation, peer, (ALL, self._number, self._operations), raw)
-        awaited = {rank: ((ALL, self._number, rank, self._operations), size) for rank, size in sizes.items()}
-        return MemberWork(self, awaited, end)
+                self.sockets.send(self.generation, peer, (COLLECTIVE, self._number, self._operations), raw)
+        awaited = {rank: ((COLLECTIVE, self._number, rank, self._operations), size) for rank, size in sizes.items()}
+        return SocketWork(self, awaited, end)
 
-    def allreduce(self, tensors: Sequence[Tensor], opts: Any) -> MemberWork:  # type: ignore[override]
+    def allreduce(self, tensors: Sequence[Tensor], opts: Any) -> SocketWork:  # type: ignore[override]
         combine = next((found for op, found in REDUCTIONS if opts.reduceOp == op), None)
         if combine is None:
             raise RuntimeError(f"ranks with keys cannot all_reduce with {opts.reduceOp}")
@@ -246,66 +246,66 @@ class MemberGroup(dist.ProcessGroup):
 
         def end(found: dict[int, Tensor]) -> None:
             parts = [own if rank == self.sockets.rank else found[rank] for rank in self._ranks]
-            total = reduce(combine, (_as(each, tensor) for each in parts))
+            total = reduce(combine, (_view_like(each, tensor) for each in parts))
             tensor.detach().copy_(total.div(len(parts)) if opts.reduceOp == dist.ReduceOp.AVG else total)
 
         others = self._others()
         return self._begin(others, own, dict.fromkeys(others, own.numel()), end)
 
-    def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> MemberWork:  # type: ignore[override]
+    def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> SocketWork:  # type: ignore[override]
         (tensor,) = tensors
         root = self._ranks[opts.rootRank]
         if root == self.sockets.rank:
             return self._begin(self._others(), _bytes_of(tensor), {}, lambda _: None)
         size = tensor.numel() * tensor.element_size()
-        return self._begin((), None, {root: size}, lambda found: _put(tensor, found[root]))
+        return self._begin((), None, {root: size}, lambda found: _copy_into(tensor, found[root]))
 
-    def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> MemberWork:  # type: ignore[override]  # noqa: ARG002
+    def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> SocketWork:  # type: ignore[override]  # noqa: ARG002
         (tensors,), (tensor,) = outputs, inputs
         own = _bytes_of(tensor)
 
         def end(found: dict[int, Tensor]) -> None:
             for rank, each in zip(self._ranks, tensors, strict=True):
-                _put(each, own if rank == self.sockets.rank else found[rank])
+                _copy_into(each, own if rank == self.sockets.rank else found[rank])
 
         sizes = {rank: each.numel() * each.element_size() for rank, each in zip(self._ranks, tensors, strict=True)
                  if rank != self.sockets.rank}  # fmt: skip
         return self._begin(self._others(), own, sizes, end)
 
-    def barrier(self, opts: Any = None) -> MemberWork:  # type: ignore[override]  # noqa: ARG002
+    def barrier(self, opts: Any = None) -> SocketWork:  # type: ignore[override]  # noqa: ARG002
         others, nothing = self._others(), torch.empty(0, dtype=torch.uint8, device="cpu")
         return self._begin(others, nothing, dict.fromkeys(others, 0), lambda _: None)
 
-    def send(self, tensors: Sequence[Tensor], to: int, tag: int = 0) -> MemberWork:  # type: ignore[override]  # noqa: ARG002
+    def send(self, tensors: Sequence[Tensor], to: int, tag: int = 0) -> SocketWork:  # type: ignore[override]  # noqa: ARG002
         (tensor,), peer = tensors, self._ranks[to]
         number = self._pairs[peer, True] = self._pairs.get((peer, True), 0) + 1
-        self.sockets.send(self.generation, peer, (PAIR, self._number, number), _view(_bytes_of(tensor)))
-        return MemberWork(self, {}, lambda _: None)
+        self.sockets.send(self.generation, peer, (POINT_TO_POINT, self._number, number), _view(_bytes_of(tensor)))
+        return SocketWork(self, {}, lambda _: None)
 
-    def recv(self, tensors: Sequence[Tensor], source: int, tag: int = 0) -> MemberWork:  # type: ignore[override]  # noqa: ARG002
+    def recv(self, tensors: Sequence[Tensor], source: int, tag: int = 0) -> SocketWork:  # type: ignore[override]  # noqa: ARG002
         (tensor,), peer = tensors, self._ranks[source]
         number = self._pairs[peer, False] = self._pairs.get((peer, False), 0) + 1
         size = tensor.numel() * tensor.element_size()
-        return MemberWork(self, {peer: ((PAIR, self._number, peer, number), size)},
-                          lambda found: _put(tensor, found[peer]))  # fmt: skip
+        return SocketWork(self, {peer: ((POINT_TO_POINT, self._number, peer, number), size)},
+                          lambda found: _copy_into(tensor, found[peer]))  # fmt: skip
 
 
-def _put(tensor: Tensor, raw: Tensor) -> None:
-    tensor.detach().copy_(_as(raw, tensor))
+def _copy_into(tensor: Tensor, raw: Tensor) -> None:
+    tensor.detach().copy_(_view_like(raw, tensor))
 
 
 _sockets: GroupSockets | None = None
 
 
-def use(sockets: GroupSockets) -> None:
+def use_sockets(sockets: GroupSockets) -> None:
     """Makes the groups of this backend use these sockets from now on."""
     global _sockets
     _sockets = sockets
     if BACKEND not in dist.Backend.backend_list:
-        dist.Backend.register_backend(BACKEND, _made, extended_api=True, devices=["cpu"])
+        dist.Backend.register_backend(BACKEND, _create_group, extended_api=True, devices=["cpu"])
 
 
-def _made(options: Any, _: Any) -> MemberGroup:
+def _create_group(options: Any, _: Any) -> SocketProcessGroup:
     assert _sockets is not None
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
     return _sockets.group(ranks, options.timeout.total_seconds())
