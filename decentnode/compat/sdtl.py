@@ -19,7 +19,7 @@ from decentnode.parallel.methods.base import DistOptimizer
 from decentnode.parallel.process_group.collectives import wait
 from decentnode.parallel.process_group.default_group import device_of_group, num_ranks
 
-SMALLEST = 1e-8
+EPSILON = 1e-8
 """Added to the running squares of gradients by which EASGD+ weighs."""
 
 
@@ -88,7 +88,7 @@ class EASGDPlus(SDTLMethod):
 
     def comm_train_step(self) -> None:
         self.center = self.mean(self.before.clone())
-        weights = self.squares + SMALLEST
+        weights = self.squares + EPSILON
         weighted = self.mean(self.flat_params().mul_(weights))
         self.follow(weighted.div_(self.mean(weights)))
 
@@ -173,12 +173,12 @@ class CommOptimizer(parallel.CommOptimizer):
             local_pulling_strength, **more,
         )  # fmt: skip
 
-    def _kind(self, name: str) -> Callable[..., DistOptimizer]:
+    def _method_class(self, name: str) -> Callable[..., DistOptimizer]:
         found = METHODS.get(str(name).upper()) if self._faithful else None
-        return super()._kind(name) if found is None else found
+        return super()._method_class(name) if found is None else found
 
     def join_hook(self, **more: Any) -> JoinHook:
-        if self._faithful and not self.dist_optimizer.alike:
+        if self._faithful and not self.dist_optimizer.keeps_ranks_equal:
             raise ValueError("all ranks must take equally many steps with faithful=True, as SDTL's do")
         return super().join_hook(**more)
 

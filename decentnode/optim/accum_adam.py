@@ -151,7 +151,7 @@ class AccumAdam(Optimizer):
             return
         rows = [(p, g, s["exp_avg"], s["exp_avg_sq"], s["accum_grad"]) for p, g, s in
                 zip(params, grads, states, strict=True)]  # fmt: skip
-        if group["fused"] is None and kernel.usable(params):
+        if group["fused"] is None and kernel.is_usable(params):
             kernel.step(
                 rows, lr=float(group["lr"]), betas=group["betas"], eps=group["eps"], maximize=group["maximize"],
                 l2=0.0 if self._decoupled else decay, shrink=1 - group["lr"] * decay if self._decoupled else 1.0,

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from decentnode import native
 
-SMALLEST = 1 << 16
+MIN_ELEMENTS = 1 << 16
 """Fewest elements for which the compiled loop is used, as compiling it pays off."""
-CHUNK = 1 << 18
+CHUNK_ELEMENTS = 1 << 18
 """Elements that a thread processes at a time."""
 
 
@@ -23,9 +23,9 @@ def library() -> ctypes.CDLL | None:
     return native.compiled(Path(__file__).with_name("accum_adam.c"))
 
 
-def usable(params: Sequence[Tensor]) -> bool:
+def is_usable(params: Sequence[Tensor]) -> bool:
     """Returns whether `step` can update these parameters: enough of them, float32 on a CPU, with a compiler."""
-    enough = sum(p.numel() for p in params) >= SMALLEST
+    enough = sum(p.numel() for p in params) >= MIN_ELEMENTS
     return enough and params[0].device.type == "cpu" and params[0].dtype == torch.float32 and library() is not None
 
 
@@ -44,7 +44,7 @@ def step(
         (1 - beta2**window) ** -0.5, eps, 1 / accum_iter,
     )  # fmt: skip
     call: Callable[..., Any] = compiled.last if last else compiled.inside
-    threads = min(torch.get_num_threads(), sum(row[0].numel() for row in rows) // CHUNK)
+    threads = min(torch.get_num_threads(), sum(row[0].numel() for row in rows) // CHUNK_ELEMENTS)
 
     def run(elements: int, addresses: list[int]) -> None:
         call(ctypes.c_size_t(elements), *map(ctypes.c_void_p, addresses), constants)
@@ -60,5 +60,5 @@ def _chunks(rows: Sequence[tuple[Tensor, ...]]) -> Iterator[tuple[int, list[int]
     """Yields the rows in chunks of at most CHUNK elements: (elements, addresses)."""
     for row in rows:
         total, starts = row[0].numel(), [t.data_ptr() for t in row]
-        for at in range(0, total, CHUNK):
-            yield min(CHUNK, total - at), [start + 4 * at for start in starts]
+        for at in range(0, total, CHUNK_ELEMENTS):
+            yield min(CHUNK_ELEMENTS, total - at), [start + 4 * at for start in starts]

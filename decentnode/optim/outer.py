@@ -44,14 +44,14 @@ class OuterOptimizer(Optimizer):
         self.local_optimizer.state = state
 
     @staticmethod
-    def evaluated(closure: Callable[[], Any] | None) -> Any:
+    def evaluate_closure(closure: Callable[[], Any] | None) -> Any:
         """Returns what the closure of a step returns, None without one."""
         if closure is None:
             return None
         with torch.enable_grad():
             return closure()
 
-    def infinite(self) -> float | None:
+    def found_infinite(self) -> float | None:
         """Returns more than 0 if a GradScaler has found an inf or NaN among the gradients; None without a GradScaler.
         Blocking for a GPU."""
         found = getattr(self, "found_inf", None)
@@ -70,18 +70,18 @@ class OuterOptimizer(Optimizer):
             if p.grad is not None:
                 p.grad.div_(scale) if divides else p.grad.mul_(inverse)
 
-    def kept(self) -> dict[str, Any]:
+    def own_state_dict(self) -> dict[str, Any]:
         """Returns what `state_dict` returns, before hooks change it."""
         return self.local_optimizer.state_dict()
 
-    def take_up(self, state: dict[str, Any]) -> None:
-        """Loads what `kept` returned."""
+    def load_own_state_dict(self, state: dict[str, Any]) -> None:
+        """Loads what `own_state_dict` returned."""
         self.local_optimizer.load_state_dict(state)
 
     def state_dict(self) -> dict[str, Any]:
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
-        found = self.kept()
+        found = self.own_state_dict()
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             changed = post_hook(self, found)
             found = found if changed is None else changed
@@ -92,7 +92,7 @@ class OuterOptimizer(Optimizer):
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = pre_hook(self, state)
             state = state if changed is None else changed
-        self.take_up(state)
+        self.load_own_state_dict(state)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 

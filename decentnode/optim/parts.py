@@ -19,7 +19,7 @@ ONE_BY_ONE: tuple[type[Optimizer], ...] = (SGD, Adam, AdamW, AccumAdam, AccumAda
 ParameterGroups = list[dict[str, Any]]
 
 
-def divisible(optimizer: Optimizer) -> bool:
+def can_divide_step(optimizer: Optimizer) -> bool:
     """Returns whether several calls of `step`, each with some of the parameters, give bitwise the result of one call.
 
     False for subclasses, and if `step` has hooks or was replaced, because these would see several calls.
@@ -72,7 +72,7 @@ class Division:
 
 
 @contextlib.contextmanager
-def restricted(optimizer: Optimizer, groups: ParameterGroups) -> Iterator[None]:
+def restrict_groups(optimizer: Optimizer, groups: ParameterGroups) -> Iterator[None]:
     """Makes the optimizer have only these groups inside the context."""
     kept, optimizer.param_groups = optimizer.param_groups, groups
     try:

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from decentnode.errors import PeerLost
 from decentnode.optim.outer import OuterOptimizer
-from decentnode.optim.saved import check_saved, entries_of, kind_of
+from decentnode.optim.saved import check_state_matches, class_name_of, count_entries
 from decentnode.parallel.membership.founding import Missing, job_for
 from decentnode.parallel.methods.base import DistOptimizer
 from decentnode.parallel.methods.ddp import GradientAveraging
@@ -31,7 +31,7 @@ from decentnode.tensors import own_fault
 T = TypeVar("T")
 
 
-LATER = {"world_size", "flight"}
+ENTRIES_ADDED_LATER = {"world_size", "flight"}
 """Entries of state dictionaries that files of earlier versions lack."""
 
 
@@ -39,12 +39,12 @@ def _is_number(loss: Any) -> bool:
     return loss.numel() == 1 if isinstance(loss, Tensor) else hasattr(loss, "__float__")
 
 
-def _words(loss: Any) -> str:
+def _describe(loss: Any) -> str:
     return f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
 
 
 class UnknownMethod(DistOptimizer):
-    """Stands for an unknown method name: its constructor raises, inside `MadeTogether`, so that all ranks raise."""
+    """Stands for an unknown method name: its constructor raises, so that all ranks raise together."""
 
     def __init__(self, *_: Any, name: object, **__: Any) -> None:
         raise ValueError(f"dist_optim_name must be one of {', '.join(DIST_OPTIMIZERS)}, got {name!r}")
@@ -88,7 +88,7 @@ class CommOptimizer(OuterOptimizer, IdleJoinable):
         job = job_for(missing, 300.0)
         if job is not None:
             world_size = num_ranks()
-        self.dist_optimizer = self._kind(dist_optim_name)(
+        self.dist_optimizer = self._method_class(dist_optim_name)(
             optimizer, world_size=world_size, dist_pulling_strength=dist_pulling_strength,
             local_pulling_strength=local_pulling_strength, comm_period=comm_period, overlap=overlap, **more,
         )  # fmt: skip
@@ -99,7 +99,7 @@ class CommOptimizer(OuterOptimizer, IdleJoinable):
         if self._participant is not None:
             self._participant.begin()
 
-    def _kind(self, name: str) -> Callable[..., DistOptimizer]:
+    def _method_class(self, name: str) -> Callable[..., DistOptimizer]:
         """Returns the class of a method, or a stand-in that raises on construction."""
         return DIST_OPTIMIZERS.get(str(name).upper(), partial(UnknownMethod, name=name))
 
@@ -135,8 +135,8 @@ class CommOptimizer(OuterOptimizer, IdleJoinable):
             raise RuntimeError("a training step must not begin inside at_center(), which restores the parameters at "
                                "its end: leave at_center() first")  # fmt: skip
         if loss is not None and not _is_number(loss):
-            raise ValueError(f"loss must be one number, got {_words(loss)}")
-        result = self.evaluated(closure)
+            raise ValueError(f"loss must be one number, got {_describe(loss)}")
+        result = self.evaluate_closure(closure)
         if loss is None and _is_number(result):  # closures may return anything
             loss = result
         Join.notify_join_context(self)
@@ -147,14 +147,14 @@ class CommOptimizer(OuterOptimizer, IdleJoinable):
     @torch.no_grad()
     def _idle_step(self) -> None:
         method = self.dist_optimizer
-        if method.alike:
+        if method.keeps_ranks_equal:
             self.zero_grad()  # the gradients of the last batch
         method.idle = True
         try:
             self._take_step(None)
         finally:
             method.idle = False
-        if method.alike:
+        if method.keeps_ranks_equal:
             self.zero_grad()
 
     def _is_elastic(self) -> bool:
@@ -163,22 +163,22 @@ class CommOptimizer(OuterOptimizer, IdleJoinable):
     def _take_step(self, loss: Any) -> None:
         method = self.dist_optimizer
         method.check_params()
-        infinite = None if method.idle else self.infinite()
-        if infinite is None and self._join_config.enable:  # ranks that have run out of inputs do not see GradScalers
-            infinite = 0.0
-        if infinite is not None and self._met(lambda: method.largest(infinite), infinite) > 0:
+        found_inf = None if method.idle else self.found_infinite()
+        if found_inf is None and self._join_config.enable:  # ranks that have run out of inputs do not see GradScalers
+            found_inf = 0.0
+        if found_inf is not None and self._wait_for_ranks(lambda: method.max_over_ranks(found_inf), found_inf) > 0:
             return
         if not method.idle:
             self.unscale(method.params)
-        self._met(method.before_step, None)
-        if method.alike and self._participant is not None and self._participant.has_regrouped:
+        self._wait_for_ranks(method.before_step, None)
+        if method.keeps_ranks_equal and self._participant is not None and self._participant.has_regrouped:
             return
-        if method.alike or not method.idle:
+        if method.keeps_ranks_equal or not method.idle:
             self.local_optimizer.step()
         number = loss.detach() if isinstance(loss, Tensor) else loss
-        self._met(lambda: method.step(None if number is None else float(number)), None)
+        self._wait_for_ranks(lambda: method.step(None if number is None else float(number)), None)
 
-    def _met(self, work: Callable[[], T], otherwise: T) -> T:
+    def _wait_for_ranks(self, work: Callable[[], T], otherwise: T) -> T:
         """Returns what `work` returns, which waits for other ranks; `otherwise` if a new generation of ranks begins in
         this step."""
         if self._participant is not None:
@@ -206,18 +206,20 @@ class CommOptimizer(OuterOptimizer, IdleJoinable):
         raise ValueError("parameters, also initially frozen ones, must exist when the CommOptimizer is created: the "
                          "center covers them all")  # fmt: skip
 
-    def kept(self) -> dict[str, Any]:
+    def own_state_dict(self) -> dict[str, Any]:
         local = self.local_optimizer.state_dict()
-        return {"local": local, "local_kind": kind_of(self.local_optimizer), "local_entries": entries_of(local),
-                "dist": self.dist_optimizer.state_dict(), "method": kind_of(self.dist_optimizer)}  # fmt: skip
+        return {
+            "local": local, "local_kind": class_name_of(self.local_optimizer), "local_entries": count_entries(local),
+            "dist": self.dist_optimizer.state_dict(), "method": class_name_of(self.dist_optimizer),
+        }  # fmt: skip
 
-    def take_up(self, state: dict[str, Any]) -> None:
+    def load_own_state_dict(self, state: dict[str, Any]) -> None:
         """Blocking while an exchange is in flight. Raises ValueError, having loaded nothing, for a state of another
         local optimizer, and for one of a method whose state lacks entries that this method needs."""
-        check_saved(self.local_optimizer, state["local"], state.get("local_kind"), state.get("local_entries"))
-        missing = self.dist_optimizer.state_dict().keys() - state["dist"].keys() - LATER
+        check_state_matches(self.local_optimizer, state["local"], state.get("local_kind"), state.get("local_entries"))
+        missing = self.dist_optimizer.state_dict().keys() - state["dist"].keys() - ENTRIES_ADDED_LATER
         if missing:
-            was, here = state.get("method", "another"), kind_of(self.dist_optimizer)
+            was, here = state.get("method", "another"), class_name_of(self.dist_optimizer)
             raise ValueError(f"dist_optim_name must be that of the saved method, {was}, got {here}: the state has no "
                              f"{', '.join(sorted(missing))}")  # fmt: skip
         self.local_optimizer.load_state_dict(copy.deepcopy(state["local"]))  # torch would keep the tensors of `state`

@@ -106,9 +106,9 @@ def test_the_model_is_moved_to_the_rank_s_gpu(current: int, device: int, monkeyp
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
     moved = []
     monkeypatch.setattr(torch.nn.Module, "to", lambda self, to: moved.append(to) or self)
-    assert wrapper._placed(inner) is inner and moved == [torch.device("cuda", device)]
+    assert wrapper._move_to_gpu(inner) is inner and moved == [torch.device("cuda", device)]
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    assert wrapper._placed(inner) is inner and len(moved) == 1
+    assert wrapper._move_to_gpu(inner) is inner and len(moved) == 1
 
 
 def test_accum_adam_takes_the_window_by_position() -> None:
@@ -259,7 +259,7 @@ def test_accum_adam_takes_the_state_of_theirs_itself() -> None:
 def test_what_is_done_otherwise_is_said_once(
     alone: None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(wrapper, "_told", False)
+    monkeypatch.setattr(wrapper, "_logged", False)
     cosine = partial(decent_dp.lr_scheduler_fn_cosine_with_warmup, t_max=10, t_warmup=2)
     with caplog.at_level(logging.WARNING):
         Wrapper(model(), ADAM, cosine, scaler=torch.amp.GradScaler("cpu"), grad_clip_norm=1.0)
@@ -268,7 +268,7 @@ def test_what_is_done_otherwise_is_said_once(
     for word in ("no round is skipped", "weight decay", "clipping", "cosine", "scaler", "global_avg", "faithful=True"):
         assert word in said
     caplog.clear()
-    monkeypatch.setattr(wrapper, "_told", False)
+    monkeypatch.setattr(wrapper, "_logged", False)
     Wrapper(model(), lambda named: torch.optim.SGD([p for _, p in named], lr=0.1), faithful=True)
     assert not caplog.messages
 

@@ -57,7 +57,7 @@ def test_gradients_of_another_dtype_are_converted(fused: bool | None, window: in
     """The compiled loop took 16 bits for 32, and read as many bytes behind the gradient."""
     found = []
     for dtype in (torch.float32, torch.bfloat16):
-        p = torch.zeros(kernel.SMALLEST).requires_grad_()
+        p = torch.zeros(kernel.MIN_ELEMENTS).requires_grad_()
         p.grad_dtype = dtype
         p.grad = torch.linspace(-1, 1, p.numel()).to(torch.bfloat16).to(dtype)
         optimizer = AccumAdam([p], lr=0.01, accum_iter=window, fused=fused)
@@ -131,8 +131,8 @@ def test_equals_the_definition(cls: type, decay: float, s: int, fused: bool) -> 
 def test_the_compiled_loop_equals_operation_by_operation(
     cls: type, decay: float, maximize: bool, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernel, "SMALLEST", 1)
-    monkeypatch.setattr(kernel, "CHUNK", 100)
+    monkeypatch.setattr(kernel, "MIN_ELEMENTS", 1)
+    monkeypatch.setattr(kernel, "CHUNK_ELEMENTS", 100)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     steps, call = [], kernel.step
     monkeypatch.setattr(kernel, "step", lambda rows, **kwargs: (steps.append(kwargs["last"]), call(rows, **kwargs)))
@@ -154,7 +154,7 @@ def test_the_compiled_loop_equals_operation_by_operation(
 
 def test_without_a_compiler_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel, "library", lambda: None)
-    p = torch.zeros(kernel.SMALLEST, requires_grad=True)
+    p = torch.zeros(kernel.MIN_ELEMENTS, requires_grad=True)
     optimizer = AccumAdam([p], lr=0.1)
     p.grad = torch.ones_like(p)
     optimizer.step()

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from decentnode.optim import AccumAdamW
-from decentnode.optim.parts import ONE_BY_ONE, Division, divisible, restricted
+from decentnode.optim.parts import ONE_BY_ONE, Division, can_divide_step, restrict_groups
 
 
 def parameters() -> list[Tensor]:
@@ -39,7 +39,7 @@ def test_parts_are_the_whole(cls: Callable[..., Any]) -> None:
         found = division.groups(often)
         assert [[len(group["params"]) for group in each] for each in found] == [[1], [1, 1], [1]]
         for each in found:
-            with restricted(often, each):
+            with restrict_groups(often, each):
                 often.step()
         assert often.param_groups is kept
     assert all(torch.equal(p, q) for p, q in zip(whole, parts, strict=True))
@@ -63,18 +63,18 @@ def test_a_division_follows_what_a_script_does_with_its_groups() -> None:
 
 def test_who_counts_steps_sees_one() -> None:
     make = partial(torch.optim.SGD, parameters(), lr=0.1)
-    assert divisible(make()) and divisible(AccumAdamW(parameters()))
+    assert can_divide_step(make()) and can_divide_step(AccumAdamW(parameters()))
     scheduled = make()
     StepLR(scheduled, 1)
-    assert divisible(scheduled), "a scheduler only wants to know whether there was a step"
+    assert can_divide_step(scheduled), "a scheduler only wants to know whether there was a step"
     hooked, replaced = make(), make()
     handle = hooked.register_step_post_hook(lambda *_: None)
     replaced.step = lambda closure=None: None  # type: ignore[assignment]
-    assert not divisible(hooked) and not divisible(replaced)
+    assert not can_divide_step(hooked) and not can_divide_step(replaced)
     handle.remove()
-    assert divisible(hooked)
-    assert not divisible(type("Mine", (torch.optim.SGD,), {})(parameters(), lr=0.1))
-    assert not divisible(torch.optim.Adagrad(parameters()))
+    assert can_divide_step(hooked)
+    assert not can_divide_step(type("Mine", (torch.optim.SGD,), {})(parameters(), lr=0.1))
+    assert not can_divide_step(torch.optim.Adagrad(parameters()))
     everywhere = register_optimizer_step_pre_hook(lambda *_: None)
-    assert not divisible(make())
+    assert not can_divide_step(make())
     everywhere.remove()

@@ -15,10 +15,10 @@ from torch.optim import Optimizer
 from decentnode.compat.decent_dp import functions
 from decentnode.compat.decent_dp.buckets import BucketSteps, Named, split
 from decentnode.optim.accum_adam import AccumAdam
-from decentnode.optim.saved import NO_OPTIONS, check_saved
+from decentnode.optim.saved import NO_OPTIONS, check_state_matches
 from decentnode.parallel.states.wrapper_state import load_scheduler
 
-AS_IT_IS = "as it is"
+UNCHANGED = "as it is"
 """Stands for a state that a file does not have: the wrapper keeps its own."""
 
 
@@ -28,13 +28,13 @@ class GradientOrder:
     def __init__(self, named: Sequence[tuple[str, Parameter]], accumulating: Callable[[], bool]) -> None:
         """accumulating: returns whether the current backward pass only accumulates gradients."""
         self._named = list(named)
-        self._came: dict[int, None] = {}
+        self._arrived: dict[int, None] = {}
         numbers: dict[Tensor, int] = {p: number for number, (_, p) in enumerate(named)}
-        came = self._came
+        arrived = self._arrived
 
         def note(p: Tensor) -> None:
             if not accumulating():
-                came.setdefault(numbers[p])
+                arrived.setdefault(numbers[p])
 
         self._hooks = [p.register_post_accumulate_grad_hook(note) for _, p in named]
 
@@ -48,7 +48,7 @@ class GradientOrder:
             hook.remove()
         self._hooks = []
 
-    def of(self, names: Sequence[str]) -> Named:
+    def params_named(self, names: Sequence[str]) -> Named:
         """Returns the parameters of these names. Raises ValueError for a name that this run does not have."""
         params = dict(self._named)
         for name in names:
@@ -56,16 +56,16 @@ class GradientOrder:
                 raise ValueError(f"the saved run must have the parameters of this one, got {name}")
         return [(name, params[name]) for name in names]
 
-    def take(self, names: Sequence[str]) -> None:
+    def adopt(self, names: Sequence[str]) -> None:
         """Replaces the recorded order by that of another run."""
         numbers = {name: number for number, (name, _) in enumerate(self._named)}
         self.stop()
-        self._came.clear()
-        self._came.update(dict.fromkeys(numbers[name] for name in names))
+        self._arrived.clear()
+        self._arrived.update(dict.fromkeys(numbers[name] for name in names))
 
     def named(self) -> Named:
         """Returns the parameters that had a gradient in that pass, in that order."""
-        return [self._named[number] for number in self._came]
+        return [self._named[number] for number in self._arrived]
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class SavedOptimizers:
     optimizers: Sequence[dict[str, Any]]
     schedulers: Sequence[dict[str, Any]]
     bucket_size_in_mb: float
-    theirs: bool = True
+    is_decent_dp: bool = True
     """Whether they are Decent-DP's, whose AccumAdam stores different moments."""
 
     @property
@@ -87,7 +87,7 @@ class SavedOptimizers:
     def fill(self, optimizer: Optimizer, named: Named, optim_fn: Callable[[Named], Optimizer]) -> None:
         """Loads the state of `optimizer`, and its learning rates. named: in the order of their gradients. Raises
         ValueError, having loaded nothing."""
-        groups_of = self._take_up([optimizer], named, optim_fn)
+        groups_of = self._load_states([optimizer], named, optim_fn)
         for group in optimizer.param_groups:
             theirs = next((groups_of[p] for p in group["params"] if p in groups_of), {})
             group.update({key: theirs[key] for key in ("lr", "initial_lr") if key in theirs})
@@ -95,7 +95,7 @@ class SavedOptimizers:
     def fill_buckets(self, made: BucketSteps, named: Named, optim_fn: Callable[[Named], Optimizer]) -> None:
         """Loads the optimizers and schedules of `made`, which were made for `named` and may have buckets of another
         size. Raises ValueError."""
-        groups_of = self._take_up(made.optimizers, named, optim_fn)
+        groups_of = self._load_states(made.optimizers, named, optim_fn)
         for optimizer in made.optimizers:
             for group in optimizer.param_groups:
                 theirs = next((groups_of[p] for p in group["params"]), {})
@@ -105,7 +105,7 @@ class SavedOptimizers:
                 alike = len(self.schedulers) == len(made.schedulers)
                 load_scheduler(scheduler, self.schedulers[number if alike else 0])
 
-    def _take_up(
+    def _load_states(
         self, optimizers: Sequence[Optimizer], named: Named, optim_fn: Callable[[Named], Optimizer]
     ) -> dict[Tensor, dict[str, Any]]:
         """Loads the states of optimizers, which together have these parameters; returns each parameter's saved group.
@@ -122,14 +122,14 @@ class SavedOptimizers:
             with functions.as_there():  # saved groups number their parameters in Decent-DP's order
                 made = optim_fn(bucket)
             try:
-                check_saved(made, saved)
+                check_state_matches(made, saved)
             except ValueError as error:
                 raise ValueError(f"of bucket {number}, {error}") from error
             for group, theirs in zip(made.param_groups, saved["param_groups"], strict=True):
                 for p, index in zip(group["params"], theirs["params"], strict=True):
                     groups_of[p] = theirs
                     found = saved["state"].get(index, {})
-                    states[p] = _state(names[p], p, found, owner[p], theirs if self.theirs else None)
+                    states[p] = _state(names[p], p, found, owner[p], theirs if self.is_decent_dp else None)
         for p, state in states.items():
             if state:
                 owner[p].state[p] = state

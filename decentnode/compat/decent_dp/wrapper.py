@@ -34,7 +34,7 @@ OPTIM_FN_TYPE = Callable[[list[tuple[str, Tensor]]], Optimizer]
 LR_SCHEDULER_FN_TYPE = Callable[[Optimizer], LRScheduler]
 """Makes a scheduler from an optimizer."""
 
-_told = False
+_logged = False
 """Whether this process has logged the differences from Decent-DP."""
 
 OURS, THEIRS = "module.", "_model."
@@ -78,7 +78,7 @@ class DecentralizedDataParallel(parallel.DecentralizedDataParallel):
         keyword arguments of decentnode.parallel.DecentralizedDataParallel.
         Raises what that class raises, and ValueError for edges that do not have every rank once.
         """
-        model = _placed(model)
+        model = _move_to_gpu(model)
         self._local = ranks_per_machine(_local_world_size)
         self._average_reverts, self._faithful = average_reverts and not faithful, faithful
         self._makers = optim_fn, lr_scheduler_fn
@@ -95,15 +95,15 @@ class DecentralizedDataParallel(parallel.DecentralizedDataParallel):
         self._deferred = False
         """Whether the first step, which is taken at the second forward pass, is pending (faithful)."""
         if faithful:
-            self._gossip.per_bucket = self._no_buckets()
+            self._gossip.per_bucket = self._new_bucket_steps()
         else:
-            self._tell()
+            self._log_differences()
 
     def _make_steps(self, *parts: Any) -> DecentDPSteps:
         names: dict[Tensor, str] = {p: name for name, p in self._named}
         return DecentDPSteps(*parts, names=names, faithful=self._faithful)
 
-    def _no_buckets(self) -> BucketSteps:
+    def _new_bucket_steps(self) -> BucketSteps:
         local = self._gossip.local
         return BucketSteps(local.scaler, local.clip_norm, self._bucket_size_in_mb)
 
@@ -112,11 +112,11 @@ class DecentralizedDataParallel(parallel.DecentralizedDataParallel):
         graph = graph_for(topology, world_size, local_world_size)
         return parallel.DecentralizedDataParallel._make_topology(graph, world_size, local_world_size)
 
-    def _tell(self) -> None:
+    def _log_differences(self) -> None:
         """Logs once in a process, on rank 0, what differs from Decent-DP."""
-        global _told
+        global _logged
         differs = ["the first gradient counts, no round is skipped and there is one optimizer from the start"]
-        made_by = [_maker(each) for each in self._makers]
+        made_by = [_unwrap_partial(each) for each in self._makers]
         if getattr(made_by[0], "__module__", "") == functions.__name__:
             differs.append("weight decay applies to weights, not to biases and norms")
         if made_by[1] is functions.lr_scheduler_fn_cosine_with_warmup:
@@ -128,8 +128,8 @@ class DecentralizedDataParallel(parallel.DecentralizedDataParallel):
             differs.append("the scaler decides once for all parameters")
         if not self._average_reverts:
             differs.append("training after global_avg continues from the whole average")
-        if self.rank == 0 and not _told:
-            _told = True
+        if self.rank == 0 and not _logged:
+            _logged = True
             logger.warning("unlike in Decent-DP, %s; faithful=True does it as Decent-DP does", "; ".join(differs))
 
     # -- what scripts read --------------------------------------------------------------------------------------
@@ -272,9 +272,10 @@ class DecentralizedDataParallel(parallel.DecentralizedDataParallel):
         return self.state_dict() | {"_extra_state": self.get_extra_state()}
 
     def get_extra_state(self) -> dict[str, Any]:
-        return super().get_extra_state() | {"there": None if self._gossip.per_bucket is None else self._state_there()}
+        faithful = None if self._gossip.per_bucket is None else self._faithful_state()
+        return super().get_extra_state() | {"there": faithful}
 
-    def _state_there(self) -> dict[str, Any]:
+    def _faithful_state(self) -> dict[str, Any]:
         """Returns the state beside the model that `faithful` needs."""
         grads = copy.deepcopy(accumulated(self._named, self._watch)["gradients"]) if self._deferred else None
         return {
@@ -289,7 +290,7 @@ class DecentralizedDataParallel(parallel.DecentralizedDataParallel):
         """Raises ValueError, having loaded nothing, for a state that does not fit, and for one that was saved with
         another `faithful`."""
         there = state.get("there")
-        if there == checkpoints.AS_IT_IS:
+        if there == checkpoints.UNCHANGED:
             super().set_extra_state(state)
             return
         if (there is None) == self._faithful:
@@ -297,15 +298,15 @@ class DecentralizedDataParallel(parallel.DecentralizedDataParallel):
         if there is None:
             super().set_extra_state(state)
             return
-        named = self._order.of(there["order"] or [])
-        made = self._no_buckets()
+        named = self._order.params_named(there["order"] or [])
+        made = self._new_bucket_steps()
         if there["optimizers"]:
             saved = checkpoints.SavedOptimizers(there["optimizers"], there["lr_schedulers"], there["bucket_size_in_mb"],
-                                                theirs=False)  # fmt: skip
+                                                is_decent_dp=False)  # fmt: skip
             self._fill(made, named, saved)
         super().set_extra_state(state)
         if there["order"] is not None:
-            self._order.take(there["order"])
+            self._order.adopt(there["order"])
         self._gossip.use(made)
         self._to_load, self._gossip.to_send = None, there["sent"]
         self._deferred = there["gradients"] is not None
@@ -314,7 +315,7 @@ class DecentralizedDataParallel(parallel.DecentralizedDataParallel):
     def _rename_entries(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
         found = super()._rename_entries({_renamed(name, THEIRS, OURS): value for name, value in state_dict.items()})
         if EXTRA not in state_dict:
-            found[EXTRA] = {**found[EXTRA], "there": checkpoints.AS_IT_IS}
+            found[EXTRA] = {**found[EXTRA], "there": checkpoints.UNCHANGED}
         return found
 
     def load_optimizers(
@@ -351,7 +352,7 @@ class DecentralizedDataParallel(parallel.DecentralizedDataParallel):
         if self._gossip.per_bucket is None:
             saved.fill(self.optimizer, self._order.named(), self._optim_fn)
             return
-        made = self._no_buckets()
+        made = self._new_bucket_steps()
         self._fill(made, self._order.named(), saved)
         self._gossip.use(made)
         self._deferred = False
@@ -366,7 +367,7 @@ class DecentralizedDataParallel(parallel.DecentralizedDataParallel):
         return self._makers[0](named)
 
 
-def _maker(fn: Any) -> Any:
+def _unwrap_partial(fn: Any) -> Any:
     """Returns the function behind functools.partial objects."""
     while isinstance(fn, functools.partial):
         fn = fn.func
@@ -379,7 +380,7 @@ def _renamed(name: str, before: str, after: str) -> str:
     return after + name.removeprefix(before) if name.startswith(before) else name
 
 
-def _placed(model: Module) -> Module:
+def _move_to_gpu(model: Module) -> Module:
     """Returns the model on the rank's GPU, if there is one. A model that is already on a GPU is not moved."""
     if not torch.cuda.is_available() or all(p.is_cuda for p in model.parameters()):
         return model

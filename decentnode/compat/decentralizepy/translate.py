@@ -80,7 +80,7 @@ class _Translator:
         for step in steps:
             step()
 
-    def _place(self, text: str, base: Path) -> str:
+    def _relative_path(self, text: str, base: Path) -> str:
         """Returns a path of the file, relative to the folder of the experiment."""
         path = Path(text)
         return str(path) if path.is_absolute() else os.path.relpath(base / path, self.out_dir)
@@ -106,7 +106,7 @@ class _Translator:
         if self.command.graph_file is not None:
             if self.command.graph_type == "adjacency" and self.command.graph_file.suffix != ".adj":
                 self.file.problem(f"{self.command.graph_file}: a file of adjacency lists must be named .adj here")
-            graph: Section = {"file": self._place(str(self.command.graph_file), Path.cwd())}
+            graph: Section = {"file": self._relative_path(str(self.command.graph_file), Path.cwd())}
             if degree is not None:
                 self._note(f"graph_degree {degree} is left out for the graph file; graph: {{name: random_regular, "
                            f"nodes: {self._nodes}, degree: {degree}}} would draw a graph in every round")  # fmt: skip
@@ -137,7 +137,7 @@ class _Translator:
             return
         mapping: Section = {"name": "linear", "machines": machines, "nodes_per_machine": procs[0]}
         if machines > 1:
-            mapping |= {"addresses": self._place(str(addresses), Path.cwd()), "base_port": offset}
+            mapping |= {"addresses": self._relative_path(str(addresses), Path.cwd()), "base_port": offset}
         self.found.experiment["mapping"] = mapping
 
     def _addresses(self) -> Path:
@@ -176,17 +176,17 @@ class _Translator:
         if name == "cifar10":
             if train != test:
                 self.file.problem("[DATASET] test_dir: must be train_dir for CIFAR10, whose files lie together")
-            return {"folder": self._place(f"{train}/cifar-10-batches-py", self.file.path.parent)}
+            return {"folder": self._relative_path(f"{train}/cifar-10-batches-py", self.file.path.parent)}
         if name == "movielens":
             self._note("each node is tested on the other ratings of its own users, as there")
-            return {"folder": self._place(f"{train}/ml-latest-small", self.file.path.parent), "test": "own"}
-        folders: Section = {key: self._place(place, self.file.path.parent) for key, place in
+            return {"folder": self._relative_path(f"{train}/ml-latest-small", self.file.path.parent), "test": "own"}
+        folders: Section = {key: self._relative_path(place, self.file.path.parent) for key, place in
                             (("train_folder", train), ("test_folder", test))}  # fmt: skip
         if name == "shakespeare":
             folders["test_every"] = 30
         if name == "reddit":
             vocabulary = f"{train}/../../vocab/reddit_vocab.pck"
-            folders["vocabulary"] = os.path.normpath(self._place(vocabulary, self.file.path.parent))
+            folders["vocabulary"] = os.path.normpath(self._relative_path(vocabulary, self.file.path.parent))
         if name == "amazon_reviews":
             tokenizer = self.file.value("DATASET", "tokenizer", "BERT", str)
             if tokenizer not in TOKENIZERS:
@@ -195,7 +195,8 @@ class _Translator:
             self._note("cross entropy over the five stars, where decentralizepy has five binary outputs; all test "
                        "reviews, where it takes one batch; weights and tokenizer come from the local cache")
         if name == "celeba":
-            folders["images"] = self._place(self.file.value("DATASET", "images_dir", "", str), self.file.path.parent)
+            images = self.file.value("DATASET", "images_dir", "", str)
+            folders["images"] = self._relative_path(images, self.file.path.parent)
             folders["pixels"] = "raw"
             self._note("pixels from 0 to 255, as decentralizepy feeds CelebA's images; unit is the usual range")
         return folders

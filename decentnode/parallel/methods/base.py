@@ -31,11 +31,11 @@ from decentnode.parallel.process_group.default_group import check_device, device
 from decentnode.parallel.process_group.shutdown import close_at_exit
 from decentnode.sharing.forces import toward_
 
-ALIKE = "all ranks must take the same number of steps, and either all load states of the same step or none does"
+SAME_STEPS = "all ranks must take the same number of steps, and either all load states of the same step or none does"
 
 
 @dataclass
-class Numbers:
+class GatheredNumbers:
     """The result of an all-gather, which may still be in flight: of every rank, by rank, [3]: its number, its number of
     steps, and whether it was given a loss (-1 for a rank that is idle)."""
 
@@ -46,20 +46,21 @@ class Numbers:
         """Waits for the numbers and returns them, by rank. Blocking. Raises AssemblyError naming a rank that has taken
         another number of steps, or that was given no loss where others were."""
         wait(self.work)
-        told = [each.tolist() for each in self.tensors]
-        first = next((rank for rank, each in enumerate(told) if each[2] >= 0), 0)
-        for rank, (_, steps, has_loss) in enumerate(told):
-            if steps != told[0][1]:
-                raise AssemblyError(f"rank {rank} exchanges in its step {steps:.0f}, rank 0 in step {told[0][1]:.0f}: "
-                                    f"{ALIKE}", [rank])  # fmt: skip
-            if has_loss != told[first][2] and has_loss >= 0:
-                words = ("without", "with")[int(has_loss)], ("without", "with")[int(told[first][2])]
+        gathered = [each.tolist() for each in self.tensors]
+        first = next((rank for rank, each in enumerate(gathered) if each[2] >= 0), 0)
+        for rank, (_, steps, has_loss) in enumerate(gathered):
+            if steps != gathered[0][1]:
+                first_steps = gathered[0][1]
+                raise AssemblyError(f"rank {rank} exchanges in its step {steps:.0f}, rank 0 in step {first_steps:.0f}: "
+                                    f"{SAME_STEPS}", [rank])  # fmt: skip
+            if has_loss != gathered[first][2] and has_loss >= 0:
+                words = ("without", "with")[int(has_loss)], ("without", "with")[int(gathered[first][2])]
                 raise AssemblyError(f"rank {rank} calls step {words[0]} a loss, rank {first} {words[1]} one: their "
                                     "numbers cannot be compared", [rank])  # fmt: skip
-        return [each[0] for each in told]
+        return [each[0] for each in gathered]
 
 
-class MadeTogether(abc.ABCMeta):
+class CollectivelyConstructed(abc.ABCMeta):
     """The metaclass of classes whose objects all ranks construct together: all ranks get theirs, or all raise."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -72,7 +73,7 @@ class MadeTogether(abc.ABCMeta):
         return made
 
 
-class DistOptimizer(metaclass=MadeTogether):
+class DistOptimizer(metaclass=CollectivelyConstructed):
     """Changes the parameters beside the local optimizer; subclasses define how ranks exchange.
 
     Per step: `before_step` while the parameters are still x(t), the local optimizer's step, then `step`, which pulls
@@ -83,14 +84,14 @@ class DistOptimizer(metaclass=MadeTogether):
     """
 
     needs_loss: ClassVar[bool] = False
-    alike: ClassVar[bool] = False
+    keeps_ranks_equal: ClassVar[bool] = False
     """Whether all ranks always have the same parameters."""
-    meetings = 0
+    num_exchanges = 0
     """The number of exchanges begun, where the method counts them."""
     idle = False
     """Whether this rank has run out of inputs and takes this step only for the others: its parameters are pulled and
     take part as before, or, where gradients are averaged, it contributes none."""
-    local = 1
+    ranks_per_machine = 1
     """Ranks per machine, where the method needs it."""
 
     def __init__(
@@ -122,7 +123,7 @@ class DistOptimizer(metaclass=MadeTogether):
             check_device(f"parameter {number} of the optimizer", p)
         check_steps_alone(local_optimizer)
         check_not_wrapped(self.params)
-        if not self.alike:
+        if not self.keeps_ranks_equal:
             check_separate_memory([(f"parameter {number} of the optimizer", p) for number, p in enumerate(self.params)])
         self._kinds = [(p.dtype, p.device) for p in self.params]
         self.check_stable()
@@ -131,9 +132,9 @@ class DistOptimizer(metaclass=MadeTogether):
 
     def describe(self) -> list[str]:
         """Returns lines that must be the same on all ranks, because otherwise their exchanges would not match."""
-        return self.kind()
+        return self.describe_method()
 
-    def kind(self) -> list[str]:
+    def describe_method(self) -> list[str]:
         """Returns those lines of `describe` that do not depend on the machines."""
         return [f"{type(self).__name__} with comm_period {self.comm_period} and overlap {bool(self.overlap)}",
                 *(f"parameter {number}: {tuple(p.shape)} {p.dtype}" for number, p in enumerate(self.params))]
@@ -183,39 +184,39 @@ class DistOptimizer(metaclass=MadeTogether):
         """Replaces `flat` by its mean over all ranks. Blocking."""
         return self.sum(flat).div_(self.world_size)
 
-    def largest(self, value: float) -> float:
+    def max_over_ranks(self, value: float) -> float:
         """Returns the largest of the ranks' values. Blocking."""
         own = torch.tensor([value], dtype=torch.float64, device=self._device_of_numbers)
         if self.world_size > 1:
             wait(dist.all_reduce(own, op=dist.ReduceOp.MAX, async_op=True))
         return float(own)
 
-    def gather_numbers(self, value: float) -> Numbers:
-        """Starts to exchange one number per rank; not blocking (`Numbers.wait` is)."""
+    def gather_numbers(self, value: float) -> GatheredNumbers:
+        """Starts to exchange one number per rank; not blocking (`GatheredNumbers.wait` is)."""
         has_loss = -1 if self.idle else bool(self._losses)
         own = torch.tensor([value, self.steps, has_loss], dtype=torch.float64, device=self._device_of_numbers)
         found = [own.clone() for _ in range(self.world_size)]
-        return Numbers(found, dist.all_gather(found, own, async_op=True) if self.world_size > 1 else None)
+        return GatheredNumbers(found, dist.all_gather(found, own, async_op=True) if self.world_size > 1 else None)
 
     @property
     def _device_of_numbers(self) -> torch.device:
         return device_of_group() if self.world_size > 1 else self.center.device
 
-    def with_beat(self, *tensors: Tensor) -> Tensor:
-        """Concatenates the tensors [..] and a number for the current step, which `without_beat` checks."""
-        beat = torch.tensor([self._beat(tensors[0])], dtype=tensors[0].dtype, device=tensors[0].device)
-        return torch.cat([*tensors, beat])
+    def with_step_number(self, *tensors: Tensor) -> Tensor:
+        """Concatenates the tensors [..] and a number for the current step, which `without_step_number` checks."""
+        number = torch.tensor([self._step_number(tensors[0])], dtype=tensors[0].dtype, device=tensors[0].device)
+        return torch.cat([*tensors, number])
 
-    def without_beat(self, total: Tensor, steps: int) -> Tensor:
-        """Removes that number from the sum over ranks of what `with_beat` made. steps: taken when it was made.
+    def without_step_number(self, total: Tensor, steps: int) -> Tensor:
+        """Removes that number from the sum over ranks of what `with_step_number` made. steps: taken when it was made.
 
         Raises AssemblyError if ranks have taken different numbers of steps, as when only one of them loaded a state.
         """
-        if round(float(total[-1].real)) != self.world_size * self._beat(total, steps):
-            raise AssemblyError(f"rank {self.rank} exchanges in its step {steps}, others in other steps: {ALIKE}")
+        if round(float(total[-1].real)) != self.world_size * self._step_number(total, steps):
+            raise AssemblyError(f"rank {self.rank} exchanges in its step {steps}, others in other steps: {SAME_STEPS}")
         return total[:-1]
 
-    def _beat(self, tensor: Tensor, steps: int | None = None) -> int:
+    def _step_number(self, tensor: Tensor, steps: int | None = None) -> int:
         """Returns the number of a step, modulo the range in which its sum over ranks is exact in the tensor's dtype."""
         exact = int(2 / torch.finfo(tensor.dtype).eps)
         return (self.steps if steps is None else steps) % max(1, exact // self.world_size)
@@ -269,10 +270,10 @@ class DistOptimizer(metaclass=MadeTogether):
             self.comm_train_step()
         self.steps += 1
 
-    def open_groups(self) -> None:
+    def make_groups(self) -> None:
         """Creates the process groups beside the default one. Blocking, on all ranks."""
 
-    def meet_anew(self, meetings: int) -> None:
+    def reset_peers(self, num_exchanges: int) -> None:
         """Forgets what was known of each rank, as a new generation of ranks begins. meetings: the largest number of
         exchanges that any rank has begun."""
 
@@ -290,6 +291,6 @@ class DistOptimizer(metaclass=MadeTogether):
         self.steps = int(state["steps"])
         self._losses = deque(state["losses"], maxlen=self.comm_period)
 
-    def fits(self, state: dict[str, Any]) -> bool:
+    def has_same_world_size(self, state: dict[str, Any]) -> bool:
         """Returns whether a state was saved with the current number of ranks."""
         return bool(state.get("world_size", self.world_size) == self.world_size)

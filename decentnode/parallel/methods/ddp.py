@@ -18,7 +18,7 @@ class GradientAveraging(DistOptimizer):
     of parameters that were frozen at construction are averaged, too, from the step on in which all ranks train them.
     """
 
-    alike = True
+    keeps_ranks_equal = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -30,10 +30,10 @@ class GradientAveraging(DistOptimizer):
         if self.overlap:
             raise ValueError("overlap must be False for DDP: a step needs its gradients")
 
-    def kind(self) -> list[str]:
-        return [*super().kind(), f"trained parameters: {self._at_first}"]
+    def describe_method(self) -> list[str]:
+        return [*super().describe_method(), f"trained parameters: {self._at_first}"]
 
-    def meet_anew(self, meetings: int) -> None:  # noqa: ARG002
+    def reset_peers(self, num_exchanges: int) -> None:  # noqa: ARG002
         self._trained = list(self._at_first)
 
     @torch.no_grad()
@@ -58,8 +58,8 @@ class GradientAveraging(DistOptimizer):
         own = torch.tensor([*(p.grad is not None for p in trained), more], device=self.center.device)
         flat = torch.cat([each.reshape(-1) for each in self.dense_gradients(trained)] or [self.center[:0]])
         steps = self.steps
-        total = self.sum(self.with_beat(flat, own.to(flat.dtype)))
-        total = self.without_beat(total, steps)
+        total = self.sum(self.with_step_number(flat, own.to(flat.dtype)))
+        total = self.without_step_number(total, steps)
         gradients = total[: flat.numel()].div_(self.world_size).split([p.numel() for p in trained])
         counts = total[flat.numel() :].real.tolist()
         for p, gradient, ranks in zip(trained, gradients, counts[:-1], strict=True):

@@ -35,10 +35,10 @@ class EASGD(DistOptimizer):
     """The exchange in flight: (this rank's x - c [P], its sum over ranks, the operation, the steps taken before it)."""
 
     def before_step(self) -> None:
-        self._arrive()
+        self._apply_exchange()
         if self.communicates:
             pull = self.flat_params().sub_(self.center)
-            total = self.with_beat(*self.weighted(pull))
+            total = self.with_step_number(*self.weighted(pull))
             work = dist.all_reduce(total, async_op=True) if self.world_size > 1 else None
             self._flight = pull, total, work, self.steps
 
@@ -52,20 +52,20 @@ class EASGD(DistOptimizer):
 
     def comm_train_step(self) -> None:
         if not self.overlap:
-            self._arrive()
+            self._apply_exchange()
 
-    def _arrive(self) -> None:
+    def _apply_exchange(self) -> None:
         """Waits for the exchange in flight, if there is one, and applies it. Blocking."""
         if self._flight is not None:
-            pull, summed = self._arrived(*self._flight)
+            pull, summed = self._wait_for_exchange(*self._flight)
             self._flight = None
             self.apply_force(elastic_pull_, pull, self.dist_pulling_strength)
             elastic_center_(self.center, self.total(summed), self.dist_pulling_strength)
 
-    def _arrived(self, pull: Tensor, summed: Tensor, work: Any, steps: int) -> tuple[Tensor, Tensor]:
+    def _wait_for_exchange(self, pull: Tensor, summed: Tensor, work: Any, steps: int) -> tuple[Tensor, Tensor]:
         """Waits for the exchange; returns this rank's x - c, and the sum. Blocking. Raises AssemblyError."""
         wait(work)
-        return pull, self.without_beat(summed, steps)
+        return pull, self.without_step_number(summed, steps)
 
     def close(self) -> None:
         self._flight = None
@@ -77,15 +77,15 @@ class EASGD(DistOptimizer):
             pull, summed, work, steps = self._flight
             wait(work)
             self._flight = pull, summed, None, steps
-            flight = pull.clone(), self.without_beat(summed, steps).clone()
+            flight = pull.clone(), self.without_step_number(summed, steps).clone()
         return super().state_dict() | {"flight": flight}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        flight = state.get("flight") if self.fits(state) else None
+        flight = state.get("flight") if self.has_same_world_size(state) else None
         self._flight = None
         if flight is not None:
-            alone = self.with_beat(torch.zeros_like(flight[1]))[-1:] * self.world_size
+            alone = self.with_step_number(torch.zeros_like(flight[1]))[-1:] * self.world_size
             self._flight = flight[0].clone(), torch.cat([flight[1], alone]), None, self.steps
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from decentnode.parallel.methods.base import DistOptimizer, Numbers
+from decentnode.parallel.methods.base import DistOptimizer, GatheredNumbers
 from decentnode.parallel.process_group.collectives import wait
 from decentnode.parallel.process_group.machines import agreed_per_machine
 from decentnode.sharing.forces import leader_of, toward_
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass
-class _Meeting:
+class _LeaderExchange:
     """One exchange: the leader, and its model, which may still be in flight."""
 
     leader: int
@@ -54,36 +54,36 @@ class LSGD(DistOptimizer):
         super().__init__(*args, **kwargs)
         if local_world_size and self.world_size % local_world_size:
             raise ValueError(f"local_world_size must divide world_size, got {local_world_size} and {self.world_size}")
-        self._given = local_world_size
-        self.local = local_world_size or self.world_size
+        self._given_ranks_per_machine = local_world_size
+        self.ranks_per_machine = local_world_size or self.world_size
         """Ranks per machine, once all ranks agree on it."""
-        self._peers = self._machine()
+        self._peers = self._ranks_of_machine()
         self._group = None
-        self.meetings = 0
-        self._followed = False
+        self.num_exchanges = 0
+        self._has_leader_model = False
         """Whether `center` is a leader's model and no longer the mean of the initial parameters."""
         self._decrease = 0.0
         self._before: Tensor | None = None
         self._warned = False
         self.leader = self.rank
-        self._scores: Numbers | None = None
-        self._meeting: _Meeting | None = None
+        self._scores: GatheredNumbers | None = None
+        self._exchange: _LeaderExchange | None = None
 
-    def _machine(self) -> list[int]:
+    def _ranks_of_machine(self) -> list[int]:
         """Returns the ranks of this rank's machine; all ranks, if their number is not a multiple of `local`."""
-        local = self.world_size if self.world_size % self.local else self.local
+        local = self.world_size if self.world_size % self.ranks_per_machine else self.ranks_per_machine
         first = self.rank // local * local
         return list(range(first, first + local))
 
     def begin(self) -> None:
         super().begin()  # first, as it checks that all ranks have this method
-        self.local = local = agreed_per_machine(self._given) or self.world_size
+        self.ranks_per_machine = local = agreed_per_machine(self._given_ranks_per_machine) or self.world_size
         if local < 1 or self.world_size % local:
             raise ValueError(f"local_world_size must divide world_size, got {local} and {self.world_size}")
-        self.open_groups()
+        self.make_groups()
 
-    def open_groups(self) -> None:
-        self._peers = self._machine()
+    def make_groups(self) -> None:
+        self._peers = self._ranks_of_machine()
         local = len(self._peers)
         if 1 < local < self.world_size:
             for start in range(0, self.world_size, local):
@@ -91,16 +91,16 @@ class LSGD(DistOptimizer):
                 if self.rank in range(start, start + local):
                     self._group = group
 
-    def meet_anew(self, meetings: int) -> None:
-        self.meetings, self.leader, self._followed = meetings, self.rank, False
+    def reset_peers(self, num_exchanges: int) -> None:
+        self.num_exchanges, self.leader, self._has_leader_model = num_exchanges, self.rank, False
 
     def before_step(self) -> None:
-        meeting, scores = self._meeting, self._scores
-        self._meeting = self._scores = None
-        if meeting is not None:
-            self._follow(meeting)
+        exchange, scores = self._exchange, self._scores
+        self._exchange = self._scores = None
+        if exchange is not None:
+            self._apply_exchange(exchange)
         if scores is not None:
-            self._meeting = self._meet(scores.wait())
+            self._exchange = self._start_exchange(scores.wait())
         if not self.idle and ((not self._losses and self.steps == 0) or self._warned):
             self._before = self.flat_params()
             self._gradient = torch.cat([each.detach().reshape(-1) for each in self.dense_gradients(self.params)])
@@ -133,70 +133,75 @@ class LSGD(DistOptimizer):
         if self.overlap:
             self._scores = scores
         else:
-            self._follow(self._meet(scores.wait()))
+            self._apply_exchange(self._start_exchange(scores.wait()))
 
-    def _meet(self, scores: list[float]) -> _Meeting:
+    def _start_exchange(self, scores: list[float]) -> _LeaderExchange:
         """Starts the broadcast of the leader's model. scores: by rank. Not blocking."""
-        self.meetings += 1
-        everybody = len(self._peers) in (1, self.world_size) or self.meetings % self.GLOBAL_EVERY == 0
+        self.num_exchanges += 1
+        everybody = len(self._peers) in (1, self.world_size) or self.num_exchanges % self.GLOBAL_EVERY == 0
         among = range(self.world_size) if everybody else self._peers
         leader = leader_of({rank: scores[rank] for rank in among})
-        meeting = _Meeting(leader, self.flat_params())
+        exchange = _LeaderExchange(leader, self.flat_params())
         if self.world_size > 1:
             group = None if everybody else self._group
-            meeting.works.append(dist.broadcast(meeting.target, leader, group=group, async_op=True))
-        return meeting
+            exchange.works.append(dist.broadcast(exchange.target, leader, group=group, async_op=True))
+        return exchange
 
-    def _follow(self, meeting: _Meeting) -> None:
+    def _apply_exchange(self, exchange: _LeaderExchange) -> None:
         """Pulls the parameters toward the leader's model. Blocking until it has arrived."""
-        meeting.wait()
-        self.leader, self.center = meeting.leader, meeting.target
-        self.approach(meeting)
-        self._followed = True
+        exchange.wait()
+        self.leader, self.center = exchange.leader, exchange.target
+        self.approach(exchange)
+        self._has_leader_model = True
 
-    def approach(self, meeting: _Meeting) -> None:  # noqa: ARG002
+    def approach(self, exchange: _LeaderExchange) -> None:  # noqa: ARG002
         if self.leader != self.rank:
             self.pull(self.center, self.dist_pulling_strength)
 
     def local_pulling_step(self) -> None:
-        if self.leader != self.rank and self._followed:
+        if self.leader != self.rank and self._has_leader_model:
             super().local_pulling_step()
 
     def close(self) -> None:
-        self._group = self._meeting = self._scores = None
+        self._group = self._exchange = self._scores = None
 
     def state_dict(self) -> dict[str, Any]:
         """Blocking while an exchange is in flight. Its result is saved, and applied in the same step as it would be."""
-        meeting = self._meeting
+        exchange = self._exchange
         return super().state_dict() | {
-            "meetings": self.meetings, "decrease": self._decrease, "leader": self.leader, "followed": self._followed,
+            "meetings": self.num_exchanges, "decrease": self._decrease, "leader": self.leader,
+            "followed": self._has_leader_model,
             "scores": None if self._scores is None else self._scores.wait(),
-            "meeting": None if meeting is None else (meeting.leader, *(each.clone() for each in meeting.wait())),
+            "meeting": None if exchange is None else (exchange.leader, *(each.clone() for each in exchange.wait())),
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        self.meetings, self._decrease = int(state["meetings"]), float(state["decrease"])
-        self.leader, self._followed = int(state["leader"]), bool(state["followed"])
-        scores, meeting = (state["scores"], state["meeting"]) if self.fits(state) else (None, None)
-        if not self.fits(state):
-            self.meet_anew(self.meetings)
-        told = None if scores is None else [torch.tensor([each, 0, 0], dtype=torch.float64) for each in scores]
-        self._scores = None if told is None else Numbers(told)
-        self._meeting = None if meeting is None else _Meeting(meeting[0], *(each.clone() for each in meeting[1:]))
+        self.num_exchanges, self._decrease = int(state["meetings"]), float(state["decrease"])
+        self.leader, self._has_leader_model = int(state["leader"]), bool(state["followed"])
+        self._scores = self._exchange = None
+        if not self.has_same_world_size(state):
+            self.reset_peers(self.num_exchanges)
+            return
+        if state["scores"] is not None:
+            scores = [torch.tensor([each, 0, 0], dtype=torch.float64) for each in state["scores"]]
+            self._scores = GatheredNumbers(scores)
+        if state["meeting"] is not None:
+            leader, *tensors = state["meeting"]
+            self._exchange = _LeaderExchange(leader, *(each.clone() for each in tensors))
 
 
 class LSGDPlus(LSGD):
     """LSGD whose target is between the mean of all ranks and the leader: mean + strength (leader - mean)."""
 
-    def _meet(self, scores: list[float]) -> _Meeting:
-        meeting = super()._meet(scores)
-        meeting.total = self.flat_params()
+    def _start_exchange(self, scores: list[float]) -> _LeaderExchange:
+        exchange = super()._start_exchange(scores)
+        exchange.total = self.flat_params()
         if self.world_size > 1:
-            meeting.works.append(dist.all_reduce(meeting.total, async_op=True))
-        return meeting
+            exchange.works.append(dist.all_reduce(exchange.total, async_op=True))
+        return exchange
 
-    def approach(self, meeting: _Meeting) -> None:
-        assert meeting.total is not None
-        toward_(self.center, meeting.total.div_(self.world_size), 1.0 - self.dist_pulling_strength)
+    def approach(self, exchange: _LeaderExchange) -> None:
+        assert exchange.total is not None
+        toward_(self.center, exchange.total.div_(self.world_size), 1.0 - self.dist_pulling_strength)
         self.pull(self.center, self.dist_pulling_strength)

@@ -51,7 +51,7 @@ class OptimizerParticipant:
         """Attaches the method to the job. Blocking for a newcomer, until it is a member."""
         close_at_exit(self)
         method = self.method
-        lines = [*method.kind(), f"strengths {self._strength} and {method.local_pulling_strength}"]
+        lines = [*method.describe_method(), f"strengths {self._strength} and {method.local_pulling_strength}"]
         self.job.attach(self, lines)
         if self.job.admission is not None:
             self.regroup(None)
@@ -91,8 +91,8 @@ class OptimizerParticipant:
         """Regroups as `Job.regroup`. Blocking."""
         method = self.method
         self._position = method.steps + self._in_step
-        self._reported = {"position": self._position, "fresh": self.job.control.fresh, "meetings": method.meetings,
-                          "local": method.local}  # fmt: skip
+        self._reported = {"position": self._position, "fresh": self.job.control.fresh, "meetings": method.num_exchanges,
+                          "local": method.ranks_per_machine}  # fmt: skip
         self.has_regrouped = True
         self.job.regroup(error)
 
@@ -122,16 +122,16 @@ class OptimizerParticipant:
         except ValueError as error:
             method.dist_pulling_strength = 1.8 / (world_size + 1)
             logger.warning("%s: %.3g is used instead", error, method.dist_pulling_strength)
-        method.local = int(old[0]["local"])
-        method.open_groups()
+        method.ranks_per_machine = int(old[0]["local"])
+        method.make_groups()
         fresh = bool(members[rank]["fresh"])
         with torch.no_grad():
             method.center.copy_(self._mean(method.center, fresh, len(old)))
-            if method.alike or len(old) < world_size:
+            if method.keeps_ranks_equal or len(old) < world_size:
                 mean = self._mean(method.flat_params(), fresh, len(old))
-                if fresh or method.alike:
+                if fresh or method.keeps_ranks_equal:
                     method.pull(mean, 1.0)
-        method.meet_anew(max(int(each["meetings"]) for each in old))
+        method.reset_peers(max(int(each["meetings"]) for each in old))
         self.job.control.set_model_ready(self._first_step)
         logger.warning("rank %d of %d from step %d on", rank, world_size, self._first_step)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from decentnode.optim.saved import check_saved, entries_of, kind_of
+from decentnode.optim.saved import check_state_matches, class_name_of, count_entries
 from decentnode.parallel.states.layouts import convert_rule_states, layout
 from decentnode.parallel.steps.gossip_steps import GossipSteps
 
@@ -20,10 +20,10 @@ def state_of_wrapper(steps: GossipSteps, named: Sequence[tuple[str, Tensor]], op
     optimizer: the one that the script sees, with its hooks."""
     local, kept = steps.local, optimizer.state_dict()
     return {
-        "optimizer": kept, "optimizer_kind": kind_of(local.optimizer), "optimizer_entries": entries_of(kept),
+        "optimizer": kept, "optimizer_kind": class_name_of(local.optimizer), "optimizer_entries": count_entries(kept),
         "steps": steps.taken, "factor": steps.factor, "learning_rate": steps.learning_rate,
         "lr_scheduler": None if local.lr_scheduler is None else local.lr_scheduler.state_dict(),
-        "lr_scheduler_kind": kind_of(local.lr_scheduler),
+        "lr_scheduler_kind": class_name_of(local.lr_scheduler),
         "scaler": None if local.scaler is None else local.scaler.state_dict(),
         "sharing": [bucket.rule.state_dict() for bucket in steps.buckets],
         "layout": layout(steps.buckets, named),
@@ -36,7 +36,8 @@ def load_wrapper_state(
     """Loads what `state_of_wrapper` returned. Raises ValueError, having loaded nothing, for a sharing rule's state that
     does not fit the buckets, and for that of another optimizer or scheduler. Starts no new exchange (loading.py)."""
     kept, local = convert_rule_states(state["sharing"], state.get("layout"), layout(steps.buckets, named)), steps.local
-    check_saved(local.optimizer, state["optimizer"], state.get("optimizer_kind"), state.get("optimizer_entries"))
+    kind, entries = state.get("optimizer_kind"), state.get("optimizer_entries")
+    check_state_matches(local.optimizer, state["optimizer"], kind, entries)
     if local.lr_scheduler is not None and state["lr_scheduler"] is not None:
         load_scheduler(local.lr_scheduler, state["lr_scheduler"], state.get("lr_scheduler_kind"))
     optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))  # torch would keep the tensors of `state`
@@ -66,5 +67,5 @@ def load_scheduler(scheduler: Any, state: Mapping[str, Any], kind: str | None = 
     try:
         scheduler.load_state_dict(copy.deepcopy(state))  # a copy, as torch removes entries from it
     except KeyError as error:
-        raise ValueError(f"lr_scheduler must be {kind or 'the one'}, which was saved, got {kind_of(scheduler)}: the "
-                         f"state has no {error}") from error  # fmt: skip
+        raise ValueError(f"lr_scheduler must be {kind or 'the one'}, which was saved, got {class_name_of(scheduler)}: "
+                         f"the state has no {error}") from error  # fmt: skip

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
-from decentnode.optim.parts import divisible
+from decentnode.optim.parts import can_divide_step
 from decentnode.parallel.buckets.bucket import Bucket
 from decentnode.parallel.planning.plan import Plan
 from decentnode.parallel.steps.optimizer_coverage import OptimizerCoverage
@@ -137,7 +137,7 @@ class GossipSteps:
         with self._uninterrupted():
             if self._is_local_step():
                 self._take_local_step()
-            elif self.local.scaler is None and self.part_steps is not None and divisible(self.local.optimizer):
+            elif self.local.scaler is None and self.part_steps is not None and can_divide_step(self.local.optimizer):
                 self._increment_versions()
                 self.part_steps.take(self.local.optimizer, self.exchange, self.round_of(self.taken + 1), self.factor)
             else:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from decentnode.optim.parts import Division, restricted
+from decentnode.optim.parts import Division, restrict_groups
 from decentnode.parallel.buckets.advance import AdamSteps
 from decentnode.parallel.buckets.bucket import Bucket
 from decentnode.parallel.transports.base import BucketExchange
@@ -25,8 +25,8 @@ class PartSteps:
     def take(self, optimizer: Optimizer, exchange: BucketExchange, number: int, factor: float) -> None:
         """Takes a step: waits for every bucket, mixes it, updates it, and sends it. Blocking until all have arrived.
 
-        optimizer: one that `optim.parts.divisible` accepts. number: the round in which the buckets depart. factor: the
-        mixing factor.
+        optimizer: one that `optim.parts.can_divide_step` accepts. number: the round in which the buckets depart.
+        factor: the mixing factor.
         """
         groups = iter(self._division.groups(optimizer))
         exchange.begin(number)
@@ -53,7 +53,7 @@ class PartSteps:
     def update(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
         """Takes the optimizer's step for these groups alone."""
         if groups:
-            with restricted(optimizer, groups):
+            with restrict_groups(optimizer, groups):
                 optimizer.step()
 
 

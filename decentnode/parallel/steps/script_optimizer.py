@@ -34,12 +34,12 @@ class ScriptOptimizer(OuterOptimizer):
     @_disable_dynamo  # as torch's own optimizers do: a compiled training step calls it without tracing into it
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Blocking until the exchange in flight is finished. Raises RuntimeError if the wrapper is closed, PeerLost."""
-        result = self.evaluated(closure)
+        result = self.evaluate_closure(closure)
         take = self._take()
         if take is None:
             raise RuntimeError("the wrapper of this optimizer no longer exists: keep a reference to it while its "
                                "model is trained")
-        update = not self.infinite()
+        update = not self.found_infinite()
         if update:
             self.unscale(p for group in self.param_groups for p in group["params"])
         take(update)

@@ -23,7 +23,7 @@ def machines(rank: int, n: int, hosts: list[str]) -> tuple[int, int, int]:
     """Ranks per machine that LSGD and the wrapper count, and LSGD's from torchrun; hosts: [rank] its machine."""
     def local() -> int:
         made = CommOptimizer(torch.optim.SGD([nn.Parameter(torch.zeros(3))], lr=0.1), "LSGD", world_size=n)
-        return int(made.dist_optimizer.local)
+        return int(made.dist_optimizer.ranks_per_machine)
 
     told = local()
     del os.environ["LOCAL_WORLD_SIZE"]
