@@ -219,9 +219,9 @@ class CommOptimizer(OuterOptimizer, IdleJoinable):
         check_state_matches(self.local_optimizer, state["local"], state.get("local_kind"), state.get("local_entries"))
         missing = self.dist_optimizer.state_dict().keys() - state["dist"].keys() - ENTRIES_ADDED_LATER
         if missing:
-            was, here = state.get("method", "another"), class_name_of(self.dist_optimizer)
-            raise ValueError(f"dist_optim_name must be that of the saved method, {was}, got {here}: the state has no "
-                             f"{', '.join(sorted(missing))}")  # fmt: skip
+            saved_name, own_name = state.get("method", "another"), class_name_of(self.dist_optimizer)
+            raise ValueError(f"dist_optim_name must be that of the saved method, {saved_name}, got {own_name}: the "
+                             f"state has no {', '.join(sorted(missing))}")  # fmt: skip
         self.local_optimizer.load_state_dict(copy.deepcopy(state["local"]))  # torch would keep the tensors of `state`
         self.dist_optimizer.load_state_dict(state["dist"])
 

@@ -59,7 +59,7 @@ from decentnode.parallel.steps.idle import IdleJoinable
 from decentnode.parallel.steps.script_optimizer import ForeignUpdates, ScriptOptimizer
 from decentnode.parallel.steps.unfrozen import Unfrozen
 from decentnode.parallel.transports.base import BucketExchange
-from decentnode.parallel.transports.choice import exchange_for
+from decentnode.parallel.transports.choice import make_exchange
 
 logger = logging.getLogger(__name__)
 
@@ -169,21 +169,21 @@ class DecentralizedDataParallel(Module, IdleJoinable):
         self._views = param_as_bucket_view
         self._buckets_for = functools.partial(
             make_buckets, bytes_per_bucket=int(bucket_size_in_mb * (1 << 20)), views=param_as_bucket_view)
-        self._exchange_for = functools.partial(exchange_for, transport, timeout_seconds=timeout_seconds, job=job)
+        self._make_exchange = functools.partial(make_exchange, transport, timeout_seconds=timeout_seconds, job=job)
         buckets = self._buckets_for(params, rules=plan.rules())
-        exchange = self._exchange_for(plan=plan, buckets=buckets)
+        exchange = self._make_exchange(plan=plan, buckets=buckets)
         if self._participant is not None:
             exchange = self._participant.wrap(exchange, buckets)
         with succeed_on_all_ranks("make the optimizer"):
             make: Any = optim_fn or (lambda named: optimizer([p for _, p in named]))  # type: ignore[misc]
-            made = make(list(self._named))
-            schedule = lr_scheduler_fn(made) if lr_scheduler_fn is not None else None
-            check_optimizer(made, schedule)
-            local_step = OptimizerStep(params, made, schedule, scaler, grad_clip_norm)
+            local_optimizer = make(list(self._named))
+            schedule = lr_scheduler_fn(local_optimizer) if lr_scheduler_fn is not None else None
+            check_optimizer(local_optimizer, schedule)
+            local_step = OptimizerStep(params, local_optimizer, schedule, scaler, grad_clip_norm)
         self._gossip = self._make_steps(plan, buckets, exchange, local_step)
-        self._script_optimizer = None if step_in_backward else ScriptOptimizer(made, self._step_of_script)
+        self._script_optimizer = None if step_in_backward else ScriptOptimizer(local_optimizer, self._step_of_script)
         self._other_updates = ForeignUpdates(params)
-        self._unfrozen = Unfrozen(list(model.named_parameters()), made, make)
+        self._unfrozen = Unfrozen(list(model.named_parameters()), local_optimizer, make)
         self._average = GlobalAverage(model, params, sync_buffer_in_global_avg)
         self._warned_revert = self._warned_no_step = False
         self._accumulated_from = -1
@@ -390,7 +390,7 @@ class DecentralizedDataParallel(Module, IdleJoinable):
         all_or_none(self._gossip, what, admit, check, self._unfrozen.withdraw_frozen)
         if self._unfrozen.pending:
             buckets = self._make_more_buckets(self._unfrozen.take_pending())
-            self._gossip.add_and_restart(buckets, lambda plan, every: self._exchange_for(plan=plan, buckets=every))
+            self._gossip.add_and_restart(buckets, lambda plan, every: self._make_exchange(plan=plan, buckets=every))
 
     def _exchange_named(self, names: Sequence[str]) -> None:
         """Exchanges the parameters of these names, trained or not, from the next generation on; called while ranks

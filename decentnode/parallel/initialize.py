@@ -91,8 +91,8 @@ def _join_group(backend: str | None, timeout_seconds: float) -> None:
             who.insert(0, f"{word} {names(absent)} {has} not come to initialize_dist")
         if not who:
             raise
-        said = str(error).partition("\n")[0]
-        raise AssemblyError(f"rank {rank}: the {world_size} ranks cannot meet: {', '.join(who)} ({said})",
+        reason = str(error).partition("\n")[0]
+        raise AssemblyError(f"rank {rank}: the {world_size} ranks cannot meet: {', '.join(who)} ({reason})",
                             [*absent, *ended]) from error  # fmt: skip
     leave_at_exit()
 
@@ -107,9 +107,9 @@ def _store(rank: int, limit: timedelta) -> dist.Store:
         place = ":".join(os.environ[key] for key in ("MASTER_ADDR", "MASTER_PORT"))
         if rank == 0 or own_fault(error):
             raise
-        said = str(error).partition("\n")[0]
+        reason = str(error).partition("\n")[0]
         raise AssemblyError(f"rank {rank}: nothing listens at {place} (MASTER_ADDR, MASTER_PORT), where rank 0 or "
-                            f"torchrun should listen: {said}", [0]) from error  # fmt: skip
+                            f"torchrun should listen: {reason}", [0]) from error  # fmt: skip
     return found
 
 

@@ -44,10 +44,10 @@ class HookedMixing:
             optimizer.pre_average_hook(edge, weight)
 
     @torch.no_grad()
-    def mix(self, exchange: BucketExchange, plan: Plan, factor: float, told: RoundView | None = None) -> None:
+    def mix(self, exchange: BucketExchange, plan: Plan, factor: float, hook_round: RoundView | None = None) -> None:
         """Waits for all buckets, calls the hooks and mixes. Blocking. Raises PeerLost.
 
-        told: the round whose edge the hooks get, and which defines the rank's weight; that of the exchange if None.
+        hook_round: the round whose edge the hooks get, and which defines the rank's weight; the exchange's if None.
         """
         flights: list[Flight | None] = []
         for bucket, total in zip(self._buckets, self._sums, strict=True):
@@ -59,7 +59,7 @@ class HookedMixing:
         flying = [flight for flight in flights if flight is not None]
         if not flying:
             return
-        view = plan.view(flying[0].step) if told is None else told
+        view = plan.view(flying[0].step) if hook_round is None else hook_round
         self.call(view)
         own = 1 - factor + factor * (view.weights[view.uid] - _share(view))
         for bucket, total, sent in zip(self._buckets, self._sums, flights, strict=True):

@@ -66,8 +66,8 @@ class DecentDPSteps(GossipSteps):
             super().mix()
         else:
             # Decent-DP's second step mixes what was sent along round 1's edges with the weight of round 2 (faithful).
-            told = self.plan.view(self.taken + 1) if self._faithful else None
-            self._hooked.mix(self.exchange, self.plan, self.factor, told)
+            hook_round = self.plan.view(self.taken + 1) if self._faithful else None
+            self._hooked.mix(self.exchange, self.plan, self.factor, hook_round)
 
     @torch.no_grad()
     def launch(self, step: int) -> None:
@@ -79,12 +79,12 @@ class DecentDPSteps(GossipSteps):
             return
         for bucket in self.buckets:
             bucket.gather()
-        here = [bucket.flat.clone() for bucket in self.buckets]
+        values_before = [bucket.flat.clone() for bucket in self.buckets]
         for bucket in self.buckets:
             for p, piece in zip(bucket.params, bucket.pieces(bucket.flat), strict=True):
                 piece.copy_(sent.get(self._names[p], piece))
         self.exchange.launch(self.buckets, self.round_of(step))
-        for bucket, values in zip(self.buckets, here, strict=True):
+        for bucket, values in zip(self.buckets, values_before, strict=True):
             bucket.flat.copy_(values)
 
     def sent_entries(self) -> dict[str, Tensor] | None:

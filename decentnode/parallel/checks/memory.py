@@ -23,11 +23,11 @@ def shares_elements(tensor: Tensor) -> bool:
 
 def overlaps(changed: Sequence[Named], others: Sequence[Named]) -> tuple[str, str] | None:
     """Returns the names of two tensors that share memory, the first of them in `changed`; None if there are none."""
-    told = sorted(((*_span(each), name, each, number < len(changed))
+    spans = sorted(((*_span(each), name, each, number < len(changed))
                    for number, (name, each) in enumerate([*changed, *others]) if each.numel()),
                   key=lambda row: row[:2])  # fmt: skip
     open_: list[tuple[int, int, str, Tensor, bool]] = []
-    for row in told:
+    for row in spans:
         open_ = [before for before in open_ if before[1] > row[0]]
         for before in open_:
             if (row[4] or before[4]) and row[3].device == before[3].device and _share_bytes(row[3], before[3]):

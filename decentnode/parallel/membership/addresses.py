@@ -145,23 +145,23 @@ class JobTerms:
     def encoded(self, lines: Sequence[str]) -> bytes:
         """Returns the settings as JSON. lines: what a newcomer's wrapper must have in common with the members'; left
         out if too long."""
-        told = {"founders": [[a.control, a.store] for a in self.founders], "capacity": self.capacity,
+        settings = {"founders": [[a.control, a.store] for a in self.founders], "capacity": self.capacity,
                 "min_ranks": self.min_ranks, "suspect_seconds": self.suspect_seconds,
                 "began": self.began}  # fmt: skip
-        text = json.dumps(told | {"lines": list(lines)}).encode()
-        return text if len(text) <= MAX_CONFIG_BYTES else json.dumps(told | {"lines": []}).encode()
+        text = json.dumps(settings | {"lines": list(lines)}).encode()
+        return text if len(text) <= MAX_CONFIG_BYTES else json.dumps(settings | {"lines": []}).encode()
 
     @classmethod
     def decoded(cls, run: bytes, raw: bytes) -> tuple[JobTerms, tuple[str, ...]]:
         """Parses what `encoded` returned. Raises PeerFault for anything else."""
         try:
-            told = json.loads(raw)
-            founders = tuple(Address(str(control), str(store)) for control, store in told["founders"])
+            settings = json.loads(raw)
+            founders = tuple(Address(str(control), str(store)) for control, store in settings["founders"])
             for each in founders:
                 parse_endpoint(each.control), parse_endpoint(each.store)
-            terms = cls(run, founders, int(told["capacity"]), int(told["min_ranks"]), float(told["suspect_seconds"]),
-                        float(told["began"]))  # fmt: skip
-            lines = tuple(str(line) for line in told["lines"])
+            terms = cls(run, founders, int(settings["capacity"]), int(settings["min_ranks"]),
+                        float(settings["suspect_seconds"]), float(settings["began"]))  # fmt: skip
+            lines = tuple(str(line) for line in settings["lines"])
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise PeerFault("malformed_header", f"terms of a job: {type(error).__name__}") from None
         fine = 0 < len(founders) <= MOST_FOUNDERS and len(founders) <= terms.capacity <= len(founders) + MAX_SEATS
@@ -194,7 +194,7 @@ def ask_to_join(addresses: Sequence[str], own: Address, seconds: float, access: 
     found: dict[str, str] = {}
     times = dict.fromkeys(waiting, 0)
     """Endpoint -> how many times in a row it has refused this process's keys."""
-    until, told = clock.now() + seconds, False
+    until, has_warned = clock.now() + seconds, False
     context = zmq.Context()
     try:
         while True:
@@ -213,10 +213,10 @@ def ask_to_join(addresses: Sequence[str], own: Address, seconds: float, access: 
             if clock.now() > until or all(times.get(endpoint, 0) >= REFUSED_TIMES for endpoint in waiting):
                 what = "; ".join(f"{endpoint.removeprefix('tcp://')}: {why}" for endpoint, why in found.items())
                 raise AssemblyError(f"no member of a job admitted this process within {seconds:g} s: {what}")
-            if not told and all(found.get(endpoint) == SILENT for endpoint in waiting):
+            if not has_warned and all(found.get(endpoint) == SILENT for endpoint in waiting):
                 logger.warning("nothing listens at %s, where this process is to join a job: trying again for %.0f s",
                                ", ".join(each.removeprefix("tcp://") for each in waiting), seconds)  # fmt: skip
-            told = True
+            has_warned = True
             clock.sleep(AGAIN_SECONDS)
     finally:
         context.destroy(0)

@@ -225,8 +225,8 @@ class Control:
         """Returns the next generation, in force, once all of its members wait for it here. Blocking.
 
         error: why the current generation is over for the training, if the training found so itself; then the processes
-        are probed to find out which is gone. leaves: whether a new generation is needed although everybody lives, as
-        after a broken connection. knock_again: called if no member knows of the place that this process was granted.
+        are probed to find out which is gone. must_renew: whether a new generation is needed although everybody lives,
+        as after a broken connection. knock_again: called if no member knows of the place that this process was granted.
         Raises `error` if no member is lost and nothing else ends the generation; PeerLost after `seconds`, naming the
         ranks that are missing; AssemblyError if this process is refused.
         """

@@ -114,9 +114,9 @@ class GlooGroups(GenerationGroups):
         """Waits until all members are at the store, so that torch's next wait is in vain only if a rank dies within
         these milliseconds. Blocking. Raises ConnectionBroken."""
         store.set(f"here/{rank}", "1")
-        here = [f"here/{each}" for each in range(world_size)]
+        keys = [f"here/{each}" for each in range(world_size)]
         started, backoff = clock.now(), Backoff(MEET_SECONDS)
-        while not store.check(here):
+        while not store.check(keys):
             self._control.check_generation(started)
             backoff.sleep()
         self._control.set_waiting(None)

@@ -143,8 +143,8 @@ class Job:
             raise ValueError(f"min_ranks must be in [1, {world}], got {min_ranks}")
         if not 0 <= newcomers <= MAX_SEATS:
             raise ValueError(f"newcomers must be in [0, {MAX_SEATS}], got {newcomers}")
-        told = json.dumps([self._own.control, self._own.store, entropy.word(8), clock.wall()])
-        found = [json.loads(text) for text in tell(told)]
+        texts = json.dumps([self._own.control, self._own.store, entropy.word(8), clock.wall()])
+        found = [json.loads(text) for text in tell(texts)]
         founders = tuple(Address(str(control), str(store)) for control, store, *_ in found)
         self._terms = JobTerms(bytes.fromhex(found[0][2]), founders, world + newcomers, least, SUSPECT_SECONDS,
                             float(found[0][3]))  # fmt: skip
@@ -229,8 +229,8 @@ class Job:
             generation = self.control.next_generation(error, left, must_renew, again)
             try:
                 self._make_group(generation, min(FORM_SECONDS, GLOO_SECONDS * 2**attempt))
-                told = gather_texts(json.dumps(participant.report()), torch.device("cpu"), "report")
-                reports = {uid: json.loads(text) for uid, text in zip(self.members, told, strict=True)}
+                texts = gather_texts(json.dumps(participant.report()), torch.device("cpu"), "report")
+                reports = {uid: json.loads(text) for uid, text in zip(self.members, texts, strict=True)}
                 participant.settle(reports)
                 self.barrier()
                 participant.release()

@@ -49,10 +49,10 @@ class Access:
     def load(cls, keys: str | Path | None) -> Access:
         """Reads the keys. keys: the file of the secret, "off", or None to use the environment. Raises EnvironmentFault
         for a file that is missing, that other users could read, or that is no secret."""
-        told = str(keys) if keys is not None else os.environ.get(VARIABLE, "")
-        if told in ("", OFF):
-            return cls(are_keys_off=told == OFF)
-        raw = hashlib.blake2b(read_secret(Path(told), "decentnode keygen --secret"), digest_size=32,
+        setting = str(keys) if keys is not None else os.environ.get(VARIABLE, "")
+        if setting in ("", OFF):
+            return cls(are_keys_off=setting == OFF)
+        raw = hashlib.blake2b(read_secret(Path(setting), "decentnode keygen --secret"), digest_size=32,
                               person=b"decentnode ranks").digest()  # fmt: skip
         secret = z85.encode(raw)
         return cls(zmq.curve_public(secret), secret)
@@ -108,27 +108,27 @@ class Sockets:
 
         Raises OSError if the port is taken.
         """
-        made = self.context.socket(kind)
-        made.setsockopt(zmq.RCVHWM, queue)
-        made.setsockopt(zmq.MAXMSGSIZE, max_bytes + ENCRYPTION_BYTES)
-        made.setsockopt(zmq.IPV6, int(":" in host))
-        self.access.require_authentication(made)
+        socket = self.context.socket(kind)
+        socket.setsockopt(zmq.RCVHWM, queue)
+        socket.setsockopt(zmq.MAXMSGSIZE, max_bytes + ENCRYPTION_BYTES)
+        socket.setsockopt(zmq.IPV6, int(":" in host))
+        self.access.require_authentication(socket)
         try:
-            made.bind(endpoint(host, port or "*"))
+            socket.bind(endpoint(host, port or "*"))
         except zmq.ZMQError as error:
-            made.close(0)
+            socket.close(0)
             raise OSError(f"cannot listen at {endpoint(host, port)}: {error}") from error
-        return made
+        return socket
 
     def sender(self, kind: int, endpoint: str, queue: int, linger: int) -> zmq.Socket[bytes]:
         """Returns a socket that connects to another rank's. linger: milliseconds to send the rest when it closes."""
-        made = self.context.socket(kind)
+        socket = self.context.socket(kind)
         for option, value in ((zmq.LINGER, linger), (zmq.SNDHWM, queue), (zmq.RECONNECT_IVL, 50),
                               (zmq.RECONNECT_IVL_MAX, 1000), (zmq.IPV6, int("[" in endpoint))):  # fmt: skip
-            made.setsockopt(option, value)
-        self.access.authenticate(made)
-        made.connect(endpoint)
-        return made
+            socket.setsockopt(option, value)
+        self.access.authenticate(socket)
+        socket.connect(endpoint)
+        return socket
 
     # -- the thread that serves the authentication ------------------------------------------------------------
 

@@ -60,9 +60,9 @@ def _check_keys(store: dist.Store, rank: int, world: int, access: Access) -> Non
     """Raises AssemblyError on all ranks if their keys differ, as they could not communicate. Blocking."""
     own = access.fingerprint
     store.set(f"{KEY}/keys/{rank}", own or NO_KEYS)
-    told = [store.get(f"{KEY}/keys/{other}").decode().replace(NO_KEYS, "") for other in range(world)]
+    fingerprints = [store.get(f"{KEY}/keys/{other}").decode().replace(NO_KEYS, "") for other in range(world)]
     store.add(f"{KEY}/keys", 1)
-    for other, theirs in enumerate(told):
+    for other, theirs in enumerate(fingerprints):
         if theirs != own:
             until = clock.now() + SEEN_SECONDS * 10
             with suppress(RuntimeError):  # the store ends with the process of the rank that hosts it

@@ -274,8 +274,8 @@ class DistOptimizer(metaclass=CollectivelyConstructed):
         """Creates the process groups beside the default one. Blocking, on all ranks."""
 
     def reset_peers(self, num_exchanges: int) -> None:
-        """Forgets what was known of each rank, as a new generation of ranks begins. meetings: the largest number of
-        exchanges that any rank has begun."""
+        """Forgets what was known of each rank, as a new generation of ranks begins. num_exchanges: the largest number
+        of exchanges that any rank has begun."""
 
     def close(self) -> None:
         """Drops the exchange in flight and the references to process groups; no step may follow. Idempotent."""

@@ -35,7 +35,7 @@ from decentnode.parallel.process_group.collectives import gather_texts, wait
 from decentnode.parallel.steps.gossip_steps import GossipSteps
 from decentnode.parallel.steps.unfrozen import Unfrozen
 from decentnode.parallel.transports.base import BucketExchange
-from decentnode.parallel.transports.choice import exchange_for
+from decentnode.parallel.transports.choice import make_exchange
 from decentnode.parallel.transports.regrouping import RegroupingExchange
 
 logger = logging.getLogger(__name__)
@@ -78,8 +78,8 @@ class WrapperParticipant:
         exchange_named: Callable[[Sequence[str]], None],
     ) -> None:  # fmt: skip
         """Attaches the wrapper to the job, which may regroup it from now on. module: the wrapped one, with its steps,
-        average and unfrozen. take_in: a bound method of the wrapper, which exchanges further parameters, given by name,
-        from then on. Raises as `Job.attach`."""
+        average and unfrozen. exchange_named: a bound method of the wrapper, which exchanges further parameters, given
+        by name, from then on. Raises as `Job.attach`."""
         self._module, self._steps, self._average, self._unfrozen = module, steps, average, unfrozen
         self._exchange_named = weakref.WeakMethod(exchange_named)
         words = {True: "trained", False: "frozen"}
@@ -159,7 +159,7 @@ class WrapperParticipant:
         self._exchange_unfrozen(reports)
         for bucket, rule in zip(steps.buckets, steps.plan.rules(), strict=False):
             bucket.rule = rule
-        inner = exchange_for(self._transport, steps.plan, steps.buckets, self.exchange.timeout_seconds, self.job)
+        inner = make_exchange(self._transport, steps.plan, steps.buckets, self.exchange.timeout_seconds, self.job)
         self._first_step = max(int(reports[self.job.members[number]]["position"]) for number in old)
         self.exchange.replace(inner, steps.buckets, self._first_step, reports)
         if len(old) < world_size:
@@ -179,13 +179,13 @@ class WrapperParticipant:
     def _exchange_unfrozen(self, reports: Mapping[int, Mapping[str, Any]]) -> None:
         """Exchanges all parameters that any rank has unfrozen, in the same buckets on all ranks: a newcomer lacks the
         earlier ones, and a rank whose last regrouping failed after this point already has them."""
-        told, own = [reports[uid] for uid in self.job.members], self._unfrozen.exchanged_groups
-        wanted = max((each["unfrozen"] for each in told if not each["fresh"]), key=len)
+        all_reports, own = [reports[uid] for uid in self.job.members], self._unfrozen.exchanged_groups
+        wanted = max((each["unfrozen"] for each in all_reports if not each["fresh"]), key=len)
         if wanted[: len(own)] != own:
             raise AssemblyError("this process exchanges different parameters than the others, which unfroze some "
                                 "while it was away: start it again")  # fmt: skip
         known = {name for group in wanted for name in group}
-        waiting = {name for each in told for name in each["waiting"]} - known
+        waiting = {name for each in all_reports for name in each["waiting"]} - known
         exchange_named = self._exchange_named()
         assert exchange_named is not None
         for group in [*wanted[len(own) :], *([sorted(waiting)] if waiting else [])]:
@@ -219,9 +219,9 @@ class WrapperParticipant:
                 tensor.detach().copy_(value)
         steps, scaler = self._steps, self._steps.local.scaler
         own = {"factor": steps.factor, "scaler": None if scaler is None else scaler.state_dict()}
-        told = gather_texts(json.dumps(own), torch.device("cpu"), "state")
+        states = gather_texts(json.dumps(own), torch.device("cpu"), "state")
         if fresh:
-            theirs = json.loads(told[old[0]])
+            theirs = json.loads(states[old[0]])
             steps.factor = float(theirs["factor"])
             if scaler is not None and theirs["scaler"]:
                 scaler.load_state_dict(theirs["scaler"])

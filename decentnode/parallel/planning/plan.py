@@ -11,7 +11,7 @@ import numpy as np
 
 from decentnode.graph.base import Graph, RoundView
 from decentnode.parallel.planning.differences import Differences
-from decentnode.parallel.planning.rules import coding_of
+from decentnode.parallel.planning.rules import make_coding
 from decentnode.sharing.base import Sharing
 from decentnode.sharing.rounds import exchange_rounds, rule_view, unheard
 from decentnode.sharing.step_size import MATRIX_ROUNDS
@@ -41,7 +41,7 @@ class Plan:
         Raises ValueError if the graph lacks a property that the rule needs, or the rule cannot be delayed. Does not
         search for the step size of a rule that has none (`checks.consistency.agree_on_step_size` does)."""
         self.graph, self.rule, self.rank, self.delayed = graph, rule, rank, delayed
-        self.coding = coding_of(rule)
+        self.coding = make_coding(rule)
         """None if payloads are sent uncompressed."""
         self._cliques: dict[int, RankGroup | None] = {}
         self._views: dict[tuple[int, float], RoundView] = {}

@@ -44,7 +44,7 @@ MAX_MODEL_LOSS = 1e-3
 3e-2. Ranks agree no more closely than that."""
 
 
-def coding_of(rule: Sharing) -> Coding | None:
+def make_coding(rule: Sharing) -> Coding | None:
     """Returns how payloads are compressed; None if the rule's payloads are sent uncompressed."""
     section = getattr(rule.config, "compression", None)
     codec = None if section is None else make_codec(section)
@@ -90,7 +90,7 @@ def make_sharing(given: SharingRule) -> Sharing:
     if lacks is not None:
         raise ValueError(f"sharing must be an elementwise rule such as full, ac or local_sgd, or choco, got "
                          f"{type(rule).__name__}, which {lacks}")  # fmt: skip
-    coding = coding_of(rule)
+    coding = make_coding(rule)
     if coding is not None and not coding.differences:
         lost = Operator(1.0, "all", coding.codec).lost()
         if lost > MAX_MODEL_LOSS:

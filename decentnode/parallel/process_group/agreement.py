@@ -59,10 +59,10 @@ def succeed_on_all_ranks(what: str) -> Iterator[None]:
         yield
     except Exception as error:
         failed = error
-    told = "" if failed is None else f"{type(failed).__name__}: {failed}"[:MAX_REASON]
+    own_failure = "" if failed is None else f"{type(failed).__name__}: {failed}"[:MAX_REASON]
     try:
         enter_operation()
-        said = gather_texts(told, device_of_group(), what) if num_ranks() > 1 else [told]
+        failures = gather_texts(own_failure, device_of_group(), what) if num_ranks() > 1 else [own_failure]
     except RuntimeError as error:
         if failed is not None:
             raise failed from None
@@ -71,20 +71,20 @@ def succeed_on_all_ranks(what: str) -> Iterator[None]:
         raise _peer_lost(what, error) from error
     if failed is not None:
         raise failed
-    for rank, reason in enumerate(said):
+    for rank, reason in enumerate(failures):
         if reason:
             raise AssemblyError(f"rank {rank} could not {what}: {reason}", [rank])
 
 
 def check_same_on_all_ranks(what: str, lines: Iterable[str], device: torch.device) -> None:
     """Raises AssemblyError on every rank, naming a rank and its first differing line, if lines differ. Blocking."""
-    told = [text.split("\n") for text in gather_texts("\n".join(lines), device, what)]
-    for rank, theirs in enumerate(told):
-        if theirs == told[0]:
+    all_lines = [text.split("\n") for text in gather_texts("\n".join(lines), device, what)]
+    for rank, theirs in enumerate(all_lines):
+        if theirs == all_lines[0]:
             continue
         for number, line in enumerate(theirs):
-            first = told[0][number] if number < len(told[0]) else "nothing"
+            first = all_lines[0][number] if number < len(all_lines[0]) else "nothing"
             if line != first:
                 raise AssemblyError(f"rank {rank} has another {what} than rank 0: {line!r}, rank 0 has {first!r}")
         raise AssemblyError(f"rank {rank} has another {what} than rank 0: nothing where it has "
-                            f"{told[0][len(theirs)]!r}")  # fmt: skip
+                            f"{all_lines[0][len(theirs)]!r}")  # fmt: skip

@@ -40,13 +40,13 @@ def failure_reason(error: BaseException, found: Sequence[int] | None = None) -> 
     """Returns torch's message for a failed operation, without gloo's source line and its guesses at the cause. Adds
     which rank's script ended first, with its error, if that rank has reported it, or which processes of this host are
     gone without a report. found: those, if `dead_ranks`, which takes its time, was called already."""
-    said, ended = _TORCH_DETAILS.sub("", str(error)) or type(error).__name__, first_reported_end()
+    message, ended = _TORCH_DETAILS.sub("", str(error)) or type(error).__name__, first_reported_end()
     if ended is None:
         ranks = dead_ranks() if found is None else found
         who = ("the process of rank {} is gone" if len(ranks) == 1 else "the processes of ranks {} are gone")
-        return f"{said}; {who.format(names(ranks))}" if ranks else said
+        return f"{message}; {who.format(names(ranks))}" if ranks else message
     rank, reason = ended
-    return f"{said}; the script of rank {rank} " + (f"ended with an error: {reason}" if reason else "has ended")
+    return f"{message}; the script of rank {rank} " + (f"ended with an error: {reason}" if reason else "has ended")
 
 
 def gather_texts(text: str, device: torch.device, what: str, group: Any = None) -> list[str]:

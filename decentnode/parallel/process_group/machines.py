@@ -33,21 +33,23 @@ def agreed_per_machine(given: int | None = None) -> int | None:
     own = f"{given or os.environ.get(VARIABLE, '')} {int(bool(given))}"
     alone = num_ranks() == 1
     with collective_operation("count themselves by machine"):
-        said = [f"{own} ?"] if alone else gather_texts(f"{own} {_host()}", device_of_group(), "name of the host")
-    told, explicit, hosts = zip(*(each.split(" ", 2) for each in said), strict=True)
-    for rank, each in enumerate(told):
+        texts = [f"{own} ?"] if alone else gather_texts(f"{own} {_host()}", device_of_group(), "name of the host")
+    given_counts, explicit, hosts = zip(*(each.split(" ", 2) for each in texts), strict=True)
+    for rank, each in enumerate(given_counts):
         if each and not (each.isdecimal() and int(each)):
             raise ValueError(f"{VARIABLE} must be the number of ranks on the machine, got {each!r} on rank {rank}")
-    if all(told) and not ("1" in explicit and len({*told}) > 1):
-        return int(told[0]) if len({*told}) == 1 else None
+    if all(given_counts) and not ("1" in explicit and len({*given_counts}) > 1):
+        return int(given_counts[0]) if len({*given_counts}) == 1 else None
     runs = [len(list(run)) for _, run in itertools.groupby(hosts)]
     counted = runs[0] if len({*runs}) == 1 else None
-    if {*told} <= {"", str(counted)}:
+    if {*given_counts} <= {"", str(counted)}:
         return counted
-    by_number = {each: [rank for rank, one in enumerate(told) if one == each] for each in dict.fromkeys(told)}
+    by_number: dict[str, list[int]] = {}
+    for rank, count in enumerate(given_counts):
+        by_number.setdefault(count, []).append(rank)
     listed = ", ".join(f"rank {names(ranks)} has {each or 'none'}" for each, ranks in by_number.items())
     found = "machines have different numbers" if counted is None else f"{counted} are counted"
-    others = [rank for each, ranks in by_number.items() if each != told[0] for rank in ranks]
+    others = [rank for each, ranks in by_number.items() if each != given_counts[0] for rank in ranks]
     raise AssemblyError(f"local_world_size, or {VARIABLE} of the environment, must be the same on all ranks, or given "
                         f"on none: {listed}, and {found}", others)  # fmt: skip
 

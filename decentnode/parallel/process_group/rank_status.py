@@ -45,8 +45,8 @@ def report_end() -> None:
     error = getattr(sys, "last_value", None)  # set before an uncaught exception is printed
     if hasattr(sys, "ps1") or not _is_store_usable() or (error is None and not _store_outlives_ranks()):
         return
-    said = "" if error is None else told(error)
-    text = f"{dist.get_rank()} {said}".encode(errors="replace")[:MAX_BYTES].decode(errors="ignore")
+    message = "" if error is None else told(error)
+    text = f"{dist.get_rank()} {message}".encode(errors="replace")[:MAX_BYTES].decode(errors="ignore")
     _with_timeout(lambda store: store.compare_set(END_KEY, "", text))
 
 
@@ -79,10 +79,10 @@ def publish_process(store: Any, rank: int) -> None:
 def missing_ranks(store: Any, rank: int, size: int) -> tuple[list[int], list[int]]:
     """Returns (the ranks that have not announced themselves, those whose process is gone, as far as this host can see).
     Blocking for STORE_SECONDS and GONE_SECONDS at most. store: as of `publish_process`. size: the number of ranks."""
-    said = _with_timeout(lambda given: _read_entries(given, size), store)
-    if isinstance(said, RuntimeError):
+    entries = _with_timeout(lambda given: _read_entries(given, size), store)
+    if isinstance(entries, RuntimeError):
         return [], [0] if _rank_0_has_store and rank else []
-    return [each for each, words in enumerate(said or []) if not words], _dead_among(said or [])
+    return [each for each, entry in enumerate(entries or []) if not entry], _dead_among(entries or [])
 
 
 _num_entered = 0
@@ -112,7 +112,7 @@ def _host() -> str:
 def lagging_ranks() -> list[int]:
     """Returns the ranks that have not entered the collective that this one entered last; none if that is not known.
     Blocking for STORE_SECONDS at most."""
-    return [rank for rank, said in enumerate(_read_all_entries()) if not said or int(said[0]) < _num_entered]
+    return [rank for rank, entry in enumerate(_read_all_entries()) if not entry or int(entry[0]) < _num_entered]
 
 
 def dead_ranks() -> list[int]:
@@ -121,20 +121,20 @@ def dead_ranks() -> list[int]:
     GONE_SECONDS until there is one, and for STORE_SECONDS at most."""
     if not _is_store_usable():
         return []
-    said = _with_timeout(lambda store: _read_entries(store, dist.get_world_size()))
-    if isinstance(said, RuntimeError):
+    entries = _with_timeout(lambda store: _read_entries(store, dist.get_world_size()))
+    if isinstance(entries, RuntimeError):
         return [0] if _rank_0_has_store and dist.get_rank() else []
-    return _dead_among(said or [])
+    return _dead_among(entries or [])
 
 
 def _dead_among(every: Sequence[Sequence[str]]) -> list[int]:
     """Does the same as `dead_ranks`, from what every rank has published."""
-    here = {rank: (int(said[1]), said[2]) for rank, said in enumerate(every)
-            if len(said) == 4 and said[2] and said[3] == _host()}  # fmt: skip
+    local_processes = {rank: (int(entry[1]), entry[2]) for rank, entry in enumerate(every)
+                       if len(entry) == 4 and entry[2] and entry[3] == _host()}  # fmt: skip
     until = clock.now() + GONE_SECONDS
     while True:
-        found = [rank for rank, (pid, began) in here.items() if process_began(pid) != began]
-        if found or not here or clock.now() > until:
+        found = [rank for rank, (pid, began) in local_processes.items() if process_began(pid) != began]
+        if found or not local_processes or clock.now() > until:
             return found
         clock.sleep(GONE_SECONDS / 20)
 
@@ -142,8 +142,8 @@ def _dead_among(every: Sequence[Sequence[str]]) -> list[int]:
 def _read_all_entries() -> list[list[str]]:
     """Returns what every rank has published in `enter_operation`, by rank; nothing if that is not known. Blocking for
     STORE_SECONDS at most."""
-    said = _with_timeout(lambda store: _read_entries(store, dist.get_world_size())) if _is_store_usable() else None
-    return said if isinstance(said, list) else []
+    entries = _with_timeout(lambda store: _read_entries(store, dist.get_world_size())) if _is_store_usable() else None
+    return entries if isinstance(entries, list) else []
 
 
 def _read_entries(store: Any, size: int) -> list[list[str]] | RuntimeError:

@@ -80,8 +80,8 @@ class RunCheckpoints:
         folder, uid, world = run / store.FOLDER, self._ranks.uid, len(self._ranks.members)
         found, _ = store.scan([folder], uid)
         mine = self._usable(folder)
-        told = self._model._gossip.exchange.gather_by_rank(json.dumps(sorted(mine)), "checkpoints")
-        common = set(mine).intersection(*(map(tuple, json.loads(each)) for each in told.values()))
+        gathered = self._model._gossip.exchange.gather_by_rank(json.dumps(sorted(mine)), "checkpoints")
+        common = set(mine).intersection(*(map(tuple, json.loads(each)) for each in gathered.values()))
         with self._together_if_fixed("go on with the run"):
             if not common:
                 self._restart_run(run, records, {len(each.cut.members) for each in found} - {world})

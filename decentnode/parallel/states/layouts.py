@@ -33,10 +33,10 @@ def convert_rule_states(states: Sequence[Any], saved: Layout | None, wanted: Lay
         return [{} for _ in wanted]
     if saved is None:
         raise ValueError(f"the state of the sharing rule must be of {len(wanted)} buckets, got {len(states)}")
-    told = [[(name, int(size)) for name, size in bucket] for bucket in saved]
-    if told == wanted:
+    saved_layout = [[(name, int(size)) for name, size in bucket] for bucket in saved]
+    if saved_layout == wanted:
         return list(states)
-    return [_rebuilt(list(states), told, bucket, "sharing") for bucket in wanted]
+    return [_rebuilt(list(states), saved_layout, bucket, "sharing") for bucket in wanted]
 
 
 def _rebuilt(values: list[Any], saved: Layout, bucket: list[tuple[str, int]], where: str) -> Any:

@@ -18,7 +18,7 @@ from decentnode.optim.parts import can_divide_step
 from decentnode.parallel.buckets.bucket import Bucket
 from decentnode.parallel.planning.plan import Plan
 from decentnode.parallel.steps.optimizer_coverage import OptimizerCoverage
-from decentnode.parallel.steps.part_steps import PartSteps, suit_part_by_part
+from decentnode.parallel.steps.part_steps import PartSteps, can_mix_in_parts
 from decentnode.parallel.transports.base import BucketExchange
 
 DELAYED_FACTOR = 0.5
@@ -83,7 +83,7 @@ class GossipSteps:
         self, plan: Plan, buckets: Sequence[Bucket], exchange: BucketExchange, local: OptimizerStep
     ) -> None:
         self.plan, self.buckets, self.exchange, self.local = plan, list(buckets), exchange, local
-        self.part_steps = PartSteps(self.buckets) if suit_part_by_part(self.buckets) else None
+        self.part_steps = PartSteps(self.buckets) if can_mix_in_parts(self.buckets) else None
         """None if every step updates all parameters at once."""
         self.factor = DELAYED_FACTOR if plan.delayed else 1.0
         """The mixing factor: x + factor (W x - x)."""
@@ -106,23 +106,23 @@ class GossipSteps:
     def add(self, buckets: Sequence[Bucket]) -> None:
         """Adds buckets, which take part from the next step on."""
         self.buckets = [*self.buckets, *buckets]  # not in place: a step in progress iterates over the old list
-        self.part_steps = PartSteps(self.buckets) if suit_part_by_part(self.buckets) else None
+        self.part_steps = PartSteps(self.buckets) if can_mix_in_parts(self.buckets) else None
 
     @torch.no_grad()
     def add_and_restart(
-        self, buckets: Sequence[Bucket], exchange_for: Callable[[Plan, Sequence[Bucket]], BucketExchange]
+        self, buckets: Sequence[Bucket], make_exchange: Callable[[Plan, Sequence[Bucket]], BucketExchange]
     ) -> None:
         """Adds buckets from now on, and starts the exchange of the parameters as they are. Blocking, on all ranks; only
         while nothing is in flight.
 
-        exchange_for: makes the exchange of all buckets; blocking. The rules of the existing buckets keep their states.
+        make_exchange: makes the exchange of all buckets; blocking. The rules of the existing buckets keep their states.
         """
         before, rate = self.exchange, self.rate()
         before.abandon()
         for bucket in self.buckets:
             bucket.drop_buffers()
         self.add(buckets)
-        self.exchange = exchange_for(self.plan, self.buckets)
+        self.exchange = make_exchange(self.plan, self.buckets)
         self.exchange.bytes_sent, self.exchange.wait_seconds = before.bytes_sent, before.wait_seconds
         for bucket in buckets:
             bucket.begin_round(self.plan, self.taken, rate)

@@ -57,7 +57,7 @@ class PartSteps:
                 optimizer.step()
 
 
-def suit_part_by_part(buckets: Sequence[Bucket]) -> bool:
+def can_mix_in_parts(buckets: Sequence[Bucket]) -> bool:
     """Returns whether buckets can be mixed in parts: on a CPU, as views, by a rule that is not sequential."""
     return all(bucket.views and bucket.flat.device.type == "cpu" and not bucket.rule.requirements.sequential
                for bucket in buckets)  # fmt: skip

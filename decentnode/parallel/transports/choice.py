@@ -16,7 +16,7 @@ from decentnode.parallel.transports.shared_memory import SharedMemoryExchange, c
 from decentnode.parallel.transports.sockets import SocketExchange
 
 
-def exchange_for(
+def make_exchange(
     transport: str, plan: Plan, buckets: Sequence[Bucket], timeout_seconds: float, job: Job | None
 ) -> BucketExchange:
     """Returns the exchange of the buckets. Blocking. job: None unless missing="regroup" (membership/).

@@ -256,13 +256,13 @@ class RegroupingExchange(BucketExchange):
     def _assign_averages(self, reports: Mapping[int, Mapping[str, Any]]) -> None:
         """Assigns averages that some ranks have begun to all ranks that have not finished them, except for new ranks.
         Blocking."""
-        told = [(*reports[uid]["average"], reports[uid]["fresh"]) for uid in self.members]
-        self._averages_before, self._unfinished_averages = max(entered for entered, _, _ in told), {}
+        averages = [(*reports[uid]["average"], reports[uid]["fresh"]) for uid in self.members]
+        self._averages_before, self._unfinished_averages = max(entered for entered, _, _ in averages), {}
         waiting = False
-        for number in sorted({entered for entered, left, _ in told if entered > left}):
-            ranks = [rank for rank, (entered, left, fresh) in enumerate(told)
+        for number in sorted({entered for entered, left, _ in averages if entered > left}):
+            ranks = [rank for rank, (entered, left, fresh) in enumerate(averages)
                      if left < number and (entered == number or not fresh)]  # fmt: skip
-            group = None if len(ranks) == len(told) else dist.new_group(ranks)
+            group = None if len(ranks) == len(averages) else dist.new_group(ranks)
             if self.inner.rank in ranks:
                 self._unfinished_averages[number], waiting = group, True
         if not waiting:

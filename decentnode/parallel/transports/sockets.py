@@ -52,9 +52,9 @@ class SocketExchange(HostMemoryExchange):
         most = max(HEADER.size, *(max(sizes) for sizes in self._sizes))
         self._listener = sockets.listener(zmq.PULL, host, 0, most, 2 * len(buckets))
         own = json.dumps([self._listener.getsockopt_string(zmq.LAST_ENDPOINT), entropy.word(8)])
-        told = [json.loads(text) for text in gather_texts(own, torch.device("cpu"), "address")]
-        self._token = bytes.fromhex(str(told[0][1]))[:8].ljust(8, b"\0")
-        self._endpoints = [format_endpoint(*parse_endpoint(str(endpoint))) for endpoint, _ in told]
+        entries = [json.loads(text) for text in gather_texts(own, torch.device("cpu"), "address")]
+        self._token = bytes.fromhex(str(entries[0][1]))[:8].ljust(8, b"\0")
+        self._endpoints = [format_endpoint(*parse_endpoint(str(endpoint))) for endpoint, _ in entries]
         """[rank] its endpoint."""
         self._senders: dict[int, zmq.Socket[bytes]] = {}
         self._inbox: dict[tuple[int, int, int], Tensor] = {}

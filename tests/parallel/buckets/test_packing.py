@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from decentnode.errors import PeerFault
 from decentnode.parallel.buckets.packing import Packing
-from decentnode.parallel.planning.rules import coding_of, make_sharing
+from decentnode.parallel.planning.rules import make_coding, make_sharing
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 RULES: list[Any] = [
@@ -24,7 +24,7 @@ RULES: list[Any] = [
 
 
 def packing(rule: Any, sizes: list[int], dtype: torch.dtype) -> Packing:
-    coding = coding_of(make_sharing(rule))
+    coding = make_coding(make_sharing(rule))
     assert coding is not None
     return Packing(coding, sizes, dtype)
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from decentnode.parallel import DecentralizedDataParallel
 from decentnode.parallel.planning.differences import Differences
 from decentnode.parallel.planning.plan import Plan
-from decentnode.parallel.planning.rules import Coding, coding_of, make_sharing
+from decentnode.parallel.planning.rules import Coding, make_coding, make_sharing
 from decentnode.parallel.planning.topologies import make_topology
 from tests.parallel.work.models import SGD, batch, flat, model
 
@@ -41,7 +41,7 @@ def simulate(topology: Any, sharing: Any, n: int, steps: int, delayed: bool) -> 
     if isinstance(rule, Differences):
         rule.choose_step(graph)
     plans = [Plan(graph, rule, rank, delayed) for rank in range(n)]
-    coding, models = coding_of(rule), [model().cpu() for _ in range(n)]
+    coding, models = make_coding(rule), [model().cpu() for _ in range(n)]
     sizes = [p.numel() for p in models[0].parameters()]
     optimizers = [SGD(m.parameters()) for m in models]
     public: dict[int, list[Tensor]] = {}

@@ -313,7 +313,7 @@ def unfreezes(pipe: Connection, options: dict[str, Any], dies: str) -> dict[str,
     with torch.no_grad():
         model.module[0].bias.add_(rank)
     if rank == 2 and dies == "after":
-        participant.exchange_for = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+        participant.make_exchange = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
     draw = torch.Generator().manual_seed(rank)
     while model.steps < 30:
         model.module[0].requires_grad_(model.steps >= 5)
