@@ -59,7 +59,7 @@ class GlobalAverage:
 
     @torch.no_grad()
     def swap(self) -> None:
-        """If a local model is kept, exchanges it with the average in the module; a second call undoes that."""
+        """Swaps the kept local model, if any, with the average in the module; a second call undoes that."""
         if self.local is not None:
             now = [tensor.detach().clone() for tensor in self._tensors()]
             for tensor, value in zip(self._tensors(), self.local, strict=True):

@@ -110,7 +110,7 @@ class CommOptimizer(OuterOptimizer, IdleJoinable):
 
     @contextlib.contextmanager
     def at_center(self) -> Iterator[None]:
-        """Inside the context the parameters are those of `center`, afterwards what they were before. Not blocking; no
+        """Sets the parameters to `center` inside the context and restores them afterwards. Not blocking; no
         step may be taken inside."""
         if self._inside_center:
             yield
@@ -214,8 +214,8 @@ class CommOptimizer(OuterOptimizer, IdleJoinable):
         }  # fmt: skip
 
     def load_own_state_dict(self, state: dict[str, Any]) -> None:
-        """Blocking while an exchange is in flight. Raises ValueError, having loaded nothing, for a state of another
-        local optimizer, and for one of a method whose state lacks entries that this method needs."""
+        """Loads a state. Blocking while an exchange is in flight. Raises ValueError, having loaded nothing, for a state
+        of another local optimizer, and for one of a method whose state lacks entries that this method needs."""
         check_state_matches(self.local_optimizer, state["local"], state.get("local_kind"), state.get("local_entries"))
         missing = self.dist_optimizer.state_dict().keys() - state["dist"].keys() - ENTRIES_ADDED_LATER
         if missing:

@@ -309,7 +309,7 @@ class DecentralizedDataParallel(Module, IdleJoinable):
         return output
 
     def _end_average(self) -> None:
-        """Called before a forward pass of training while the model is the average of `global_avg`."""
+        """Restores the local model; called before a training forward pass while the model is the average."""
         self.revert_global_avg()
         if not self._warned_revert:
             self._warned_revert = True
@@ -450,7 +450,7 @@ class DecentralizedDataParallel(Module, IdleJoinable):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside only add up gradients, as with torch's DistributedDataParallel."""
+        """Makes backward passes inside only accumulate gradients, as with torch's DistributedDataParallel."""
         before, self._watch.accumulating = self._watch.accumulating, True
         try:
             yield
@@ -467,20 +467,20 @@ class DecentralizedDataParallel(Module, IdleJoinable):
         self._watch.accumulating = not value
 
     def set_adaptive_factor(self, factor: float) -> None:
-        """x <- x + factor (W x - x) from now on (DSGD-AC, arXiv 2602.02899); 1 is plain gossip, and the default unless
-        exchanges are delayed."""
+        """Mixes x <- x + factor (W x - x) from now on (DSGD-AC, arXiv 2602.02899); 1 is plain gossip, the default
+        unless exchanges are delayed."""
         if not 0.0 <= factor <= 1.0:
             raise ValueError(f"factor must be in [0, 1], got {factor}")
         self._gossip.factor = factor
 
     def get_lr(self) -> float:
-        """Learning rate of the optimizer's first group."""
+        """Returns the learning rate of the optimizer's first group."""
         return float(self.optimizer.param_groups[0]["lr"])
 
     # -- the average model ------------------------------------------------------------------------------------
 
     def global_avg(self, will_revert: bool = True, return_d2c: bool = False) -> float | None:
-        """Blocking: replaces every rank's model by the mean of all; all ranks have to call it.
+        """Replaces every rank's model by the mean of all. Blocking; all ranks have to call it.
 
         will_revert: keeps the local model, which `revert_global_avg` or the next training step restores.
         return_d2c: returns the distance of this rank's parameters to the mean, 0 if they are the mean already.
@@ -501,7 +501,7 @@ class DecentralizedDataParallel(Module, IdleJoinable):
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
-        """Inside the context every rank has the mean model, afterwards its model from before. All ranks have to enter
+        """Gives every rank the mean model inside the context and restores its own afterwards. All ranks have to enter
         it."""
         already = self._average.local is not None
         self.global_avg(will_revert=True)
@@ -514,7 +514,7 @@ class DecentralizedDataParallel(Module, IdleJoinable):
     # -- metrics ----------------------------------------------------------------------------------------------
 
     def consensus_distance(self) -> float:
-        """sqrt(mean over ranks of ||x_i - mean||^2) / ||mean||; blocking, all ranks have to call it."""
+        """Returns sqrt(mean over ranks of ||x_i - mean||^2) / ||mean||; blocking, all ranks have to call it."""
         return self._gossip.exchange.run_average(
             "consensus_distance", lambda mean: consensus_distance(self._gossip.buckets, mean))
 

@@ -79,7 +79,7 @@ class TopologyReg:
 
     @classmethod
     def register(cls, name: str) -> Callable[[type[Topology]], type[Topology]]:
-        """A class decorator. Raises ValueError for a name that is taken and for a class that is not a Topology."""
+        """Returns a class decorator, which raises ValueError for a taken name and for a class that is no Topology."""
 
         def keep(topology: type[Topology]) -> type[Topology]:
             if name in cls.registry:

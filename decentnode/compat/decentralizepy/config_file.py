@@ -53,7 +53,7 @@ class ConfigFile:
                 return {"true": True, "false": False}[text.lower()]
             return kind(text.strip("\"'") if kind is str else text)
         except (ValueError, KeyError):
-            self.problem(f"[{section}] {key}: must be {_kind(kind)}, got {text!r:.60}")
+            self.problem(f"[{section}] {key}: must be {_describe_type(kind)}, got {text!r:.60}")
             return default
 
     def numbers(self, section: str, key: str) -> list[float] | None:
@@ -89,5 +89,5 @@ def _read(path: Path) -> dict[str, dict[str, str]]:
     return {name: dict(parser.items(name)) for name in parser.sections()}
 
 
-def _kind(kind: type) -> str:
+def _describe_type(kind: type) -> str:
     return {bool: "True or False", int: "a whole number", float: "a number"}.get(kind, "a text")

@@ -211,7 +211,7 @@ class Bucket:
     def advance(self, part: BucketPart, view: RoundView | None, rows: Rows, place: Tensor | None) -> None:
         """Mixes a part as `mix` does, takes the optimizer's step and copies it to `place` [S], in one pass over memory.
 
-        Only if `one_pass` is true. view: None for no mixing. rows: of `advance.AdamSteps`. place: None for no
+        Only if `supports_one_pass` is true. view: None for no mixing. rows: of `advance.AdamSteps`. place: None for no
         snapshot.
         """
         assert self._loops is not None

@@ -71,7 +71,7 @@ class EASGD(DistOptimizer):
         self._flight = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Blocking while an exchange is in flight. Its result is saved, and applied in the same step as it would be."""
+        """Waits for an exchange in flight, whose result is part of the state and still takes effect in its step."""
         flight = None
         if self._flight is not None:
             pull, summed, work, steps = self._flight

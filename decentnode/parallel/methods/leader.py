@@ -166,7 +166,7 @@ class LSGD(DistOptimizer):
         self._group = self._exchange = self._scores = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Blocking while an exchange is in flight. Its result is saved, and applied in the same step as it would be."""
+        """Waits for an exchange in flight, whose result is part of the state and still takes effect in its step."""
         exchange = self._exchange
         return super().state_dict() | {
             "meetings": self.num_exchanges, "decrease": self._decrease, "leader": self.leader,

@@ -33,7 +33,7 @@ class ScriptOptimizer(OuterOptimizer):
 
     @_disable_dynamo  # as torch's own optimizers do: a compiled training step calls it without tracing into it
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Blocking until the exchange in flight is finished. Raises RuntimeError if the wrapper is closed, PeerLost."""
+        """Takes a step, waiting for the exchange in flight. Raises RuntimeError if the wrapper is closed, PeerLost."""
         result = self.evaluate_closure(closure)
         take = self._take()
         if take is None:

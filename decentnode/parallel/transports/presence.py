@@ -84,7 +84,7 @@ class Presence:
 
 
 def _mark_ended(process: int, own: memoryview, segments: list[Segment]) -> None:
-    """own: words of this rank. Sets `ended`, unless this is a process forked from the rank's; then closes the files."""
+    """Sets `ended` in this rank's words `own`, except in a process forked from the rank's; closes the files."""
     if os.getpid() == process:
         own[_ENDED] = 1
     for segment in segments:
