@@ -88,16 +88,17 @@ class Bucket:
     def __post_init__(self) -> None:
         total = sum(p.numel() for p in self.params)
         self.flat = torch.empty(total, dtype=self.params[0].dtype, device=self.params[0].device)
-        self._homes, offset = [], 0
+        self._param_views, offset = [], 0
         for p in self.params:
             values = _dense(p.data)
-            home = self.flat[offset : offset + p.numel()].as_strided(values.shape, values.stride())
-            home.copy_(values)
+            param_view = self.flat[offset : offset + p.numel()].as_strided(values.shape, values.stride())
+            param_view.copy_(values)
             if self.views:
-                p.data = home
-            self._homes.append(home)
+                p.data = param_view
+            self._param_views.append(param_view)
             offset += p.numel()
-        self._addresses, self._strides = [h.data_ptr() for h in self._homes], [h.stride() for h in self._homes]
+        self._addresses = [view.data_ptr() for view in self._param_views]
+        self._strides = [view.stride() for view in self._param_views]
         self._hashes = self.flat.device.type == "cpu"
         self._bytes = self.flat.view(torch.uint8).numpy() if self._hashes else None
         self._loops = loops() if self._hashes else None
@@ -105,9 +106,9 @@ class Bucket:
         self._block = block // self.flat.element_size() if self._hashes else max(1, total)
         self._hash_of: dict[int, int] = {}
         """Without compiled loops: the first element of a block -> the block's hash in the last snapshot."""
-        self._seen: list[int] | None = None
+        self._sent_versions: list[int] | None = None
         """On other devices: `_versions` at the last snapshot; None if what was sent differs from the parameters."""
-        self._slots: list[Tensor] = []
+        self._receive_buffers: list[Tensor] = []
         self.parts = list(self._make_parts(PART_BYTES // self.flat.element_size() if self._hashes else max(1, total)))
         self._marks: Marks = np.zeros((self._mark_index(total) + len(self.parts), 2), np.uint64)
 
@@ -135,46 +136,46 @@ class Bucket:
         addresses, strides = [p.data_ptr() for p in self.params], [p.stride() for p in self.params]
         if addresses == self._addresses and strides == self._strides:
             return
-        for p, home in zip(self.params, self._homes, strict=True):
-            if p.data_ptr() != home.data_ptr() or p.stride() != home.stride():
-                if (p.shape, p.dtype, p.device) != (home.shape, home.dtype, home.device):
+        for p, param_view in zip(self.params, self._param_views, strict=True):
+            if p.data_ptr() != param_view.data_ptr() or p.stride() != param_view.stride():
+                if (p.shape, p.dtype, p.device) != (param_view.shape, param_view.dtype, param_view.device):
+                    wrapped = f"{param_view.dtype} {tuple(param_view.shape)} on {param_view.device}"
                     raise ValueError(f"parameters must stay as they were when wrapped, got {p.dtype} {tuple(p.shape)} "
-                                     "on "
-                                     f"{p.device} in place of {home.dtype} {tuple(home.shape)} on {home.device}: wrap "
-                                     "the model after converting it")  # fmt: skip
-                home.copy_(p.data)
-                self._count(home, 2)
+                                     f"on {p.device} in place of {wrapped}: wrap the model after "
+                                     "converting it")  # fmt: skip
+                param_view.copy_(p.data)
+                self._count(param_view, 2)
                 if self.views:
-                    p.data = home
+                    p.data = param_view
 
     def scatter(self) -> None:
         """Copies `flat` back to the parameters, if they are not views of it."""
         if not self.views:
-            for p, home in zip(self.params, self._homes, strict=True):
-                p.data.copy_(home)
-                self._count(home, 2)
+            for p, param_view in zip(self.params, self._param_views, strict=True):
+                p.data.copy_(param_view)
+                self._count(param_view, 2)
 
     def pieces(self, flat: Tensor) -> list[Tensor]:
         """Returns views of a tensor [S] like `flat`: the parameters' values in it, in their shapes."""
-        return [flat.as_strided(home.shape, home.stride(), home.storage_offset()) for home in self._homes]
+        return [flat.as_strided(view.shape, view.stride(), view.storage_offset()) for view in self._param_views]
 
-    def slot(self, number: int) -> Tensor:
+    def receive_buffer(self, number: int) -> Tensor:
         """Returns the receive buffer [S] of this number, allocated at its first use."""
-        while len(self._slots) <= number:
-            self._slots.append(torch.empty_like(self.flat))
-        return self._slots[number]
+        while len(self._receive_buffers) <= number:
+            self._receive_buffers.append(torch.empty_like(self.flat))
+        return self._receive_buffers[number]
 
-    def sent_buffer(self) -> Tensor:
+    def send_buffer(self) -> Tensor:
         """Returns a send buffer [S] for snapshots that the transport has no memory for, allocated at its first use."""
-        if not hasattr(self, "_sent_buffer"):
-            self._sent_buffer = torch.empty_like(self.flat)
-        return self._sent_buffer
+        if not hasattr(self, "_send_buffer"):
+            self._send_buffer = torch.empty_like(self.flat)
+        return self._send_buffer
 
     def drop_buffers(self) -> None:
         """Drops the send and receive buffers, because operations in flight may still write into them."""
-        self._slots.clear()
+        self._receive_buffers.clear()
         self.received.clear()
-        for name in ("_sent_buffer", "sent"):
+        for name in ("_send_buffer", "sent"):
             self.__dict__.pop(name, None)
 
     def snapshot(self, into: Tensor, copy: Tensor | None = None) -> None:
@@ -186,7 +187,7 @@ class Bucket:
     def snapshot_part(self, part: BucketPart, into: Tensor, copy: Tensor | None = None, cached: bool = False) -> None:
         """Does the same as `snapshot` for one part, but leaves `sent` as it is. cached: the part is in the cache."""
         if not self._hashes:
-            self._seen = self._versions()
+            self._sent_versions = self._versions()
         piece = slice(part.start, part.stop)
         self._count(self.flat[piece], (1 if copy is None else 2) + (not cached))
         if self._loops is not None:
@@ -206,7 +207,7 @@ class Bucket:
         self.sent = sent
         self._marks.fill(0)  # the hash of no block
         self._hash_of.clear()
-        self._seen = None
+        self._sent_versions = None
 
     def advance(self, part: BucketPart, view: RoundView | None, rows: Rows, place: Tensor | None) -> None:
         """Mixes a part as `mix` does, takes the optimizer's step and copies it to `place` [S], in one pass over memory.
@@ -310,7 +311,7 @@ class Bucket:
             return not self._loops.unchanged(flat, self._marks[first:])
         if self._hashes:
             return self._hash(where, flat) != self._hash_of.get(where.at)
-        return self._seen is None or (self._versions() != self._seen and not torch.equal(flat, sent))
+        return self._sent_versions is None or (self._versions() != self._sent_versions and not torch.equal(flat, sent))
 
     def _hash(self, where: _BlockPosition, block: Tensor) -> int:
         """Returns a 64-bit hash of the bytes of a block of `flat`, on a CPU."""

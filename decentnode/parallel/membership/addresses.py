@@ -32,8 +32,8 @@ from decentnode.wire.messages import (
 logger = logging.getLogger(__name__)
 
 ANSWER_SECONDS = 1.0
-AGAIN_SECONDS = 0.2
-MOST_FOUNDERS = 1 << 12
+RETRY_SECONDS = 0.2
+MAX_FOUNDERS = 1 << 12
 REFUSALS = (f"it has keys and this process has none: give them as keys=, or in {VARIABLE}",
             "it does not accept this process's keys: it has other keys, or none")  # fmt: skip
 """Reported for a member that breaks off the handshake, by whether this process has keys. Which of the two ends learns
@@ -164,7 +164,7 @@ class JobTerms:
             lines = tuple(str(line) for line in settings["lines"])
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise PeerFault("malformed_header", f"terms of a job: {type(error).__name__}") from None
-        fine = 0 < len(founders) <= MOST_FOUNDERS and len(founders) <= terms.capacity <= len(founders) + MAX_SEATS
+        fine = 0 < len(founders) <= MAX_FOUNDERS and len(founders) <= terms.capacity <= len(founders) + MAX_SEATS
         fine = fine and 0 <= terms.began < 1e10
         if not fine or not 0 < terms.min_ranks <= len(founders) or not 0 < terms.suspect_seconds < 1e6:
             raise PeerFault("malformed_header", "terms of a job")
@@ -217,7 +217,7 @@ def ask_to_join(addresses: Sequence[str], own: Address, seconds: float, access: 
                 logger.warning("nothing listens at %s, where this process is to join a job: trying again for %.0f s",
                                ", ".join(each.removeprefix("tcp://") for each in waiting), seconds)  # fmt: skip
             has_warned = True
-            clock.sleep(AGAIN_SECONDS)
+            clock.sleep(RETRY_SECONDS)
     finally:
         context.destroy(0)
 

@@ -42,24 +42,24 @@ from decentnode.wire.messages import SEAT_TOKEN_BYTES, Bye, Granted, Knock, Mess
 
 logger = logging.getLogger(__name__)
 
-TURN_SECONDS = 0.25
+MAX_PAUSE_SECONDS = 0.25
 """Longest time between two checks of the thread's deadlines."""
 MAX_AT_ONCE = 256
 """Largest number of messages received between two checks of the deadlines."""
 QUEUE = 1000
 """Messages that a socket queues; others are dropped, and repeated later if they matter."""
-LOOK_SECONDS = 0.02
+CHECK_SECONDS = 0.02
 PROBE_EVERY_SECONDS, PROBE_SECONDS = 0.2, 0.5
 RENEW_SECONDS = 1.0
 """If a connection broke and no process is found to be gone for so long, all ranks make new connections."""
 CLOSE_SECONDS = 5.0
 MAX_CONTROL_BYTES = 1 << 20
 LINGER_MILLISECONDS = 300
-UNKNOWN_SECONDS = 3.0
+UNANSWERED_SECONDS = 3.0
 """A newcomer that gets no answer for so long asks for a place again."""
-LEFT_SECONDS = 0.5
+DELIVERY_SECONDS = 0.5
 """How long data that a rank sent before its goodbye may still be in flight."""
-ASK_SECONDS = 0.3
+PROBE_AFTER_SECONDS = 0.3
 """After waiting so long for a member, this rank checks whether it is alive."""
 
 
@@ -178,13 +178,13 @@ class Control:
         """Raises ConnectionBroken if waiting for other members is in vain; to be called periodically while waiting."""
         if self.broken:
             raise ConnectionBroken(f"the generation is over: {self.broken}")
-        if clock.now() - started > ASK_SECONDS:
+        if clock.now() - started > PROBE_AFTER_SECONDS:
             self.set_waiting(started)
             self.report_dead_members()
 
     def has_left(self, uid: int, waited: float) -> bool:
         """Returns whether a rank said goodbye and what it had sent has had the time to arrive."""
-        return uid in self._departed and waited > LEFT_SECONDS
+        return uid in self._departed and waited > DELIVERY_SECONDS
 
     def is_gone(self, uid: int) -> bool:
         """Returns whether the machine of a rank refuses connections to its port, as its process is gone. Blocking for
@@ -241,7 +241,7 @@ class Control:
                 if found is not None:
                     return found
                 now = clock.now()
-                if knock_again is not None and now - asked > UNKNOWN_SECONDS:
+                if knock_again is not None and now - asked > UNANSWERED_SECONDS:
                     if self._is_join_unanswered():
                         knock_again()
                     asked = clock.now()
@@ -271,7 +271,7 @@ class Control:
                 return found
             if clock.now() - started > seconds:
                 raise PeerLost(f"no generation of ranks was formed within {seconds:g} s: {self._describe_missing()}")
-            self._changed.wait(LOOK_SECONDS)
+            self._changed.wait(CHECK_SECONDS)
         return None
 
     _new_generation: Generation | None = None
@@ -341,9 +341,9 @@ class Control:
     def _pause(self) -> float:
         with self._lock:
             if self._membership is None:
-                return TURN_SECONDS
+                return MAX_PAUSE_SECONDS
             deadline = self._membership.next_deadline(self._waiting_since)
-        return min(max(deadline - clock.now(), 0.0), TURN_SECONDS)
+        return min(max(deadline - clock.now(), 0.0), MAX_PAUSE_SECONDS)
 
     def _tick(self) -> None:
         with self._lock:

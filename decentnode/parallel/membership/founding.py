@@ -74,7 +74,7 @@ def found_job_with_keys(store: dist.Store | None, rank: int, world: int, setting
         if store is not None:
             store.set(f"{STORE_KEY}/{rank}", f"{FAILED}{type(error).__name__}: {error}")
         raise
-    job.meeting_place = store
+    job.founders_store = store
     return _register(job, lambda: job.found(rank, world, gather_by_store, settings.min_ranks, settings.newcomers))
 
 

@@ -84,7 +84,7 @@ class Job:
         self._participant: weakref.ref[Any] | None = None
         self.members: tuple[int, ...] = ()
         """[rank] its uid."""
-        self.meeting_place: dist.Store | None = None
+        self.founders_store: dist.Store | None = None
         """The store at which ranks with keys met. Kept, because it ends with its owner's process and the others may not
         have read everything yet."""
         self._join_addresses: list[str] = []

@@ -20,7 +20,7 @@ from decentnode.parallel.membership.keys import KEYS_HINT, Access
 KEY = "decentnode/member"
 """Key prefix in the store at which ranks meet: for each rank, the attempt of torchrun that its process belongs to, and
 its address."""
-SEEN_SECONDS = 0.5
+PROBE_SECONDS = 0.5
 NO_KEYS = "none"
 
 
@@ -64,10 +64,10 @@ def _check_keys(store: dist.Store, rank: int, world: int, access: Access) -> Non
     store.add(f"{KEY}/keys", 1)
     for other, theirs in enumerate(fingerprints):
         if theirs != own:
-            until = clock.now() + SEEN_SECONDS * 10
+            until = clock.now() + PROBE_SECONDS * 10
             with suppress(RuntimeError):  # the store ends with the process of the rank that hosts it
                 while store.add(f"{KEY}/keys", 0) < world and clock.now() < until:
-                    clock.sleep(SEEN_SECONDS / 10)
+                    clock.sleep(PROBE_SECONDS / 10)
             words = [f"keys {each}" if each else "no keys" for each in (theirs, own)]
             raise AssemblyError(f"rank {other} has {words[0]} and rank {rank} has {words[1]}: {KEYS_HINT}", [other])
 
@@ -117,5 +117,5 @@ def _read_entry(store: Any, rank: int) -> tuple[int, str, str] | None:
 
 def _is_alive(address: str) -> bool:
     with suppress(ValueError):
-        return not Address(format_endpoint(*parse_endpoint(address)), "").refuses_connection(SEEN_SECONDS)
+        return not Address(format_endpoint(*parse_endpoint(address)), "").refuses_connection(PROBE_SECONDS)
     return False

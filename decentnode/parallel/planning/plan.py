@@ -18,7 +18,7 @@ from decentnode.sharing.step_size import MATRIX_ROUNDS
 
 CHECKED_ROUNDS = 32
 CHECKED_RANKS = 512
-MOST_PHASES = MATRIX_ROUNDS
+MAX_PHASES = MATRIX_ROUNDS
 """The longest period of a topology on which ranks keep copies of each other's models."""
 CACHED_STEPS = 64
 """Steps whose views and cliques are cached."""
@@ -66,8 +66,8 @@ class Plan:
         if self.delayed and (needs.sequential or all(map(self.exchanges_after, range(2)))):
             raise ValueError('delayed=True needs a rule that does not exchange in every step, such as {"name": '
                              f'"local_sgd", "every": 8}}, got {type(rule).__name__}')  # fmt: skip
-        if isinstance(rule, Differences) and (graph.period is None or graph.period > MOST_PHASES):
-            raise ValueError(f"topology must repeat after {MOST_PHASES} steps at most for choco, which keeps a copy of "
+        if isinstance(rule, Differences) and (graph.period is None or graph.period > MAX_PHASES):
+            raise ValueError(f"topology must repeat after {MAX_PHASES} steps at most for choco, which keeps a copy of "
                              "the model for each of them and for each neighbor")  # fmt: skip
 
     def describe(self) -> str:

@@ -22,7 +22,7 @@ from decentnode.sharing.operator import Operator
 
 NEVER_CALLED = ("direction", "trains", "trained", "advance")
 """Methods of a rule that are never called when a script trains."""
-TRIED_ROUNDS = 4
+TRIAL_ROUNDS = 4
 """In how many rounds a user's own rule is asked what it would send, as it may send other payloads in some rounds."""
 SharingRule = str | Mapping[str, Any] | Sharing | type[Sharing]
 
@@ -108,7 +108,7 @@ def _sends_other_payloads(rule: Sharing) -> bool:
         return False
     rule = copy.deepcopy(rule)
     model = torch.linspace(-1.0, 1.0, 7)
-    for round in range(TRIED_ROUNDS):
+    for round in range(TRIAL_ROUNDS):
         view = RoundView(uid=0, round=round, neighbors=(1,), sources=(1,), weights={0: 0.5, 1: 0.5},
                          out_weights={0: 0.5, 1: 0.5}, members=(0, 1))  # fmt: skip
         try:

@@ -24,7 +24,7 @@ ENTRY_KEY = "decentnode/come"
 MAX_BYTES = 400
 STORE_SECONDS = 1.0
 """How long the store may take to answer: its machine may be gone."""
-GONE_SECONDS = 0.2
+DEATH_SECONDS = 0.2
 """How long a process may take to be gone after the system has closed its connections."""
 
 _rank_0_has_store = False
@@ -78,7 +78,7 @@ def publish_process(store: Any, rank: int) -> None:
 
 def missing_ranks(store: Any, rank: int, size: int) -> tuple[list[int], list[int]]:
     """Returns (the ranks that have not announced themselves, those whose process is gone, as far as this host can see).
-    Blocking for STORE_SECONDS and GONE_SECONDS at most. store: as of `publish_process`. size: the number of ranks."""
+    Blocking for STORE_SECONDS and DEATH_SECONDS at most. store: as of `publish_process`. size: the number of ranks."""
     entries = _with_timeout(lambda given: _read_entries(given, size), store)
     if isinstance(entries, RuntimeError):
         return [], [0] if _rank_0_has_store and rank else []
@@ -118,7 +118,7 @@ def lagging_ranks() -> list[int]:
 def dead_ranks() -> list[int]:
     """Returns the ranks of this host that have entered a collective or `initialize_dist` before, and whose process is
     gone; also rank 0 of another host if it has the store and the connection to that is closed. Blocking for
-    GONE_SECONDS until there is one, and for STORE_SECONDS at most."""
+    DEATH_SECONDS until there is one, and for STORE_SECONDS at most."""
     if not _is_store_usable():
         return []
     entries = _with_timeout(lambda store: _read_entries(store, dist.get_world_size()))
@@ -131,12 +131,12 @@ def _dead_among(every: Sequence[Sequence[str]]) -> list[int]:
     """Does the same as `dead_ranks`, from what every rank has published."""
     local_processes = {rank: (int(entry[1]), entry[2]) for rank, entry in enumerate(every)
                        if len(entry) == 4 and entry[2] and entry[3] == _host()}  # fmt: skip
-    until = clock.now() + GONE_SECONDS
+    until = clock.now() + DEATH_SECONDS
     while True:
         found = [rank for rank, (pid, began) in local_processes.items() if process_began(pid) != began]
         if found or not local_processes or clock.now() > until:
             return found
-        clock.sleep(GONE_SECONDS / 20)
+        clock.sleep(DEATH_SECONDS / 20)
 
 
 def _read_all_entries() -> list[list[str]]:

@@ -19,16 +19,16 @@ from decentnode.metrics.run_folder import node_dir
 from decentnode.metrics.writer import MetricsWriter, encode
 from decentnode.system import write_atomic
 
-HELD_SECONDS = 10.0
+LOCK_SECONDS = 10.0
 """How long a rank waits for the process that recorded before it: one whose peer was killed needs a moment to end."""
-AGAIN_SECONDS = 0.1
+RETRY_SECONDS = 0.1
 
 
 class RankRecords:
     """The records (metrics.jsonl) and the status file of a rank; locked against other processes."""
 
     def __init__(self, run: Path, uid: int) -> None:
-        """Makes the rank's folder in the run's directory and locks it. Blocking for HELD_SECONDS at most. Raises
+        """Makes the rank's folder in the run's directory and locks it. Blocking for LOCK_SECONDS at most. Raises
         OSError, EnvironmentFault if another process records there."""
         self._uid, self._folder = uid, node_dir(run, uid)
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -87,12 +87,12 @@ def figures_of(run: Path, uid: int) -> dict[str, Any]:
 
 def lock_folder(folder: Path) -> FileIO:
     """Locks a node's folder against other processes that would record there, until the returned file is closed or this
-    process ends, in whatever way. Blocking for HELD_SECONDS at most. Raises OSError, EnvironmentFault if a process
+    process ends, in whatever way. Blocking for LOCK_SECONDS at most. Raises OSError, EnvironmentFault if a process
     still records: if only the launcher was killed, its ranks continue to train.
 
     The lock belongs to the process (fcntl): workers that it has forked do not hold it.
     """
-    path, until = folder / "lock", clock.now() + HELD_SECONDS
+    path, until = folder / "lock", clock.now() + LOCK_SECONDS
     file = FileIO(path, "a")
     while True:
         try:
@@ -106,4 +106,4 @@ def lock_folder(folder: Path) -> FileIO:
                                        "that process, or move the run away") from None  # fmt: skip
         else:
             return file
-        clock.sleep(AGAIN_SECONDS)
+        clock.sleep(RETRY_SECONDS)

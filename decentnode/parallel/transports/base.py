@@ -37,7 +37,7 @@ class Flight:
     deliveries: dict[int, Callable[[], object]] = field(default_factory=dict)
     """Rank -> a function that moves what arrived from it to its destination; removed once called. An all_reduce has an
     entry for this rank itself."""
-    use: int = 0
+    number: int = 0
     """The number of the exchange, in shared memory."""
 
 
@@ -90,14 +90,14 @@ class BucketExchange(abc.ABC):
     def _snapshot_target(self, bucket: Bucket) -> Tensor | None:
         """Returns the tensor [S] that snapshots are written to; None in a step without neighbors."""
         view = self.plan.view(self._step)
-        return bucket.sent_buffer() if view.neighbors or view.sources else None
+        return bucket.send_buffer() if view.neighbors or view.sources else None
 
     def _begin_departure(self, bucket: Bucket) -> RoundView | None:
         """Makes the snapshot the bucket's `sent`, and returns the round of the departure; None without neighbors."""
         view = self.plan.view(self._step)
         if not view.neighbors and not view.sources:
             return None
-        bucket.sent = bucket.sent_buffer()
+        bucket.sent = bucket.send_buffer()
         return view
 
     @abc.abstractmethod

@@ -127,11 +127,11 @@ class CodedMemory(HostMemory):
             elif self._differences:
                 packing.add_to(self._neighbor_copies[key], arrived)
             else:
-                packing.decode(arrived, bucket.slot(number))
+                packing.decode(arrived, bucket.receive_buffer(number))
         except PeerFault as error:
             raise PeerLost(f"rank {self._plan.rank}: what rank {peer} sent in step {flight.step} cannot be decoded: "
                            f"{error}", [peer]) from error  # fmt: skip
-        bucket.received[peer] = self._neighbor_copies[key] if self._differences else bucket.slot(number)
+        bucket.received[peer] = self._neighbor_copies[key] if self._differences else bucket.receive_buffer(number)
 
     def forget(self) -> None:
         """Drops the public copies, on all ranks: the next exchange sends whole models."""

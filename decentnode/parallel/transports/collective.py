@@ -47,7 +47,7 @@ class CollectiveExchange(HostMemoryExchange):
     def snapshot(self, bucket: Bucket, part: BucketPart, cached: bool = False) -> None:
         place = self._snapshot_target(bucket)
         if place is not None:
-            copy = None if self._mean_group(self._step) is None else bucket.slot(0)
+            copy = None if self._mean_group(self._step) is None else bucket.receive_buffer(0)
             bucket.snapshot_part(part, place, copy, cached)
 
     def supports_one_pass(self, bucket: Bucket, flight: Flight | None) -> bool:
@@ -62,9 +62,10 @@ class CollectiveExchange(HostMemoryExchange):
         flight = self._flights[bucket.index] = Flight(bucket, self._step)
         members = self._mean_group(self._step)
         if members is not None:
-            others, total = [peer for peer in members if peer != self.rank], self._host.sendable(bucket, bucket.slot(0))
-            if total is not bucket.slot(0):
-                flight.deliveries[self.rank] = partial(bucket.slot(0).copy_, total)
+            others, snapshot = [peer for peer in members if peer != self.rank], bucket.receive_buffer(0)
+            total = self._host.sendable(bucket, snapshot)
+            if total is not snapshot:
+                flight.deliveries[self.rank] = partial(snapshot.copy_, total)
             with self._blamed(self._step, others):
                 work = dist.all_reduce(total, group=self._groups[members], async_op=True)
             flight.works.append((work, others))
@@ -99,14 +100,14 @@ class CollectiveExchange(HostMemoryExchange):
         self.wait_seconds += clock.now() - started
 
     def summed(self, bucket: Bucket, flight: Flight) -> Tensor | None:
-        return None if self._mean_group(flight.step) is None else bucket.slot(0)
+        return None if self._mean_group(flight.step) is None else bucket.receive_buffer(0)
 
     def mix(self, bucket: Bucket, part: BucketPart, flight: Flight, factor: float = 1.0, cached: bool = False) -> None:
         if self._mean_group(flight.step) is not None:
             clique = self.plan.clique(flight.step)
             assert clique is not None
             n = len(clique.members)
-            bucket.mix_mean(bucket.slot(0), n, factor * clique.strength, part, cached)
+            bucket.mix_mean(bucket.receive_buffer(0), n, factor * clique.strength, part, cached)
         else:
             bucket.mix(self.plan.view(flight.step, factor), part, cached)
 

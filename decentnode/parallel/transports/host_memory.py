@@ -20,7 +20,7 @@ class HostCopies:
     def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
         self._sent: Tensor | None = None
-        self._slots: list[Tensor] = []
+        self._receive_copies: list[Tensor] = []
 
     def _new(self) -> Tensor:
         flat = self._bucket.flat
@@ -34,9 +34,9 @@ class HostCopies:
 
     def receive_copy(self, number: int) -> Tensor:
         """Returns a buffer [S] for what is received for the bucket's slot of this number."""
-        while len(self._slots) <= number:
-            self._slots.append(self._new())
-        return self._slots[number]
+        while len(self._receive_copies) <= number:
+            self._receive_copies.append(self._new())
+        return self._receive_copies[number]
 
 
 class HostMemory:
@@ -76,10 +76,10 @@ class HostMemory:
         the slot, or a host buffer that `deliver` copies there."""
         copies, found = self._copies_of(bucket), {}
         for number, peer in enumerate(sources):
-            found[peer] = bucket.received[peer] = bucket.slot(number)
+            found[peer] = bucket.received[peer] = bucket.receive_buffer(number)
             if copies is not None:
                 found[peer] = copies.receive_copy(number)
-                flight.deliveries[peer] = partial(bucket.slot(number).copy_, found[peer])
+                flight.deliveries[peer] = partial(bucket.receive_buffer(number).copy_, found[peer])
         return found
 
     @staticmethod
@@ -98,7 +98,7 @@ class HostMemory:
         """Takes the bytes [one of `sizes`] uint8 that came from the source of this number. They must stay unchanged
         until the bucket is mixed."""
         arrived = body.view(bucket.flat.dtype)
-        bucket.received[peer] = arrived if bucket.flat.is_cpu else bucket.slot(number).copy_(arrived)
+        bucket.received[peer] = arrived if bucket.flat.is_cpu else bucket.receive_buffer(number).copy_(arrived)
 
     def forget(self) -> None:
         """Makes the next exchange independent of the earlier ones."""

@@ -30,7 +30,7 @@ from decentnode.parallel.transports.host_memory import HostMemory, HostMemoryExc
 from decentnode.tensors import own_fault
 
 POLL_SECONDS = (20e-6, 1e-3)
-LOOK_SECONDS = 0.05
+CHECK_SECONDS = 0.05
 
 
 @dataclass(eq=False)
@@ -126,11 +126,11 @@ class PointToPointExchange(HostMemoryExchange):
                     self._wait_threads[operation.peer] = _WaitThread(operation.peer, self.timeout_seconds)
                 self._wait_threads[operation.peer].operations.put(operation)
         for operation in operations:
-            backoff, look = Backoff(POLL_SECONDS), started + LOOK_SECONDS
+            backoff, look = Backoff(POLL_SECONDS), started + CHECK_SECONDS
             while not operation.is_done:
                 now = clock.now()
                 if now > look:
-                    look = now + LOOK_SECONDS
+                    look = now + CHECK_SECONDS
                     self._check_wait(operation.peer, started, now, step)
                 backoff.sleep()
             if operation.error is not None:

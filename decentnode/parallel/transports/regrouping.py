@@ -21,7 +21,7 @@ from torch import Tensor
 from decentnode.errors import PeerLost
 from decentnode.parallel.buckets.advance import Rows
 from decentnode.parallel.buckets.bucket import Bucket, BucketPart
-from decentnode.parallel.membership.control import ASK_SECONDS, ConnectionBroken
+from decentnode.parallel.membership.control import PROBE_AFTER_SECONDS, ConnectionBroken
 from decentnode.parallel.membership.job import MAX_ATTEMPTS, Job
 from decentnode.parallel.process_group.collectives import failure_reason, gather_texts, mean_over_ranks
 from decentnode.parallel.transports.base import BucketExchange, Flight
@@ -70,7 +70,7 @@ class RegroupingExchange(BucketExchange):
             raise PeerLost(f"rank {self.inner.rank}: the generation is over: {control.broken}")
         if control.has_left(self.members[peer], waited):
             raise PeerLost(f"rank {self.inner.rank}: rank {peer} has ended its training", [peer])
-        if waited > ASK_SECONDS:
+        if waited > PROBE_AFTER_SECONDS:
             control.set_waiting(since)
             if control.is_gone(self.members[peer]):
                 raise PeerLost(f"rank {self.inner.rank}: the process of rank {peer} is gone", [peer])

@@ -51,7 +51,7 @@ SLOTS = 2
 MAX_NEIGHBORS = 8
 POLL_SECONDS = (10e-6, 500e-6)
 """Shortest and longest pause between two polls of a counter."""
-LOOK_SECONDS = 0.05
+CHECK_SECONDS = 0.05
 """How often a waiting rank checks whether the others still take part: one system call per rank, 0.5 us."""
 SETTLE_SECONDS = 0.5
 """How long the system may take to release the locks of a process that has ended, after closing its connections."""
@@ -88,7 +88,7 @@ def can_share_memory(buckets: Sequence[Bucket], plan: Plan) -> bool:
 class SharedMemoryExchange(BucketExchange):
     """`BucketExchange` through shared memory; made by all ranks together.
 
-    Exchanges are numbered from 1 on (`use`); number u is in slot u % SLOTS. Counters only grow.
+    Exchanges are numbered from 1 on (`number`); number u is in slot u % SLOTS. Counters only grow.
     """
 
     def __init__(self, plan: Plan, timeout_seconds: float, buckets: Sequence[Bucket]) -> None:
@@ -120,7 +120,7 @@ class SharedMemoryExchange(BucketExchange):
         """[slot]: the exchange in this rank's slot, and its readers."""
         self._awaited_release: tuple[int, tuple[int, ...]] = (0, ())
         """The exchange, and its readers, that must be released before the next slot can be written."""
-        self._use = 0
+        self._number = 0
         """The number of the exchange that departs, or departed last."""
 
     def _make_segments(self, size: int, header_bytes: int) -> list[Segment]:
@@ -154,9 +154,9 @@ class SharedMemoryExchange(BucketExchange):
 
     def begin(self, step: int) -> None:
         super().begin(step)
-        self._use += 1
-        self._awaited_release = self._readers[self._use % SLOTS]
-        self._readers[self._use % SLOTS] = (self._use, self.plan.view(step).neighbors)
+        self._number += 1
+        self._awaited_release = self._readers[self._number % SLOTS]
+        self._readers[self._number % SLOTS] = (self._number, self.plan.view(step).neighbors)
 
     def _snapshot_target(self, bucket: Bucket) -> Tensor:
         """Returns this rank's slot; before the first part of a step, waits until the neighbors have released it."""
@@ -169,9 +169,9 @@ class SharedMemoryExchange(BucketExchange):
 
     def depart(self, bucket: Bucket) -> None:
         bucket.sent = self._own_slot(bucket)
-        self._flights[bucket.index] = Flight(bucket, self._step, use=self._use)
-        self.bytes_sent += len(self._readers[self._use % SLOTS][1]) * bucket.size_bytes
-        self._published[self.rank][bucket.index] = self._use
+        self._flights[bucket.index] = Flight(bucket, self._step, number=self._number)
+        self.bytes_sent += len(self._readers[self._number % SLOTS][1]) * bucket.size_bytes
+        self._published[self.rank][bucket.index] = self._number
         if bucket.index == len(self._published[self.rank]) - 1:  # buckets depart in order: this one ends the step
             self._presence.at_step(self._step)
 
@@ -182,16 +182,16 @@ class SharedMemoryExchange(BucketExchange):
         self._snapshot_target(bucket)
 
     def collect(self, bucket: Bucket, flight: Flight, sources: Sequence[int]) -> None:
-        use = flight.use
+        number = flight.number
         for peer in sources:
-            self._wait_for(partial(self._has_published, peer, bucket.index, use), peer, flight.step, use, "for")
-            bucket.received[peer] = self._tensors[peer][use % SLOTS][bucket.index]
+            self._wait_for(partial(self._has_published, peer, bucket.index, number), peer, flight.step, number, "for")
+            bucket.received[peer] = self._tensors[peer][number % SLOTS][bucket.index]
 
     def release(self, bucket: Bucket) -> None:
         flight = self._flights.pop(bucket.index)
-        if all(other.use != flight.use for other in self._flights.values()):
+        if all(other.number != flight.number for other in self._flights.values()):
             for peer in self.plan.view(flight.step).sources:
-                self._read[peer][self.rank] = flight.use
+                self._read[peer][self.rank] = flight.number
 
     def end(self) -> bool:
         """Tells the other ranks that this one sends no more. They have their own mappings of its memory."""
@@ -221,16 +221,16 @@ class SharedMemoryExchange(BucketExchange):
         return absence
 
     def _own_slot(self, bucket: Bucket) -> Tensor:
-        return self._tensors[self.rank][self._use % SLOTS][bucket.index]
+        return self._tensors[self.rank][self._number % SLOTS][bucket.index]
 
-    def _has_published(self, peer: int, bucket: int, use: int) -> bool:
-        return self._published[peer][bucket] >= use
+    def _has_published(self, peer: int, bucket: int, number: int) -> bool:
+        return self._published[peer][bucket] >= number
 
-    def _has_read(self, reader: int, use: int) -> bool:
-        return self._read[self.rank][reader] >= use
+    def _has_read(self, reader: int, number: int) -> bool:
+        return self._read[self.rank][reader] >= number
 
-    def _wait_for(self, done: Callable[[], bool], peer: int, step: int, use: int, what: str) -> None:
-        """Waits until `done()` is true, which is the case at the latest when `peer` has sent all of exchange `use`.
+    def _wait_for(self, done: Callable[[], bool], peer: int, step: int, number: int, what: str) -> None:
+        """Waits until `done()` is true, which is the case at the latest when `peer` has sent all of exchange `number`.
         Blocking.
 
         Raises PeerLost after the timeout, or when a rank that has not sent all of that exchange never will: `peer`, or
@@ -239,13 +239,13 @@ class SharedMemoryExchange(BucketExchange):
         if done():
             return
         started, backoff = clock.now(), Backoff(POLL_SECONDS)
-        look, late = started + LOOK_SECONDS, f"rank {self.rank}: the exchange of step {step} with rank {peer}"
+        look, late = started + CHECK_SECONDS, f"rank {self.rank}: the exchange of step {step} with rank {peer}"
         while not done():
             now = clock.now()
             if now > look:
-                look = now + LOOK_SECONDS
+                look = now + CHECK_SECONDS
                 self.interrupt(peer, started, now)
-                absence = self._absent(use)
+                absence = self._absent(number)
                 if absence is not None and not done():
                     raise PeerLost(f"{late} failed: {absence.reason}", [absence.rank])
             if now - started > self.timeout_seconds:
@@ -254,10 +254,10 @@ class SharedMemoryExchange(BucketExchange):
             backoff.sleep()
         self.wait_seconds += clock.now() - started
 
-    def _absent(self, use: int) -> Absence | None:
-        """Returns a rank that will never send all of exchange `use`, and why; None if none is known."""
+    def _absent(self, number: int) -> Absence | None:
+        """Returns a rank that will never send all of exchange `number`, and why; None if none is known."""
         def behind() -> set[int]:
-            return {r for r, counters in enumerate(self._published) if r != self.rank and min(counters) < use}
+            return {r for r, counters in enumerate(self._published) if r != self.rank and min(counters) < number}
 
         absence = self._presence.absent(sorted(behind()))
         return absence if absence is not None and absence.rank in behind() else None

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 HEADER = struct.Struct("<8sIIQQ")
 """The exchange's number, rank, bucket, step, hash of the body."""
-LOOK_SECONDS = 0.05
+CHECK_SECONDS = 0.05
 LINGER_MILLISECONDS = 1000
 """How long sockets that close may still send what other ranks need of the last step."""
 STEPS_AHEAD = 4
@@ -83,7 +83,7 @@ class SocketExchange(HostMemoryExchange):
             try:
                 self._senders[peer].send_multipart(frames, zmq.NOBLOCK)  # copies: the snapshot may be overwritten
             except zmq.Again:
-                self._receive(LOOK_SECONDS / 10)
+                self._receive(CHECK_SECONDS / 10)
                 self._check_wait(peer, started, clock.now(), self._step, " (waiting for it to take the parameters)")
             else:
                 return
@@ -98,7 +98,7 @@ class SocketExchange(HostMemoryExchange):
                 continue
             key = (peer, bucket.index, flight.step)
             while key not in self._inbox:
-                if not self._receive(LOOK_SECONDS):
+                if not self._receive(CHECK_SECONDS):
                     self._check_wait(peer, started, clock.now(), flight.step, " (waiting for its parameters)")
             if key not in self._accepted:
                 self._accepted.add(key)

@@ -37,7 +37,7 @@ def bucket(looks: str, monkeypatch: pytest.MonkeyPatch) -> Bucket:
         made._hashes, made._block = False, 4000
     for peer in (1, 2):
         made.received[peer] = torch.randn(4000)
-    made.snapshot(made.sent_buffer())
+    made.snapshot(made.send_buffer())
     return made
 
 
@@ -86,10 +86,10 @@ def test_passes_over_memory(looks: str, monkeypatch: pytest.MonkeyPatch) -> None
     made = bucket(looks, monkeypatch)
     made.mix(PAIR)
     assert made.moved_bytes == 5 * made.size_bytes == 5 * 16000
-    made.snapshot(made.sent_buffer())
+    made.snapshot(made.send_buffer())
     made.mix(VIEW)
     assert made.moved_bytes == (5 + 6) * 16000
-    made.snapshot(made.sent_buffer())
+    made.snapshot(made.send_buffer())
     with torch.no_grad():
         made.params[0][0, 0] += 1  # the first block of 2048 is compared and mixed with what was sent
     made.mix(PAIR)

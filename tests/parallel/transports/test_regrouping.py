@@ -26,7 +26,7 @@ class Sent(BucketExchange):
         self.world = world
 
     def depart(self, bucket: Bucket) -> None:
-        bucket.sent = bucket.sent_buffer()
+        bucket.sent = bucket.send_buffer()
         self._flights[bucket.index] = Flight(bucket, self._step)
         self.world[self.rank, bucket.index, self._step] = bucket.sent.clone()
 

@@ -233,7 +233,7 @@ def added_up(rank: int, n: int, runs: str) -> list[tuple[list[float], int]]:
 
 def while_another_does(rank: int, n: int, runs: str, seconds: float) -> list[int] | str:
     """The epochs that are trained, or why none is, where another process may record the same run for so long."""
-    records.HELD_SECONDS = seconds
+    records.LOCK_SECONDS = seconds
     try:
         return train(rank, n, runs, 2, resume=True)[1]
     except Exception as error:
