@@ -53,11 +53,11 @@ from decentnode.parallel.states.detached import DetachedModel
 from decentnode.parallel.states.entry_names import EXTRA, plain_name, renamed_entries
 from decentnode.parallel.states.loading import all_or_none, load_together, restart
 from decentnode.parallel.states.wrapper_state import load_wrapper_state, state_of_wrapper
-from decentnode.parallel.steps.backward import BackwardWatch, tensors_in
+from decentnode.parallel.steps.backward import BackwardWatch, find_tensors
 from decentnode.parallel.steps.gossip_steps import GossipSteps, OptimizerStep
 from decentnode.parallel.steps.idle import IdleJoinable
 from decentnode.parallel.steps.script_optimizer import ForeignUpdates, ScriptOptimizer
-from decentnode.parallel.steps.unfrozen import Unfrozen
+from decentnode.parallel.steps.unfrozen import UnfrozenParameters
 from decentnode.parallel.transports.base import BucketExchange
 from decentnode.parallel.transports.choice import make_exchange
 
@@ -183,7 +183,7 @@ class DecentralizedDataParallel(Module, IdleJoinable):
         self._gossip = self._make_steps(plan, buckets, exchange, local_step)
         self._script_optimizer = None if step_in_backward else ScriptOptimizer(local_optimizer, self._step_of_script)
         self._other_updates = ForeignUpdates(params)
-        self._unfrozen = Unfrozen(list(model.named_parameters()), local_optimizer, make)
+        self._unfrozen = UnfrozenParameters(list(model.named_parameters()), local_optimizer, make)
         self._average = GlobalAverage(model, params, sync_buffer_in_global_avg)
         self._warned_revert = self._warned_no_step = False
         self._accumulated_from = -1
@@ -303,7 +303,7 @@ class DecentralizedDataParallel(Module, IdleJoinable):
         output = self.module(*args, **kwargs)
         if looks and self._script_optimizer is None:
             refuse_compiled_autograd()
-            for tensor in tensors_in(output):
+            for tensor in find_tensors(output):
                 if tensor.grad_fn is not None:  # a leaf, such as a parameter, would keep the hook
                     tensor.register_hook(self._on_output_gradient)
         return output

@@ -23,7 +23,7 @@ from decentnode.compat.decent_dp.topologies import graph_for
 from decentnode.graph.base import Graph
 from decentnode.parallel.process_group.default_group import local_device
 from decentnode.parallel.process_group.machines import ranks_per_machine
-from decentnode.parallel.states.accumulated import accumulated, restore_accumulated
+from decentnode.parallel.states.accumulated import restore_accumulated, save_accumulated
 from decentnode.parallel.states.entry_names import EXTRA
 
 logger = logging.getLogger(__name__)
@@ -277,7 +277,7 @@ class DecentralizedDataParallel(parallel.DecentralizedDataParallel):
 
     def _faithful_state(self) -> dict[str, Any]:
         """Returns the state beside the model that `faithful` needs."""
-        grads = copy.deepcopy(accumulated(self._named, self._watch)["gradients"]) if self._deferred else None
+        grads = copy.deepcopy(save_accumulated(self._named, self._watch)["gradients"]) if self._deferred else None
         return {
             "order": [name for name, _ in self._order.named()] if self._order.known else None,
             "optimizers": [each.state_dict() for each in self._optims],

@@ -24,7 +24,7 @@ from decentnode import entropy, native
 
 GRAIN_BYTES = 8192
 """The number of bytes that one mark is the hash of."""
-MOST_ARRIVALS = 16
+MAX_ARRIVALS = 16
 VECTORS = (16, 8)
 """Lengths of torch's vectors, in elements. Elements of a parameter that fill no vector are rounded differently."""
 _SHIFT, _GRAINS_PER_THREAD = 4, 128
@@ -42,8 +42,8 @@ Marks = NDArray[np.uint64]
 
 class _Mixing(ctypes.Structure):
     _fields_ = (
-        ("sent", ctypes.c_void_p), ("arrived", ctypes.c_void_p * MOST_ARRIVALS), ("own", ctypes.c_float),
-        ("less", ctypes.c_float), ("weights", ctypes.c_float * MOST_ARRIVALS), ("count", ctypes.c_int64),
+        ("sent", ctypes.c_void_p), ("arrived", ctypes.c_void_p * MAX_ARRIVALS), ("own", ctypes.c_float),
+        ("less", ctypes.c_float), ("weights", ctypes.c_float * MAX_ARRIVALS), ("count", ctypes.c_int64),
     )  # fmt: skip
 
 
@@ -51,13 +51,13 @@ class Mixing:
     """The operation x <- own x + sum of weight * arrived, in the order given; it keeps what a script wrote into x."""
 
     def __init__(self, sent: Tensor, own: float, arrived: Sequence[tuple[Tensor, float]]) -> None:
-        """sent, arrived: [n] float32 on a CPU, at most MOST_ARRIVALS; the caller keeps them alive as long as this."""
+        """sent, arrived: [n] float32 on a CPU, at most MAX_ARRIVALS; the caller keeps them alive as long as this."""
         self.c = _Mixing(sent=sent.data_ptr(), own=own, less=own - 1.0, count=len(arrived))
         for k, (tensor, weight) in enumerate(arrived):
             self.c.arrived[k], self.c.weights[k] = tensor.data_ptr(), weight
 
 
-class Loops:
+class CompiledLoops:
     """The compiled loops. Blocking; large parts are divided among as many threads as torch uses."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
@@ -115,10 +115,10 @@ def _array_address(array: NDArray[Any]) -> ctypes.c_void_p:
 
 
 @functools.cache
-def loops() -> Loops | None:
+def loops() -> CompiledLoops | None:
     """Returns the loops; None if they cannot be compiled. Compiles once per process, blocking."""
     library = native.compiled(Path(__file__).with_suffix(".c"))
-    return None if library is None else Loops(library)
+    return None if library is None else CompiledLoops(library)
 
 
 class AdamSteps:

@@ -14,7 +14,7 @@ from torch.nn import Parameter
 
 from decentnode.graph.base import RoundView
 from decentnode.mixing import fuses, mix_into, passes
-from decentnode.parallel.buckets.advance import GRAIN_BYTES, MOST_ARRIVALS, Marks, Mixing, Rows, loops
+from decentnode.parallel.buckets.advance import GRAIN_BYTES, MAX_ARRIVALS, Marks, Mixing, Rows, loops
 from decentnode.parallel.planning.plan import Plan
 from decentnode.payload import Payload
 from decentnode.sharing.base import Sharing
@@ -226,7 +226,7 @@ class Bucket:
     def supports_one_pass(self, view: RoundView | None) -> bool:
         """Returns whether the compiled loops can mix the payloads of `view`."""
         suits = self._loops is not None and self.flat.dtype == torch.float32 and self.rule.requirements.linear
-        return suits and (view is None or len(view.sources) <= MOST_ARRIVALS)
+        return suits and (view is None or len(view.sources) <= MAX_ARRIVALS)
 
     def _mixing(self, piece: slice, view: RoundView) -> Mixing:
         arrived = [(self.received[uid][piece], view.weights[uid]) for uid in view.sources]

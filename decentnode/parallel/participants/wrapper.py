@@ -33,7 +33,7 @@ from decentnode.parallel.planning.rules import SharingRule, make_sharing
 from decentnode.parallel.planning.topologies import TopologyLike
 from decentnode.parallel.process_group.collectives import gather_texts, wait
 from decentnode.parallel.steps.gossip_steps import GossipSteps
-from decentnode.parallel.steps.unfrozen import Unfrozen
+from decentnode.parallel.steps.unfrozen import UnfrozenParameters
 from decentnode.parallel.transports.base import BucketExchange
 from decentnode.parallel.transports.choice import make_exchange
 from decentnode.parallel.transports.regrouping import RegroupingExchange
@@ -66,7 +66,7 @@ class WrapperParticipant:
         self._module: Module
         self._steps: GossipSteps
         self._average: GlobalAverage
-        self._unfrozen: Unfrozen
+        self._unfrozen: UnfrozenParameters
         self._exchange_named: weakref.WeakMethod[Callable[[Sequence[str]], None]]
 
     def wrap(self, inner: BucketExchange, buckets: Sequence[Bucket]) -> RegroupingExchange:
@@ -74,7 +74,7 @@ class WrapperParticipant:
         return self.exchange
 
     def attach(
-        self, module: Module, steps: GossipSteps, average: GlobalAverage, unfrozen: Unfrozen,
+        self, module: Module, steps: GossipSteps, average: GlobalAverage, unfrozen: UnfrozenParameters,
         exchange_named: Callable[[Sequence[str]], None],
     ) -> None:  # fmt: skip
         """Attaches the wrapper to the job, which may regroup it from now on. module: the wrapped one, with its steps,

@@ -20,7 +20,7 @@ from decentnode.parallel.ddp import DecentralizedDataParallel
 from decentnode.parallel.process_group.agreement import succeed_on_all_ranks
 from decentnode.parallel.recording.ranks import RunRanks
 from decentnode.parallel.recording.records import RankRecords
-from decentnode.parallel.states.accumulated import accumulated, restore_accumulated
+from decentnode.parallel.states.accumulated import restore_accumulated, save_accumulated
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class RunCheckpoints:
         model = self._model
         return {"wrapper": model.full_state_dict(), "random": streams(self._device),
                 "also": {name: each.state_dict() for name, each in self._also.items()},
-                "accumulated": accumulated(model._named, model._watch)}  # fmt: skip
+                "accumulated": save_accumulated(model._named, model._watch)}  # fmt: skip
 
     def check(self) -> None:
         """Raises CheckpointError for a state that no file can keep."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from decentnode.parallel.steps.backward import BackwardWatch
 
 
-def accumulated(named: Sequence[tuple[str, Tensor]], watch: BackwardWatch) -> dict[str, Any]:
+def save_accumulated(named: Sequence[tuple[str, Tensor]], watch: BackwardWatch) -> dict[str, Any]:
     """Returns the gradients that were accumulated and not used by a step yet, and whether the next backward pass adds
     to them. They are not part of a wrapper's state: loading that elsewhere starts a step with none, as in torch.
 

@@ -14,7 +14,7 @@ Layout = list[list[tuple[str, int]]]
 """[bucket]: its parameters in order, each with its number of elements."""
 
 
-def layout(buckets: Sequence[Bucket], named: Sequence[tuple[str, Tensor]]) -> Layout:
+def bucket_layout(buckets: Sequence[Bucket], named: Sequence[tuple[str, Tensor]]) -> Layout:
     """Returns which parameters are in which bucket; named: all of them, with their names."""
     names = {p: name for name, p in named}
     return [[(names[p], p.numel()) for p in bucket.params] for bucket in buckets]

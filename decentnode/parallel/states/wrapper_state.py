@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from decentnode.optim.saved import check_state_matches, class_name_of, count_entries
-from decentnode.parallel.states.layouts import convert_rule_states, layout
+from decentnode.parallel.states.layouts import bucket_layout, convert_rule_states
 from decentnode.parallel.steps.gossip_steps import GossipSteps
 
 
@@ -26,7 +26,7 @@ def state_of_wrapper(steps: GossipSteps, named: Sequence[tuple[str, Tensor]], op
         "lr_scheduler_kind": class_name_of(local.lr_scheduler),
         "scaler": None if local.scaler is None else local.scaler.state_dict(),
         "sharing": [bucket.rule.state_dict() for bucket in steps.buckets],
-        "layout": layout(steps.buckets, named),
+        "layout": bucket_layout(steps.buckets, named),
     }  # fmt: skip
 
 
@@ -35,7 +35,8 @@ def load_wrapper_state(
 ) -> None:
     """Loads what `state_of_wrapper` returned. Raises ValueError, having loaded nothing, for a sharing rule's state that
     does not fit the buckets, and for that of another optimizer or scheduler. Starts no new exchange (loading.py)."""
-    kept, local = convert_rule_states(state["sharing"], state.get("layout"), layout(steps.buckets, named)), steps.local
+    layout, local = bucket_layout(steps.buckets, named), steps.local
+    rule_states = convert_rule_states(state["sharing"], state.get("layout"), layout)
     kind, entries = state.get("optimizer_kind"), state.get("optimizer_entries")
     check_state_matches(local.optimizer, state["optimizer"], kind, entries)
     if local.lr_scheduler is not None and state["lr_scheduler"] is not None:
@@ -45,7 +46,7 @@ def load_wrapper_state(
         local.scaler.load_state_dict(state["scaler"])
     steps.taken, steps.factor = int(state["steps"]), float(state["factor"])
     steps.learning_rate = float(state.get("learning_rate", steps.rate()))
-    for bucket, each in zip(steps.buckets, kept, strict=True):
+    for bucket, each in zip(steps.buckets, rule_states, strict=True):
         bucket.rule.load_state_dict(_moved_to(bucket.flat.device, each))
     steps.must_restart = True
 

@@ -33,16 +33,16 @@ def _warn_of_two_watches(watch: BackwardWatch) -> None:
     _last_end = number, weakref.ref(watch)
 
 
-def tensors_in(output: Any) -> Iterator[Tensor]:
+def find_tensors(output: Any) -> Iterator[Tensor]:
     """Yields the tensors in what a module returned: in mappings, lists, tuples and dataclasses, at any depth."""
     if isinstance(output, Tensor):
         yield output
     elif isinstance(output, Mapping | list | tuple):
         for each in output.values() if isinstance(output, Mapping) else output:
-            yield from tensors_in(each)
+            yield from find_tensors(each)
     elif dataclasses.is_dataclass(output) and not isinstance(output, type):
         for part in dataclasses.fields(output):
-            yield from tensors_in(getattr(output, part.name, None))
+            yield from find_tensors(getattr(output, part.name, None))
 
 
 class BackwardWatch:

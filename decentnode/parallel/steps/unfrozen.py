@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 Named = list[tuple[str, Parameter]]
 
 
-class Unfrozen:
+class UnfrozenParameters:
     """Finds parameters that are trained now and were not before, and adds them to the optimizer.
 
     That needs no other rank. Until these parameters are exchanged, which all ranks have to begin together, they are

@@ -18,20 +18,20 @@ from torch.optim import SGD, Adam, AdamW
 
 from decentnode import native
 from decentnode.parallel.buckets import advance
-from decentnode.parallel.buckets.advance import GRAIN_BYTES, AdamSteps, Loops, Mixing, loops, vector_length
+from decentnode.parallel.buckets.advance import GRAIN_BYTES, AdamSteps, CompiledLoops, Mixing, loops, vector_length
 
 needs_loops = pytest.mark.skipif(loops() is None, reason="no C compiler")
 needs_exact = pytest.mark.skipif(vector_length() is None, reason="torch's fused Adam rounds otherwise here")
 
 
-def made() -> Loops:
+def made() -> CompiledLoops:
     found = loops()
     assert found is not None
     return found
 
 
 def marks_for(x: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint64]]:
-    return np.zeros((Loops.grains(x.numel() * x.element_size()), 2), np.uint64)
+    return np.zeros((CompiledLoops.grains(x.numel() * x.element_size()), 2), np.uint64)
 
 
 @needs_exact
@@ -40,14 +40,14 @@ def marks_for(x: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint64]]:
 def test_the_trial_is_of_float32_whatever_a_script_has_as_default(monkeypatch: pytest.MonkeyPatch) -> None:
     """The loop wrote behind a trial of bfloat16."""
     seen = []
-    run = Loops.advance
+    run = CompiledLoops.advance
 
-    def checked(self: Loops, x: torch.Tensor, *rest: Any) -> None:
+    def checked(self: CompiledLoops, x: torch.Tensor, *rest: Any) -> None:
         seen.append(x.dtype)
         assert x.dtype == torch.float32
         run(self, x, *rest)
 
-    monkeypatch.setattr(Loops, "advance", checked)
+    monkeypatch.setattr(CompiledLoops, "advance", checked)
     assert advance.vector_length.__wrapped__() == vector_length() and seen
 
 
@@ -72,7 +72,7 @@ def test_a_snapshot_is_a_copy_with_marks(
 @given(data=st.data(), elements=st.integers(1, 5000))
 def test_every_changed_bit_is_noticed(data: st.DataObject, elements: int) -> None:
     x = np.random.default_rng(elements).integers(0, 256, elements, np.uint8)
-    tensor, marks = torch.from_numpy(x), np.zeros((Loops.grains(elements), 2), np.uint64)
+    tensor, marks = torch.from_numpy(x), np.zeros((CompiledLoops.grains(elements), 2), np.uint64)
     made().snapshot(tensor, torch.empty_like(tensor), None, marks)
     kept = x.copy()
     places = data.draw(st.lists(st.integers(0, elements - 1), min_size=1, max_size=8, unique=True))
