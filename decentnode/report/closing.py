@@ -1,4 +1,4 @@
-"""The closing lines of a run, from its summary."""
+"""The closing lines that a run prints at its end, made from its summary."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from decentnode.words import duration, names, number, plural, size
 
 
 def closing(summary: Mapping[str, Any]) -> list[str]:
-    """Returns lines with the results of a run, its time and bytes, and the longest wait."""
+    """Returns lines with the results of a run, its time, its traffic and the longest wait."""
     rounds, planned = summary["rounds"], summary["rounds_planned"]
     wall = duration(summary["wall_seconds"])
     most = max([round(each["rounds"]) for each in summary["nodes"].values() if each.get("rounds")], default=rounds)
@@ -25,7 +25,7 @@ def closing(summary: Mapping[str, Any]) -> list[str]:
     lines += [*_sides(summary), *([] if sides else _best(summary))]
     if not summary["nodes"]:
         return lines
-    # Bytes are also of nodes that left or were lost, which have no figures at the end, where they were of this machine.
+    # Traffic includes that of this machine's nodes that left or were lost, which have no figures at the end.
     elsewhere = {str(uid) for uid in summary.get("elsewhere", [])}
     count = len({*summary["nodes"], *summary.get("left", {}), *summary.get("lost", {})} - elsewhere)
     total = summary["bytes_sent_total"]
@@ -42,7 +42,8 @@ def closing(summary: Mapping[str, Any]) -> list[str]:
 
 
 def _virtual(summary: Mapping[str, Any], rounds: int) -> list[str]:
-    """Of a simulation in a described world: the time there, which is not that of the computation."""
+    """Returns the line on the virtual time of a simulation with described machines and links, which is not the time of
+    its computation."""
     seconds = summary.get("virtual_seconds")
     if not seconds or not rounds:
         return []
@@ -51,8 +52,8 @@ def _virtual(summary: Mapping[str, Any], rounds: int) -> list[str]:
 
 
 def _sides(summary: Mapping[str, Any]) -> list[str]:
-    """Of nodes that ended in generations of their own, as a network was broken, or they lost each other in the end:
-    what each of these came to."""
+    """Returns a line per group of nodes, if nodes ended in separate generations because the network was partitioned or
+    they lost each other at the end."""
     if not summary.get("apart"):
         return []
     whose = [f"node{'s' if len(side) > 1 else ''} {names(side)}" for side in summary["apart"]]
@@ -67,14 +68,14 @@ def _sides(summary: Mapping[str, Any]) -> list[str]:
 
 
 def _left(summary: Mapping[str, Any]) -> list[str]:
-    """Of nodes of this machine that were asked to leave."""
+    """Returns the line on nodes of this machine that were asked to leave."""
     told = [f"node {uid} after round {after}" for uid, after in summary.get("left", {}).items()]
     more = f" and {plural(len(told) - MOST_NAMED, 'other')}" if len(told) > MOST_NAMED else ""
     return [f"left     {', '.join(told[:MOST_NAMED])}{more}, on request"] if told else []
 
 
 def _lost(summary: Mapping[str, Any]) -> list[str]:
-    """Of nodes that the others went on without to the end."""
+    """Returns the line on nodes that were lost and had not returned when the run ended."""
     alike: dict[str, list[int]] = {}
     for uid, title in summary.get("lost", {}).items():
         alike.setdefault(_without(f"node {uid}", str(title).partition("\n")[0]), []).append(int(uid))
@@ -86,7 +87,7 @@ def _lost(summary: Mapping[str, Any]) -> list[str]:
 
 
 def _without(who: str, title: str) -> str:
-    """A title without the nodes that it begins with, where these are the ones that it is told of."""
+    """Returns the title without the prefix `who`, if it begins with exactly these nodes."""
     rest = title.removeprefix(who)
     return rest if rest[:1] in ("", " ", ":") else title
 
@@ -105,7 +106,7 @@ def _main_metric(summary: Mapping[str, Any]) -> str:
     gone = {*summary.get("lost", {}), *summary.get("left", {})}
     known = len({*summary["nodes"], *gone})
     here = summary.get("status") == "finished" and known < summary.get("num_nodes", known)
-    whose = f" of the {plural(len(told), 'node')} here" if here else ""  # of machines other than 0
+    whose = f" of the {plural(len(told), 'node')} here" if here else ""  # on machines other than 0
     return (
         f": {when}mean test {main.text}{whose} {summary[f'{main.name}_mean']:.3f} (min {told[low]:.3f} node {low}, "
         f"max {told[high]:.3f} node {high}), merged model {number(summary[f'{main.name}_merged'], '.3f')}, "
@@ -114,7 +115,7 @@ def _main_metric(summary: Mapping[str, Any]) -> str:
 
 
 def _best(summary: Mapping[str, Any]) -> list[str]:
-    """Of a run that ended early: what was best, and since when."""
+    """Returns the line on the best evaluation of a run that stopped early."""
     best = summary.get("best")
     if not best or summary.get("ended") != "early_stop":
         return []
@@ -123,7 +124,7 @@ def _best(summary: Mapping[str, Any]) -> list[str]:
 
 
 MOST_NAMED = 5
-"""Nodes that the line about losses names."""
+"""Most nodes that one line names."""
 
 
 def _losses(summary: Mapping[str, Any]) -> list[str]:
@@ -178,8 +179,8 @@ def _checkpoints(summary: Mapping[str, Any]) -> list[str]:
 
 
 def _fewer(uid: str, count: int, made: int, figures: Mapping[str, Any], otherwise: str) -> str:
-    """Of a node that has not all the checkpoints that others have, or could not write one of its own; otherwise: the
-    reason where it could."""
+    """Returns the line on a node that has fewer checkpoints than others, or could not write one of its own. otherwise:
+    the reason if all writes succeeded."""
     has = f"node {uid} has {count or 'none'}"
     if missed := figures.get("checkpoints_missed"):
         last = ", the last of them" if missed > 1 else ""

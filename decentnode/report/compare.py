@@ -1,4 +1,5 @@
-"""Experiments side by side: one row per config, mean and standard deviation over its seeds."""
+"""Compares experiments: one row per config with mean and standard deviation over its seeds, as tables in several
+formats."""
 
 from __future__ import annotations
 
@@ -21,21 +22,21 @@ from decentnode.report.reading.significance import Paired, holm, paired
 
 PER_NODE = {"bytes_sent_per_node": "bytes_sent_total", "bytes_metadata_per_node": "bytes_metadata_total"}
 NOT_FOR_PAPERS = ("consensus_rms", "consensus_distance", "bytes_metadata_per_node", "round_seconds_median")
-"""Columns of comparisons that tables for papers leave out."""
+"""Columns of comparisons that tables for papers omit."""
 ALPHA = 0.05
-"""p below which a row counts as another than the best."""
+"""The p-value below which a row counts as different from the best."""
 MIN_LABEL = 32
-"""Characters that a row's name may have in a table that is too wide without it."""
+"""Characters that a row's name may always have, even in a table that is too wide without it."""
 MIN_LINE = 12
-"""Characters of a name that takes several lines because nothing more can be left out."""
+"""Minimum width of a name that is wrapped over several lines because no further column can be omitted."""
 LEFT_OUT_FIRST = ("bytes_metadata_per_node", "consensus_rms", "round_seconds_median", "consensus_distance")
-"""Columns that a table has no room for before it has none for those of the task and of payloads; first of all for the
-deviation over the nodes."""
+"""Columns that are omitted first if a table is too wide, before those of the task and of payloads. The deviation over
+the nodes is omitted even earlier."""
 
 
 @dataclass(frozen=True)
 class ComparedRow:
-    """One experiment: for each figure the values of its runs, in the figure's unit and the order of the seeds."""
+    """One experiment: for each figure the values of its runs, in the unit of the summary and the order of the seeds."""
 
     name: str
     runs: int
@@ -43,9 +44,9 @@ class ComparedRow:
     columns: Sequence[Figure]
     """The figures, in the order in which tables show them; the same for all rows of a table."""
     label: Label | None = None
-    """What `name` is made of; None where it is no list of keys."""
+    """The parts of `name`; None if it is no list of keys."""
     asked: int = 0
-    """How many of the columns, the last ones, somebody asked for: tables have them however wide they become."""
+    """How many of the columns, the last ones, the user asked for: tables show them whatever their width."""
 
     def mean(self, name: str) -> float | None:
         return statistics.fmean(self.values[name]) if self.values[name] else None
@@ -56,7 +57,7 @@ class ComparedRow:
 
     @property
     def reached(self) -> int | None:
-        """How many of the runs came to the target; None where no table asked for one."""
+        """Returns how many of the runs reached the target; None if no target was asked for."""
         return len(self.values[TO_TARGET]) if TO_TARGET in self.values else None
 
     def shown(self, figure: Figure) -> str:
@@ -69,7 +70,7 @@ class ComparedRow:
 
 
 def with_more(made: ComparedRow, runs: Sequence[Ran], extra: Sequence[Extra]) -> ComparedRow:
-    """Returns a row with further columns behind its own. runs: those that it is made of."""
+    """Returns a row with additional columns after its own. runs: the runs that the row was made from."""
     more = {figure.name: [value for each in runs if (value := of(each)) is not None] for figure, of in extra}
     return replace(made, values={**made.values, **more}, asked=len(extra),
                    columns=(*made.columns, *(each for each, _ in extra)))  # fmt: skip
@@ -78,8 +79,8 @@ def with_more(made: ComparedRow, runs: Sequence[Ran], extra: Sequence[Extra]) ->
 def row(
     name: str, summaries: Sequence[Mapping[str, Any]], shown: Sequence[Figure] | None = None
 ) -> ComparedRow:
-    """Makes a row. summaries: as in summary.json, one per seed. shown: the columns of the table, those of
-    classification when None."""
+    """Returns a row. summaries: as in summary.json, one per seed. shown: the columns of the table; None: those of
+    classification."""
     shown = columns([BEFORE]) if shown is None else shown
     return ComparedRow(name, len(summaries), {
         figure.name: [value for each in summaries if (value := _of_nodes(each, figure)) is not None]
@@ -88,7 +89,8 @@ def row(
 
 
 def _of_nodes(summary: Mapping[str, Any], figure: Figure) -> float | None:
-    """A figure of a summary, also of one that was written before there was the figure."""
+    """Returns a figure of a summary; if the summary was written before the figure existed, it is computed from the
+    nodes' values."""
     if figure.name in summary or figure.name in PER_NODE or not figure.of:
         return _value(summary, figure.name)
     return figure.combined(summary.get("nodes", {}).values())
@@ -102,7 +104,7 @@ def _value(summary: Mapping[str, Any], name: str) -> float | None:
 
 
 def rows(groups: Sequence[Sequence[Ran]], extra: Sequence[Extra] = ()) -> list[ComparedRow]:
-    """Returns a row per group of repeats. extra: columns behind those that all tables have."""
+    """Returns a row per group of repeats. extra: additional columns after those that all tables have."""
     shown = columns(dict.fromkeys(each.measured for group in groups for each in group))
     found = []
     for label, group in zip(labels_of(groups), groups, strict=True):
@@ -113,25 +115,26 @@ def rows(groups: Sequence[Sequence[Ran]], extra: Sequence[Extra] = ()) -> list[C
 
 @dataclass(frozen=True)
 class AgainstBest:
-    """What sets rows off from the best one in the tasks' main metric, seed by seed."""
+    """The differences of rows from the best one in the tasks' main metric, paired by seed."""
 
     figure: Figure
     best: int
-    """The number of the best row."""
+    """The index of the best row."""
     pairs: Sequence[Paired | None]
-    """By row: the difference, this one minus the best; None for the best, and with fewer than two seeds in common."""
+    """By row: the paired test of this row minus the best; None for the best, and with fewer than two seeds in
+    common."""
     p: Sequence[float | None]
-    """By row: the probability that chance alone makes such a difference, for all comparisons together (Holm)."""
+    """By row: the p-value, corrected for all comparisons together (Holm)."""
 
     def tied(self, row: int) -> bool:
-        """Returns whether the test does not tell a row from the best."""
+        """Returns whether a row is the best or its difference from the best is not significant."""
         p = self.p[row]
         return row == self.best or (p is not None and p >= ALPHA)
 
 
 def against_best(groups: Sequence[Sequence[Ran]]) -> AgainstBest | None:
-    """Compares experiments by a paired t-test over the seeds that two have in common; None where they measure different
-    things, or none has two seeds in common with the best."""
+    """Compares experiments by a paired t-test over the seeds that two have in common. Returns None if their main
+    metrics differ, or none has two seeds in common with the best."""
     mains = {each.measured.main.name for group in groups for each in group}
     if len(groups) < 2 or len(mains) != 1:
         return None
@@ -152,7 +155,7 @@ def against_best(groups: Sequence[Sequence[Ran]]) -> AgainstBest | None:
 def table_cells(
     rows: Sequence[ComparedRow], shown: Sequence[Figure], test: AgainstBest | None
 ) -> list[list[str]]:
-    """Returns headings and rows as text."""
+    """Returns the headings and the rows as text."""
     tested = ["minus best", "p"] if test is not None else []
     cells = [["experiment", "runs", shown[0].title, *tested, *(figure.title for figure in shown[1:])]]
     for index, each in enumerate(rows):
@@ -170,10 +173,11 @@ def _difference(test: AgainstBest, index: int) -> str:
 
 
 def text_table(rows: Sequence[ComparedRow], test: AgainstBest | None = None, width: int | None = None) -> str:
-    """Returns a simple table of reStructuredText, which a terminal can show too. rows: at least one. test: adds each
-    row's difference from the best, its 95 % interval and p. width: so many characters a line should have at most; then
-    headings may take two lines, names have as many of their keys as fit, but MIN_LABEL characters in any case; where
-    that does not do, figures are left out, which a line below the table names, and then names take several lines."""
+    """Returns a table in the simple format of reStructuredText, which a terminal can show too. rows: at least one.
+    test: adds each row's difference from the best, its 95 % interval and p. width: desired maximum of characters per
+    line. To meet it, headings may take two lines and names are shortened, but never below MIN_LABEL characters; if that
+    is not enough, columns are omitted, which a line below the table names, and finally names are wrapped over several
+    lines."""
     cells = table_cells(rows, rows[0].columns, test)
     if width is None or _width(cells) <= width:
         return simple_table(cells)
@@ -196,7 +200,8 @@ def text_table(rows: Sequence[ComparedRow], test: AgainstBest | None = None, wid
 
 
 def _dispensable(row: ComparedRow) -> list[Figure]:
-    """Returns the columns that may be left out, the first one first: never a task's mean, or what was asked for."""
+    """Returns the columns that may be omitted, in the order of omission: never a task's mean or a column that the user
+    asked for."""
     own = [each for each in row.columns[: len(row.columns) - row.asked] if not each.name.endswith("_mean")]
     first = [each for each in own if each.name.endswith("_deviation")]
     first += [each for name in LEFT_OUT_FIRST for each in own if each.name == name]
@@ -206,7 +211,7 @@ def _dispensable(row: ComparedRow) -> list[Figure]:
 def _narrowed(
     rows: Sequence[ComparedRow], shown: Sequence[Figure], test: AgainstBest | None, width: int
 ) -> list[list[str]]:
-    """As `table_cells`, with headings in two lines and names that are as long as there is room."""
+    """Returns the cells as `table_cells` does, with headings in two lines and names as long as the width allows."""
     cells = table_cells(rows, shown, test)
     cells[0] = [min((f"{heading[:at]}\n{heading[at + 1 :]}" for at, each in enumerate(heading) if each == " "),
                     key=lambda lines: max(map(len, lines.split("\n"))), default=heading) for heading in cells[0]]
@@ -216,7 +221,7 @@ def _narrowed(
 
 
 def _width(cells: Sequence[Sequence[str]]) -> int:
-    """Returns how wide a simple table of these cells is."""
+    """Returns the width of a simple table of these cells."""
     return sum(each + 2 for each in _widths(cells)) - 2
 
 
@@ -225,7 +230,7 @@ def _widths(cells: Sequence[Sequence[str]]) -> list[int]:
 
 
 def _for_papers(rows: Sequence[ComparedRow]) -> list[Figure]:
-    """Returns the columns that tables for papers have: those of the task, payload, and what was asked for."""
+    """Returns the columns of tables for papers: those of the task, of payloads, and those that the user asked for."""
     return [each for each in rows[0].columns if each.name not in NOT_FOR_PAPERS]
 
 
@@ -234,13 +239,13 @@ def _bold(rows: Sequence[ComparedRow], test: AgainstBest | None) -> list[tuple[i
 
 
 def latex_table(rows: Sequence[ComparedRow], test: AgainstBest | None = None) -> str:
-    """Returns a tabular of LaTeX (package booktabs). The best row is bold, and so are those that the test does not tell
-    from it."""
+    """Returns a LaTeX tabular (package booktabs). Bold are the best row and the rows whose difference from it is not
+    significant."""
     return tabular(table_cells(rows, _for_papers(rows), test), 1, _bold(rows, test))
 
 
 def markdown_table(rows: Sequence[ComparedRow], test: AgainstBest | None = None) -> str:
-    """Returns the same as a table of Markdown."""
+    """Returns the same table in Markdown."""
     cells, bold = table_cells(rows, _for_papers(rows), test), _bold(rows, test)
     lines = ["| " + " | ".join(cells[0]) + " |", "|" + "|".join([" :-- ", *(" --: " for _ in cells[0][1:])]) + "|"]
     for row, line in enumerate(cells[1:]):
@@ -251,9 +256,9 @@ def markdown_table(rows: Sequence[ComparedRow], test: AgainstBest | None = None)
 
 
 def simple_table(cells: Sequence[Sequence[str]], left: int = 1) -> str:
-    """Returns a simple table of reStructuredText. cells: the headings, then the rows, equally many each. left: how many
-    of the first columns are flush left; the others are flush right. Cells may have several lines; for
-    reStructuredText, those of the first column have one."""
+    """Returns a table in the simple format of reStructuredText. cells: the headings, then the rows, all of the same
+    length. left: how many of the first columns are aligned left; the others are aligned right. Cells may have several
+    lines; for valid reStructuredText, those of the first column must have one."""
     widths = _widths(cells)
     rule = "  ".join("=" * width for width in widths)
 
@@ -268,8 +273,8 @@ def simple_table(cells: Sequence[Sequence[str]], left: int = 1) -> str:
 
 
 def csv_table(rows: Sequence[ComparedRow], test: AgainstBest | None = None) -> str:
-    """Returns CSV text for other programs: means and deviations in columns of their own, in the figures' units; with a
-    test, each row's difference from the best, the ends of its interval and p."""
+    """Returns CSV text: means and deviations in columns of their own, in the units of the summary; with a test, each
+    row's difference from the best, the ends of its interval and p."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     shown = rows[0].columns
@@ -292,7 +297,7 @@ def _numbers(test: AgainstBest, index: int) -> list[float | None]:
 
 
 def as_json(rows: Sequence[ComparedRow], test: AgainstBest | None = None) -> str:
-    """Returns all values, by experiment and figure, in the figures' units."""
+    """Returns all values as JSON text, by experiment and figure, in the units of the summary."""
     found: dict[str, dict[str, Any]] = {}
     for index, each in enumerate(rows):
         found[each.name] = {"runs": each.runs, **{name: list(values) for name, values in each.values.items()}}

@@ -1,4 +1,4 @@
-"""Text as LaTeX shows it, and tables of package booktabs."""
+"""Escapes text for LaTeX and makes tables with the package booktabs."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ _SPECIAL = {"\\": r"\textbackslash{}", "{": r"\{", "}": r"\}", "$": r"\$", "&": 
 
 
 def escaped(text: str) -> str:
-    """Returns text as LaTeX shows it."""
+    """Returns text with the special characters of LaTeX escaped."""
     return "".join(_SPECIAL.get(character, character) for character in text).replace("±", r"$\pm$")
 
 
 def tabular(cells: Sequence[Sequence[str]], left: int, bold: Collection[tuple[int, int]] = ()) -> str:
     """Returns a tabular. cells: the headings, then the rows, as plain text. left: how many of the first columns are
-    flush left. bold: (row below the headings, column)."""
+    aligned left. bold: (row below the headings, column)."""
     columns = "l" * left + "r" * (len(cells[0]) - left)
     lines = [r"% \usepackage{booktabs}", rf"\begin{{tabular}}{{{columns}}}", r"\toprule",
              " & ".join(map(escaped, cells[0])) + r" \\", r"\midrule"]  # fmt: skip

@@ -1,4 +1,4 @@
-"""A report of runs: one HTML file with everything in it, for a browser, a telephone or paper."""
+"""The report of runs as one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ if TYPE_CHECKING:
     from decentnode.graph.base import Graph
 
 MOST_PAIRS, MOST_EVENTS, MOST_GRAPH_NODES, MOST_WAITING_NODES = 12, 60, 400, 256
-"""Rows of the table of waits, and of events in the order of time; nodes of a drawn graph, and of the picture of
+"""Most rows of the table of waits and of the list of events; most nodes in the picture of a graph and in the picture of
 waits."""
 EVENTS_IN_ORDER = frozenset({
     "joined", "failed", "peer_lost", "diverged", "generation", "generation_over", "refused", "outside", "stopped",
     "left_run", "stranger", "wrong_identity",
 })  # fmt: skip
-"""Kinds of events that are told one by one; all others are counted."""
+"""Kinds of events that are listed one by one; all others are only counted."""
 PURPOSES = {
     "data": "payloads: models, or compressed forms of them", "metadata": "payloads: indices, scales and the like",
     "evaluation": "evaluation of the merged model", "protocol": "headers, acknowledgments and membership",
@@ -56,18 +56,18 @@ PURPOSES = {
 
 @dataclass(frozen=True)
 class Picture:
-    """A drawing, and what it shows in words, for those who do not see it."""
+    """A picture with a description in words, for readers who cannot see it."""
 
     title: str
     told: str
     data: str
-    """An address that holds the picture itself."""
+    """A data: URL that contains the picture."""
 
 
 def write(paths: Sequence[Path], target: Path, names: Sequence[str] = ()) -> list[str]:
-    """Write the report of some runs, atomically. Returns what was left out, in sentences.
+    """Writes the report of some runs atomically. Returns notes on what was left out, in sentences.
 
-    names: of the lines, as for `lines`. Raises UsageError for runs without metrics, EnvironmentFault when the file
+    names: labels of the lines, as for `lines`. Raises UsageError for runs without metrics, EnvironmentFault if the file
     cannot be written.
     """
     text, said = render(paths, names)
@@ -81,7 +81,7 @@ def write(paths: Sequence[Path], target: Path, names: Sequence[str] = ()) -> lis
 
 
 def render(paths: Sequence[Path], names: Sequence[str] = ()) -> tuple[str, list[str]]:
-    """Returns (the HTML text, what was left out). Raises UsageError for runs without metrics."""
+    """Returns (the HTML text, notes on what was left out). Raises UsageError for runs without metrics."""
     import jinja2
 
     drawn, said = lines(paths, names)
@@ -117,8 +117,8 @@ def _time(seconds: float) -> str:
 
 
 def _conclusion(group: Sequence[Ran]) -> str:
-    """The closing line of a run, and why it failed; nothing of several, whose means stand in the table, nor of a run
-    without a whole summary."""
+    """Returns the closing line of a run, and why it failed; "" for several runs, whose means are in the table, and for
+    a run without a complete summary."""
     try:
         said = closing(group[0].summary)[0] if len(group) == 1 else ""
         failure = group[0].summary.get("failure") if said else None
@@ -132,25 +132,25 @@ def _seeds(group: Sequence[Ran]) -> str:
     return f", seed{'s' if len(seeds) > 1 else ''} {', '.join(seeds)}" if seeds else ""
 
 
-# -- the question and the results
+# -- configs and results
 
 
 def differing(ran: Sequence[Sequence[Ran]]) -> list[tuple[str, list[str]]]:
-    """Returns the keys in which the experiments differ, without those that follow from another component, each with its
-    value in every one; a dash where it has none."""
+    """Returns the keys in which the experiments differ, each with its value in every experiment, or a dash. Keys that
+    differ only because another component was chosen are left out."""
     configs = [group[0].config for group in ran]
     return [(key, [_short(config.get(key, "-")) for config in configs]) for key in repeats.telling(configs)]
 
 
 def _short(value: str) -> str:
-    """Without what a list of sections leaves open."""
+    """Returns a list of sections without the keys that are null; other values as they are."""
     if not value.startswith("[{"):
         return value
     return json.dumps([{k: v for k, v in each.items() if v is not None} for each in json.loads(value)])
 
 
 def _texts(drawn: Sequence[Line]) -> list[tuple[str, str]]:
-    """The configs as they were written."""
+    """Returns the configs as they were written."""
     found = []
     for line in drawn:
         try:
@@ -161,8 +161,8 @@ def _texts(drawn: Sequence[Line]) -> list[tuple[str, str]]:
 
 
 def results(drawn: Sequence[Line], ran: Sequence[Sequence[Ran]]) -> dict[str, Any]:
-    """The table of results: headings, rows, and, of several experiments with common seeds, each one's difference from
-    the first in the main metric of its task."""
+    """Returns the table of results: headings and rows; for several experiments with common seeds, also each one's
+    difference from the first in the main metric of its task."""
     with_summary = [(line, group) for line, group in zip(drawn, ran, strict=True) if any(r.summary for r in group)]
     if not with_summary:
         return {"heads": [], "rows": [], "paired": [], "unit": ""}
@@ -177,7 +177,8 @@ def results(drawn: Sequence[Line], ran: Sequence[Sequence[Ran]]) -> dict[str, An
 
 
 def _paired(labels: Sequence[str], groups: Sequence[Sequence[Ran]]) -> list[list[str]]:
-    """Differences in the unit in which the table shows the main metric: those of percentages are points of them."""
+    """Returns the differences in the unit in which the table shows the main metric: those of percentages are percentage
+    points."""
     measured = groups[0][0].measured
     main = measured.by_name[f"{measured.main.name}_mean"]
     values = [{each.seed: float(value) for each in group
@@ -217,7 +218,8 @@ def _curves(drawn: Sequence[Line]) -> list[Picture]:
 
 
 def _recorded_graph(path: Path) -> Graph:
-    """The graph of a run, from that section alone: what others name imports torch. Raises what reading it raises."""
+    """Returns the graph of a run, built from the config's graph section alone: the components that other sections name
+    import torch. Raises whatever reading or building it raises."""
     from decentnode.config.component import look_beside, section
     from decentnode.graph import GRAPHS, build
 
@@ -228,7 +230,7 @@ def _recorded_graph(path: Path) -> Graph:
 
 
 def _graphs(drawn: Sequence[Line]) -> list[Picture]:
-    """The graph of every experiment, those that are the same once."""
+    """Returns a picture of the graph of every experiment; identical graphs appear once."""
     from decentnode.graph.topology import Topology
     from decentnode.report.pictures.graph import figure_of
 
@@ -244,16 +246,16 @@ def _graphs(drawn: Sequence[Line]) -> list[Picture]:
                 continue
             title = f"graph of {line.label}"
             found[edges] = _picture(figure_of(graph), title, f"{title}: {graph.num_nodes} nodes")
-        except (OSError, ValueError, LookupError, DecentnodeError):  # of another version, or its graph file is gone
+        except (OSError, ValueError, LookupError, DecentnodeError):  # another version made it, or its file is gone
             continue
     return [*found.values()]
 
 
-# -- who waited, what was sent, what happened
+# -- waits, traffic and events
 
 
 def waited(run: RecordedRun) -> dict[tuple[int, int], float]:
-    """Returns (node, neighbor) -> the seconds that the node waited for payloads of it, in the whole run."""
+    """Returns (node, neighbor) -> the seconds that the node waited for the neighbor's payloads in the whole run."""
     found: Counter[tuple[int, int]] = Counter()
     for uid, records in run.nodes.items():
         for record in records:
@@ -282,7 +284,7 @@ def _seconds(line: Line, key: str) -> float:
 
 
 def _waiting_picture(line: Line, total: Mapping[tuple[int, int], float]) -> Picture | None:
-    """Rows wait for columns."""
+    """Returns a heat map of the waits: each row's node waited for each column's."""
     import numpy as np
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -308,7 +310,7 @@ def _waiting_picture(line: Line, total: Mapping[tuple[int, int], float]) -> Pict
 
 
 def _traffic(ran: Sequence[Sequence[Ran]]) -> dict[str, Any]:
-    """Bytes by purpose: in all, and per node."""
+    """Returns the bytes by purpose, in all and per node."""
     groups = [[each for each in group if each.summary] for group in ran]
     rows = []
     for purpose, meaning in PURPOSES.items():
@@ -322,7 +324,7 @@ def _traffic(ran: Sequence[Sequence[Ran]]) -> dict[str, Any]:
 
 
 def _events(run: RecordedRun) -> dict[str, Any]:
-    """What happened beside the rounds: counts by kind, and those that matter in the order of time."""
+    """Returns the events of a run: counts by kind, and the important ones in the order of time."""
     counts: Counter[str] = Counter()
     told: list[tuple[float, int, str, str]] = []
     for path in sorted(run.path.glob("nodes/*/events.jsonl")):
@@ -354,11 +356,11 @@ def _readable(path: Path) -> Iterable[dict[str, Any]]:
         return
 
 
-# -- every node; how it came about
+# -- figures of every node; how to repeat the runs
 
 
 def _nodes(ran: Ran) -> dict[str, Any]:
-    """A row per node, of what its task measures and of time and bytes."""
+    """Returns a table with a row per node: the metrics of its task, time and bytes."""
     nodes = ran.summary.get("nodes", {})
     metrics = [*ran.measured.metrics]
     heads = ["node", "rounds", *(metric.name.replace("_", " ") for metric in metrics), "round", "sent", "faults"]
@@ -381,7 +383,7 @@ def _value(node: Mapping[str, Any], name: str, scale: float, digits: int, suffix
 
 
 def _machine(ran: Ran) -> dict[str, Any]:
-    """What each machine of the run ran on, as far as the folder has it."""
+    """Returns the environment of each machine of the run, as far as it is recorded."""
     found = machines_of(ran.path)
     rows = []
     for each in found:

@@ -1,4 +1,4 @@
-"""The numbers behind plots, as CSV: a row per run, figure and round."""
+"""The numbers behind plots as CSV: a row per run, figure and round."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ COLUMNS = ("run", "figure", "rounds", "seconds", "bytes", "mean", "std", "min", 
 
 def csv_of(lines: Sequence[Line], metrics: Sequence[str]) -> str:
     """Returns CSV text: mean, standard deviation and extremes over the nodes, the value of the merged model, and a
-    column per node, in the units of the plots' labels; virtual seconds where a run has them. Repeats with other seeds
+    column per node, in the units of the plots' labels; also virtual seconds if a run has them. Repeats with other seeds
     have rows of their own. Raises UsageError for a figure that no run has."""
     chosen_curves(lines, metrics)
     runs = [run for line in lines for run in line.runs]
@@ -38,7 +38,7 @@ def _rows(run: RecordedRun, metric: str, uids: Sequence[int], virtual: bool) -> 
     at = run.virtual_seconds() if virtual else {}
     for rounds, told in run.by_node(metric).items():
         values = [value for value, _ in told.values()]
-        # Nodes in rounds of their own may tell of one after others have finished the next: no common moment.
+        # Nodes with round counts of their own may report a round after others have finished the next: no common moment.
         moment = (seconds[rounds][0], int(sent[rounds][0])) if rounds in seconds else ("", "")
         yield [
             run.path.name, metric, rounds, *moment,

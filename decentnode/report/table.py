@@ -13,13 +13,13 @@ from decentnode.words import duration, number, size
 
 COLUMNS = ("node", "round", "loss", "{metric} (after)", "sent", "round time", "waiting", "longest for")
 SPARE = ("longest for", "waiting", "round time", "loss", "sent")
-"""Columns that a narrow terminal does without, the first of them first."""
+"""Columns that are hidden in a narrow terminal, in this order."""
 
 
 def live_table(
     state: RunProgress, elapsed: float, note: str, max_rows: int, seconds_left: float | None = None
 ) -> RenderableType:
-    """Returns a progress bar, a row per local node (at most `max_rows`), and a line with figures of all."""
+    """Returns a progress bar, a row per local node (at most `max_rows`), and a line with figures over all nodes."""
     done = state.done
     bar = Table.grid(padding=(0, 1))
     left = "" if seconds_left is None or done >= state.rounds else duration(seconds_left)

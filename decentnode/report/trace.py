@@ -1,4 +1,5 @@
-"""The time line of a run in Chrome's trace format, which Perfetto reads: a process per node, a row per kind of work."""
+"""Exports a run as a timeline in Chrome's trace format, which Perfetto reads: a process per node, a row per kind of
+work."""
 
 from __future__ import annotations
 
@@ -16,15 +17,15 @@ from decentnode.system import replacing
 ROWS = ("rounds", "train", "send", "wait", "mix", "evaluate")
 """Rows of a node, in the order in which they are shown."""
 TOLD = ("loss", "waited_for", "waited_seconds", "missing", "lost", "data_bytes_sent")
-"""What a round's record says that is shown with it."""
+"""Fields of a round's record that are shown with the round."""
 
 Event = dict[str, Any]
 
 
 def write(run: Path, target: Path, first: int = 0, last: int | None = None, nodes: Collection[int] = ()) -> list[str]:
-    """Write the time line of the rounds `first` to `last` (None: to the end) of some nodes (none named: all). Returns
-    what a reader has to know, in sentences. Raises UsageError where there is nothing to show, EnvironmentFault when the
-    file cannot be written."""
+    """Writes the timeline of the rounds `first` to `last` (None: to the end) of some nodes (empty: all). Returns notes
+    for the reader, in sentences. Raises UsageError if there is nothing to show, EnvironmentFault if the file cannot be
+    written."""
     files = {int(path.parent.name): path.parent for path in run.glob("nodes/*/metrics.jsonl")
              if path.parent.name.isdigit()}  # fmt: skip
     if unknown := sorted({*nodes} - files.keys()):
@@ -41,7 +42,7 @@ def write(run: Path, target: Path, first: int = 0, last: int | None = None, node
     for event in found:
         if "ts" in event:
             event["ts"], at = round(event["ts"] - began, 3), event["ts"] - began
-        if "dur" in event:  # ends are rounded as beginnings are: Perfetto drops a span that overlaps the next by 1 ns
+        if "dur" in event:  # ends are rounded like starts: Perfetto drops a span that overlaps the next by 1 ns
             event["dur"] = round(round(at + event["dur"], 3) - event["ts"], 3)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -68,7 +69,7 @@ def _of_node(uid: int, folder: Path, first: int, last: int | None) -> tuple[list
 
 
 def _named_rows(uid: int) -> Iterator[Event]:
-    """The names of a node and of its rows, and their order."""
+    """Yields the names of a node and of its rows, and their order."""
     yield {"ph": "M", "pid": uid, "name": "process_name", "args": {"name": f"node {uid}"}}
     yield {"ph": "M", "pid": uid, "name": "process_sort_index", "args": {"sort_index": uid}}
     for place, row in enumerate(ROWS):
@@ -77,7 +78,7 @@ def _named_rows(uid: int) -> Iterator[Event]:
 
 
 def _traced(uid: int, folder: Path, wanted: Callable[[object], bool]) -> tuple[list[Event], set[int], bool]:
-    """Returns (the spans of trace.jsonl, the rounds that it has, whether it has an evaluation)."""
+    """Returns (the spans of trace.jsonl, the rounds that it contains, whether it contains an evaluation)."""
     found, rounds, evaluated = list[Event](), set[int](), False
     for record in _records(folder / "trace.jsonl"):
         spans = record.get("spans")
@@ -93,8 +94,8 @@ def _traced(uid: int, folder: Path, wanted: Callable[[object], bool]) -> tuple[l
 def _recorded(
     uid: int, folder: Path, wanted: Callable[[object], bool], traced: Collection[int], evaluated: bool
 ) -> tuple[list[Event], bool]:
-    """Returns (the rounds and generations of metrics.jsonl, whether all of these rounds are among the `traced`). Where
-    trace.jsonl has no evaluation, one is taken to last since the record before it."""
+    """Returns (the rounds and generations of metrics.jsonl, whether all of these rounds are among the `traced`). If
+    trace.jsonl contains no evaluation, an evaluation is assumed to start at the end of the preceding record."""
     found, exact, ended = list[Event](), True, 0.0
     for record in _records(folder / "metrics.jsonl"):
         kind, time, round = record.get("kind"), _time(record), record.get("round")
@@ -118,7 +119,7 @@ def _recorded(
 
 
 def _happened(uid: int, folder: Path) -> Iterator[Event]:
-    """What events.jsonl tells, but for the history that a run is repeated from."""
+    """Yields the events of events.jsonl, except the history from which a run is replayed."""
     for event in _records(folder / "events.jsonl"):
         if event.get("kind") not in HISTORY and (time := _time(event)) is not None:
             told = {key: event[key] for key in ("peer", "detail", "count") if event.get(key) is not None}
@@ -126,7 +127,7 @@ def _happened(uid: int, folder: Path) -> Iterator[Event]:
 
 
 def _usual(uid: int, record: dict[str, Any], at: float) -> Iterator[Event]:
-    """The work of a round one after the other, as a sequential schedule has it."""
+    """Yields the phases of a round one after the other, in the order of the sequential schedule."""
     for name in ("train", "send", "wait", "mix"):
         seconds = float(record.get(f"{name}_seconds") or 0.0)
         if seconds:
@@ -141,8 +142,8 @@ def _span(uid: int, row: str, at: float, seconds: float, round: int, told: dict[
 
 
 def _tid(uid: int, row: str) -> int:
-    """A row's number, unlike those of all other rows. Perfetto puts what has the number 0 or that of its process into
-    the row of the process's main thread."""
+    """Returns a thread number that is unique among all rows. Perfetto shows a thread with the number 0 or that of its
+    process in the row of the process's main thread, so neither is used."""
     return uid * len(ROWS) + ROWS.index(row) + 1
 
 
@@ -151,7 +152,7 @@ def _instant(uid: int, name: str, at: float, told: dict[str, Any]) -> Event:
 
 
 def _time(record: dict[str, Any]) -> float | None:
-    """When, in seconds; None where it says none."""
+    """Returns the time of a record in seconds; None if it has none."""
     time = record.get("time")
     return time if isinstance(time, int | float) and math.isfinite(time) else None
 

@@ -1,4 +1,5 @@
-"""Sweeps: an experiment run with many values of some of its keys, and what they make of it.
+"""Sweeps: one experiment run with many values of some of its keys, and the comparison of these runs.
 
-`space` has the values, `samplers` the order, `point` one combination, `conduct` runs them, `results` compares them.
+`space` parses the values, `samplers` chooses the order, `point` prepares one combination, `conduct` runs the points and
+`results` compares them.
 """

@@ -1,5 +1,4 @@
-"""What the process of one point does: it runs the point to its end, tells how far it is, and writes what became of it.
-"""
+"""The process of one point of a sweep: it runs the point, reports its progress to the sweep and writes its outcome."""
 
 from __future__ import annotations
 
@@ -22,34 +21,34 @@ if TYPE_CHECKING:
     from decentnode.sweeps.store import Outcome
 
 By = Literal["simulate", "processes"]
-"""How a point is run: all its nodes stepped in one process, or a process for each."""
+"""How a point is run: all its nodes are stepped in one process (simulate), or every node has a process (processes)."""
 TELL_SECONDS = 0.5
-"""Least time between two words on how far a point is."""
+"""Minimum time between two progress messages of a point."""
 INTERRUPTED = 130
-"""Exit code of a process that was asked to stop before its point was over."""
+"""Exit code of a process that was asked to stop before its point had finished."""
 
 
 @dataclass(frozen=True)
 class PointTask:
-    """The work of one child."""
+    """The work of one child process."""
 
     request: Request
     name: str
-    """Of the experiment."""
+    """Name of the experiment."""
     folder: str
-    """Of the point."""
+    """Folder of the point."""
     by: By
     resume: str = ""
-    """The run whose checkpoints the point goes on from, where it has none of its own."""
+    """The run from whose checkpoints the point resumes when it has none of its own; "" for none."""
     every_model: bool = False
-    """Whether the nodes' own models stay; else the merged one alone does."""
+    """Whether the models of the single nodes are kept; otherwise only the merged model is."""
 
 
 def main(task: PointTask, connection: Connection) -> None:
-    """Target of the process."""
+    """Entry point of the child process."""
     entry.protect()
     note_termination()
-    os.setpgid(0, 0)  # Ctrl-C in a terminal goes to the sweep alone, which asks its points to stop
+    os.setpgid(0, 0)  # Ctrl-C in a terminal reaches the sweep alone, which asks its points to stop
     entry.surround(task.request)
     entry.redirect_output(Path(task.folder) / "stderr.txt")
     entry.leave(lambda channel: _work(task, channel), connection)
@@ -80,7 +79,8 @@ def _work(task: PointTask, channel: Pipe) -> int:
 
 
 def _run(task: PointTask, channel: Pipe) -> RunOutcome:
-    """Run the point: from its own newest checkpoint, else from that of the run before, else from the beginning."""
+    """Runs the point: from its own newest checkpoint if it has one, else from that of `task.resume`, else from the
+    start."""
     from decentnode.errors import CheckpointError
     from decentnode.sweeps.store import has_checkpoints
 
@@ -105,7 +105,7 @@ def _run_from(task: PointTask, resume: str | None, channel: Pipe) -> RunOutcome:
 
     from decentnode.launch.here import run_here
 
-    # One thread whatever else runs: sums of several threads may differ in their last bits from those of one
+    # One thread, whatever else runs: sums over several threads may differ from those of one thread in their last bits
     torch.set_num_threads(1)
     return run_here(replace(request, in_process=True, simulate=True), observer, command="decentnode sweep")
 
@@ -135,7 +135,7 @@ def _relative(folder: Path, run: Path) -> str:
 
 
 class Teller(Observer):
-    """Tells the sweep how far the point is."""
+    """Reports the progress of the point to the sweep."""
 
     def __init__(self, channel: Pipe) -> None:
         self._channel = channel
@@ -166,5 +166,5 @@ class Teller(Observer):
         try:
             self._channel.send(Progress(-1, {"round": state.round, "of": state.rounds, "metric": main.text,
                                              "value": state.latest.get(f"{main.name}_mean")}))  # fmt: skip
-        except OSError:  # the sweep was killed: this point is cut off, too, and has no outcome
+        except OSError:  # the sweep was killed: this point ends too, without an outcome
             os._exit(1)

@@ -1,4 +1,4 @@
-"""Runs the points of a sweep, several at a time, and keeps what is done whatever happens to the others."""
+"""Runs the points of a sweep, several at a time; each finished point is kept, whatever happens to the others."""
 
 from __future__ import annotations
 
@@ -21,25 +21,26 @@ from decentnode.sweeps.point import Point, Prepared, prepare
 from decentnode.sweeps.store import Outcome, Store
 
 TICK_SECONDS = 0.25
-"""Longest time between two looks at the points that run."""
+"""Longest wait for messages from the running points."""
 CHECK_SECONDS = 10.0
-"""Longest time in which points are checked before the first one starts."""
+"""Longest time spent on checking points before the first one starts."""
 
 
 @dataclass
 class Running:
-    """A point under way."""
+    """A point whose process is running."""
 
     prepared: Prepared
     worker: Worker
     since: float
-    """`clock.now()` of its start."""
+    """`clock.now()` at its start."""
     began: int | None = None
-    """The rounds that it had when it was first heard of: those of the run that it goes on from."""
+    """The number of rounds in its first progress message: the rounds of the run that it resumed; None before that
+    message."""
     round: int = 0
     metric: str = ""
     value: float | None = None
-    """Of the task's main metric, at its last evaluation."""
+    """The task's main metric at the last evaluation."""
     asked_to_stop: bool = False
 
     @property
@@ -49,60 +50,62 @@ class Running:
 
 @dataclass(frozen=True)
 class Ended:
-    """A point that is over."""
+    """A point that has ended."""
 
     point: Point
     outcome: Outcome
     run: Path | None = None
     value: float | None = None
-    """The sweep's metric, in the figure's unit; None where it has none."""
+    """The sweep's metric in the unit of the summary; None if the run has no value."""
     digest: str = ""
     before: bool = False
-    """Whether it was done before this command."""
+    """Whether an earlier command had run it."""
 
 
 class Watcher:
-    """Is told what happens in a sweep. Every method does nothing. All are called in one thread and must not block."""
+    """Base class of observers of a sweep. Every method does nothing. All are called in one thread and must not
+    block."""
 
     def planned(self, sweep: Sweep) -> None:
-        """The sweep is checked and begins."""
+        """The sweep has been checked and starts."""
 
     def ended(self, state: State, ended: Ended) -> None:
-        """A point is over."""
+        """A point has ended."""
 
     def stopping(self, state: State, signal_name: str) -> None:
-        """A first signal came: the points under way are asked to stop."""
+        """The first signal has arrived: the running points are asked to stop."""
 
     def suspending(self) -> None:
-        """The terminal stops this process (Ctrl-Z); the points under way go on."""
+        """The terminal stops this process (Ctrl-Z); the running points continue."""
 
     def resumed(self) -> None:
-        """This process goes on after `suspending`."""
+        """This process continues after `suspending`."""
 
     def tick(self, state: State) -> None:
-        """Called several times per second: time to redraw."""
+        """Called several times per second: the moment to redraw."""
 
 
 @dataclass
 class State:
-    """How far a sweep is."""
+    """The progress of a sweep."""
 
     sweep: Sweep
     started: float
     running: list[Running] = field(default_factory=list)
     ended: list[Ended] = field(default_factory=list)
     rounds_done: int = 0
-    """By points that ended in this command."""
+    """Rounds computed in this command by points that have finished."""
     exit_code: int = 0
-    """Of the first point that failed; 128 + the signal where one stopped the sweep."""
+    """Exit code of the first point that failed; 128 + the signal if a signal stopped the sweep."""
 
     @property
     def total(self) -> int:
-        """Points that are over, under way and still to come, as far as their number is known."""
+        """Returns the number of points that have ended, are running or are still to come, as far as it is known."""
         return len(self.ended) + len(self.running) + len(self.sweep.sampler.left())
 
     def seconds_left(self, now: float) -> float | None:
-        """Returns the time to the end if rounds go on as fast as they went in this command; None before the first."""
+        """Returns the estimated seconds to the end, at the average speed of rounds in this command; None before the
+        first round."""
         gone = self.rounds_done + sum(each.round - (each.began or 0) for each in self.running)
         if gone <= 0 or now <= self.started:
             return None
@@ -117,10 +120,11 @@ class State:
 
 
 def conduct(sweep: Sweep, watcher: Watcher) -> State:
-    """Run all points of a sweep that are not done yet. Blocking. Returns how far it came.
+    """Runs all points of a sweep that are not done yet, and returns the final state. Blocking.
 
-    Ctrl-C lets the points under way finish their round, and write a checkpoint where they make any; twice kills them.
-    Raises UsageError where all points have problems, or another command is at work in the folder; EnvironmentFault.
+    The first Ctrl-C lets the running points finish their round, and write a checkpoint if they write any; the second
+    kills them. Raises UsageError if all points have problems, or another command is using the folder; EnvironmentFault
+    if the folder cannot be written.
     """
     store = Store(sweep.folder)
     with store.alone(), StopSignals() as signals:
@@ -133,7 +137,7 @@ class _Conductor:
         self.state = State(sweep, clock.now())
         self._context = forkserver.start()
         self._ran: dict[str, Ended] = {}
-        """By digest, what ended in this command or before it."""
+        """By digest: the points that ended in this command, those run by an earlier command included."""
         self._checked: dict[Point, Prepared | UsageError | EnvironmentFault] = {}
 
     def run(self) -> State:
@@ -156,8 +160,8 @@ class _Conductor:
     # -- starting ---------------------------------------------------------------------------------------------
 
     def _check_ahead(self) -> None:
-        """Check every combination with its first seed before anything runs, so that its problems are told at once: for
-        CHECK_SECONDS at most, the others are checked when their turn comes."""
+        """Checks every combination with its first seed before anything runs, so that problems are reported at once.
+        This takes CHECK_SECONDS at most; the remaining points are checked when their turn comes."""
         since, seen = clock.now(), set()
         for point in self.sweep.sampler.known():
             if self.signals.received or clock.now() - since > CHECK_SECONDS:
@@ -180,7 +184,8 @@ class _Conductor:
         return self._checked[point]
 
     def _fill(self, waiting: list[Prepared]) -> None:
-        """Start points while there is room. waiting: those whose run another one under way makes already."""
+        """Starts points while fewer than `jobs` run. waiting: points whose digest equals that of a running one; they
+        take its result when it has ended."""
         under_way = {each.prepared.digest for each in self.state.running}
         for prepared in [each for each in waiting if each.digest not in under_way]:
             waiting.remove(prepared)
@@ -207,7 +212,7 @@ class _Conductor:
         return None
 
     def _take(self, prepared: Prepared) -> None:
-        """A point that was run before is over; any other one is started."""
+        """Starts a point, or records it as ended if it was run before."""
         known = self._ran.get(prepared.digest)
         if known is not None:
             self._over(replace(known, point=prepared.point))
@@ -223,7 +228,7 @@ class _Conductor:
         self.state.running.append(Running(prepared, worker, clock.now()))
 
     def _previous(self, point: Point) -> str:
-        """The run that a point of halving goes on from; "" of one that begins anew."""
+        """Returns the run that a point of successive halving resumes; "" if the point starts from the beginning."""
         before = self.sweep.sampler.previous(point)
         if before is None:
             return ""
@@ -233,7 +238,7 @@ class _Conductor:
     # -- watching ---------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Wait for word from the points, for a short while, and take what has come."""
+        """Waits up to TICK_SECONDS for messages from the points and handles those that have arrived."""
         running = self.state.running
         awaited = [each.worker.channel.connection for each in running if each.worker.open]
         wait([*awaited, *(each.worker.process.sentinel for each in running), self.signals.fileno()], TICK_SECONDS)
@@ -254,7 +259,7 @@ class _Conductor:
         self.watcher.tick(self.state)
 
     def _after(self, each: Running) -> None:
-        """Takes a point whose process has ended."""
+        """Handles a point whose process has ended."""
         outcome = self.store.outcome(each.prepared.digest)
         if outcome is None:
             if each.asked_to_stop:
@@ -284,15 +289,15 @@ class _Conductor:
     # -- stopping ---------------------------------------------------------------------------------------------
 
     def _stop(self) -> None:
-        """Ask the points under way to stop, and wait for them; a second signal ends the wait."""
+        """Asks the running points to stop and waits until they have ended; a second signal ends the wait."""
         self.state.exit_code = self.signals.exit_code
         for each in self.state.running:
             each.asked_to_stop = True
             each.worker.process.terminate()
         if self.state.running:
             self.watcher.stopping(self.state, signal.Signals(self.signals.received[0]).name)
-        # The fork server ignores signals, and so does what it forks until it has begun: who had said nothing by now may
-        # not have heard, and is asked again at its first word
+        # The fork server ignores signals, and so does a child that it has forked until its own handler is installed:
+        # points that have sent no message yet may have missed the signal, and get it again after their first message
         silent = [each for each in self.state.running if each.began is None]
         while self.state.running and len(self.signals.received) < 2:
             self._watch()
@@ -311,7 +316,7 @@ def _note(each: Running, record: dict[str, object]) -> None:
 
 
 def value_of(run: Path, metric: str) -> float | None:
-    """Returns a figure of a run's summary; None where it has none."""
+    """Returns a figure of a run's summary; None if the summary lacks it or cannot be read."""
     try:
         value = summaries.read(run / "summary.json").get(metric)
     except (OSError, ValueError):
@@ -320,7 +325,7 @@ def value_of(run: Path, metric: str) -> float | None:
 
 
 def _first_problem(error: Exception) -> str:
-    """The first problem of an experiment in one line."""
+    """Returns the first problem of an experiment as one line."""
     if isinstance(error, ConfigError) and error.problems:
         return error.problems[0].strip().splitlines()[0]
     return str(error).strip().splitlines()[0]

@@ -1,4 +1,4 @@
-"""Every evaluation of every point of a sweep, as one long table: for pandas, or whatever else draws curves."""
+"""Every evaluation of every point of a sweep as one long table, for pandas or plotting."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from decentnode.report.reading.runs import RecordedRun, load
 from decentnode.sweeps.results import Results, keys_of, seed_of
 
 OF_ROUNDS = {"loss": "training_loss", "gradient_norm": "gradient_norm"}
-"""Curves of rounds -> their columns: the mean over the nodes in the round before the evaluation. `loss` without more is
-that of an evaluation, as in summary.json."""
+"""Curves of rounds -> their columns, which hold the mean over the nodes in the round before the evaluation. The plain
+name `loss` is the loss of an evaluation, as in summary.json."""
 
 
 def evaluation_rows(results: Results) -> Iterator[dict[str, Any]]:
-    """Yields a dict per point and evaluation, in the order of the points and rounds, with the names and units of
+    """Yields a dict per point and evaluation, in the order of points and rounds, with the names and units of
     summary.json: means, extremes and the value of the merged model. Points without a run, and runs whose records were
-    removed, have none."""
+    removed, yield nothing."""
     keys = keys_of(results)
     for each in results.rows:
         for ended in each.ended:
@@ -40,7 +40,7 @@ def evaluation_rows(results: Results) -> Iterator[dict[str, Any]]:
 
 
 def _evaluations(run: RecordedRun) -> Iterator[dict[str, Any]]:
-    """Yields the figures of each evaluation of a run, after so many rounds."""
+    """Yields the figures of each evaluation of a run, in the order of rounds."""
     curves, virtual = run.measured.curves, run.virtual_seconds()
     found = {name: run.by_node(name) for name in curves}
     merged = {name: run.by_node(name, merged=True) for name, curve in curves.items() if curve.merged}
@@ -48,7 +48,7 @@ def _evaluations(run: RecordedRun) -> Iterator[dict[str, Any]]:
     where = {name: {axis: run.by_round(name, axis) for axis in ("seconds", "bytes")} for name in evaluated}
     for rounds in sorted({rounds for name in evaluated for rounds in found[name]}):
         here = [name for name in evaluated if rounds in where[name]["seconds"]]
-        if not here:  # of nodes in rounds of their own: no common moment
+        if not here:  # nodes with round counts of their own: there is no common moment
             continue
         at = where[here[0]]
         line: dict[str, Any] = {"round": rounds, "seconds": at["seconds"][rounds][0],
@@ -71,7 +71,8 @@ def _evaluations(run: RecordedRun) -> Iterator[dict[str, Any]]:
 
 
 def evaluations_csv(results: Results) -> str:
-    """Returns CSV text of the rows. Their runs' folders are relative to the sweep's, which may be moved."""
+    """Returns `evaluation_rows` as CSV text. The folders of runs are relative to the sweep's folder, so that it may be
+    moved."""
     out = io.StringIO()
     rows = [{**each, "run": os.path.relpath(each["run"], results.folder)} for each in evaluation_rows(results)]
     names = [*dict.fromkeys(name for each in rows for name in each)]

@@ -1,4 +1,4 @@
-"""The files that a sweep leaves beside its points."""
+"""Writes the tables and the plot of a sweep's results into its folder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PICTURE = "results.png"
 
 
 def write(results: Results, folder: Path) -> list[Path]:
-    """Write the tables, and the figure where a point has finished. Returns their paths. Raises EnvironmentFault."""
+    """Writes the tables, and the plot if a point has finished. Returns their paths. Raises EnvironmentFault."""
     written = []
     for name, make in TABLES.items():
         try:

@@ -1,4 +1,4 @@
-"""The figure of a sweep: its metric over one key, a line for every combination of the others."""
+"""The plot of a sweep: its metric over one key, with a line for every combination of the other keys."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MOST_LINES = 24
-"""Of more lines the worst are left out."""
+"""Lines in a plot; further ones, the worst, are left out."""
 APART = 3 / 72
-"""Inches between the bars of two lines over one value."""
+"""Horizontal distance in inches between the error bars of two lines at the same value."""
 MOST_ROWS = 40
-"""Of more rows without a numeric key likewise."""
+"""Rows in a plot without a numeric key; further ones, the worst, are left out."""
 
 
 def draw(results: Results) -> Figure:
-    """Returns a figure that none of pyplot's is. Over a numeric key: means with bars of one standard deviation over
-    seeds; without one: a row per combination, best first, with a dot per seed. Raises UsageError where nothing has
+    """Returns a figure that pyplot does not manage. With a numeric key: means with error bars of one standard deviation
+    over seeds; without one: a row per combination, best first, with a dot per seed. Raises UsageError if no point has
     finished."""
     rows = [each for each in results.rows if each.mean is not None]
     if not rows:
@@ -45,15 +45,15 @@ def draw(results: Results) -> Figure:
 
 
 def plot(results: Results, path: Path) -> None:
-    """Write the figure. Raises UsageError as `draw` and for another suffix, EnvironmentFault."""
+    """Writes the plot to a file. Raises UsageError as `draw` does and for an unknown suffix; EnvironmentFault."""
     if path.suffix not in SUFFIXES:
         raise UsageError(f"the picture's name must end in {', '.join(SUFFIXES)}, got {path.name}")
     save(draw(results), path)
 
 
 def numeric_key(settings: Sequence[Settings]) -> str | None:
-    """Returns the key with the most values, of those that have only numbers and more than one; None without any, and
-    where names change with every number: dots without names say nothing."""
+    """Returns the key with the most values among those that have several values, all numeric. Returns None if there is
+    none, or if the other, non-numeric keys differ in every combination: dots without names would say nothing."""
     values: dict[str, set[str]] = {}
     for each in settings:
         for key, value in each:
@@ -87,10 +87,10 @@ def _lines(figure: Figure, results: Results, rows: Sequence[Row], key: str) -> N
         x, mean = [_at(each, key) for each in group], [scale * (each.mean or 0.0) for each in group]
         bars = [scale * (each.deviation or 0.0) for each in group]
         color, dashes = COLORS[index % len(COLORS)], DASHES[index // len(COLORS) % len(DASHES)]
-        # Draws of several keys at once have no order along one of them: dots alone
+        # Random draws of several keys have no order along one of them: no connecting lines
         dashes = dashes if drawn is groups or len(rows[0].settings) == 1 else ""
         label = " ".join(f"{names[name]}={short[group[0].settings][name]}" for name, _ in others)
-        # Bars of several lines over one value would hide each other
+        # Error bars of several lines at the same value would hide each other
         beside = ScaledTranslation((index - (min(len(drawn), MOST_LINES) - 1) / 2) * APART, 0, figure.dpi_scale_trans)
         made = panel.errorbar(x, mean, bars if any(bars) else None, fmt=f"o{dashes}", color=color, markersize=4,
                               capsize=3, linewidth=1.2, label=label)  # fmt: skip
@@ -136,7 +136,7 @@ def _finish(panel: Any) -> None:
 
 
 def _title(figure: Figure, results: Results, rows: Sequence[Row], gray: bool) -> None:
-    """gray: whether rows are drawn in gray."""
+    """Writes the title. gray: whether some rows are drawn in gray."""
     most = max(len(each.values) for each in rows)
     bars = f": mean of {most} seeds, bars of one standard deviation" if most > 1 else ""
     cut = " (cut off)" if results.partial else ""

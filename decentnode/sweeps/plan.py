@@ -1,4 +1,4 @@
-"""What a sweep is asked to do, checked before its first point starts."""
+"""What the user asks of a sweep, checked before its first point starts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from decentnode.sweeps.space import Axis, draws, grid
 
 Kind = Literal["grid", "random", "optuna"]
 HIGHER = frozenset({"rounds"})
-"""Figures of runs of every task of which more is better; of all others less."""
+"""Figures that runs of every task have and of which higher values are better; of all others lower values are."""
 
 
 @dataclass(frozen=True)
@@ -31,17 +31,17 @@ class Plan:
     """What a user asks of a sweep."""
 
     request: Request
-    """Of the experiment that all points differ from."""
+    """The request of the experiment from which all points derive."""
     axes: tuple[Axis, ...] = ()
     seeds: int | None = None
-    """Seeds 1 to N for every combination; None: the experiment's own seed alone."""
+    """Seeds 1 to N for every combination; None: only the experiment's own seed."""
     sampler: Kind = "grid"
     points: int | None = None
-    """How many combinations to draw, or to let Optuna propose."""
+    """How many combinations are drawn at random or proposed by Optuna."""
     halving: int | None = None
-    """The factor of successive halving; None: every combination goes all the way."""
+    """The factor of successive halving; None: every combination runs all rounds."""
     least_rounds: int = 1
-    """Of the first rung of halving."""
+    """Minimum rounds of the first rung of halving."""
     metric: str | None = None
     """The figure of summary.json by which combinations are compared; None: the task's main metric, mean over nodes."""
     jobs: int | None = None
@@ -50,17 +50,18 @@ class Plan:
     again: bool = False
     """Whether points that are done are run again."""
     every_model: bool = False
-    """Whether the nodes' own models stay in the points' folders."""
+    """Whether the models of the single nodes are kept in the points' folders."""
     best_by: tuple[str, ...] = ()
-    """Keys for each of whose values tables show the best combination alone."""
+    """Keys: for each combination of their values, tables show only the best row."""
     within: tuple[str, ...] = ()
-    """Keys within each of whose values combinations are compared with the best one; none: all with the best of all."""
+    """Keys that divide the combinations into groups, each compared with the best of its group; none: all are compared
+    with the best of all."""
     target: str | None = None
-    """"metric=value" for which tables show what it took to come to it."""
+    """"metric=value": tables show what it took to reach this value."""
     more: tuple[str, ...] = field(default=('node.checkpoint={every: 1000000000, keep: 1}',), repr=False)
 
     def __post_init__(self) -> None:
-        """Raises UsageError where options do not go together."""
+        """Raises UsageError if options contradict each other."""
         keys = [key for axis in self.axes for key in axis.keys]
         if self.seeds is not None and "seed" in keys:
             raise UsageError("--seeds and -g seed both set the seeds: give only one of them")
@@ -86,7 +87,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Sweep:
-    """A plan with what follows from its experiment."""
+    """A plan together with the values derived from its experiment."""
 
     plan: Plan
     folder: Path
@@ -94,13 +95,13 @@ class Sweep:
     measured: TaskMetrics
     metric: str
     sign: int
-    """1 where lower values of the metric are better, -1 where higher ones are."""
+    """1 if lower values of the metric are better, -1 if higher ones are."""
     jobs: int
     rounds: int
     more: tuple[str, ...]
-    """"key=value" of the points of halving."""
+    """Further "key=value" overrides for the points of halving."""
     rungs: tuple[int, ...]
-    """The rounds up to which each rung of halving goes; empty without halving."""
+    """The cumulative rounds after each rung of halving; empty without halving."""
     sampler: Sampler
 
 
@@ -109,13 +110,13 @@ def cores() -> int:
 
 
 def plan(asked: Plan) -> Sweep:
-    """Check what is asked. Raises UsageError, ConfigError, EnvironmentFault."""
+    """Checks a plan and returns the sweep. Raises UsageError, ConfigError, EnvironmentFault."""
     base = load_base(asked.request)
     measured = base.measured()
     metric = asked.metric or f"{measured.main.name}_mean"
     sign = direction(metric, better_of(measured))
     if asked.target is not None:
-        target_of(asked.target, measured)  # raises where it is none
+        target_of(asked.target, measured)  # raises UsageError if the target is invalid
     seeds: Sequence[int | None] = [None] if asked.seeds is None else range(1, asked.seeds + 1)
     folder = base.run_dir / base.name / "sweep"
     rungs: tuple[int, ...] = ()
@@ -135,13 +136,13 @@ def plan(asked: Plan) -> Sweep:
 
 
 def better_of(measured: TaskMetrics) -> dict[str, str]:
-    """Returns which values are better, by the name of each figure of a run's summary."""
+    """Returns "higher" or "lower", whichever is better, by the name of each figure of a run's summary."""
     found = {figure.name: metric.better for metric in measured.metrics for figure in metric.figures(False)}
     return {**found, **{name: "higher" if name in HIGHER else "lower" for name in BY_NAME}}
 
 
 def _study(asked: Plan, base: Experiment) -> str:
-    """What names the study of Optuna: what it proposes follows from all of this."""
+    """Returns a name for the Optuna study: a hash of everything that determines its proposals."""
     axes = [[axis.key, axis.values, vars(axis.law) if axis.law else None] for axis in asked.axes]
     text = json.dumps([digest_of(base, asked.by), axes, asked.seeds, asked.metric])
     return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()

@@ -1,4 +1,4 @@
-"""One point of a sweep: what it sets, which run that is, and where it lies."""
+"""One point of a sweep: its settings, its loaded experiment and the digest that identifies its run."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Point:
 
     settings: Settings
     seed: int | None = None
-    """None: the experiment's own."""
+    """None: the experiment's own seed."""
     rounds: int | None = None
-    """Of a rung of successive halving, the rounds it goes to; None: those of the experiment."""
+    """With successive halving, the cumulative rounds after its rung; None: the rounds of the experiment."""
 
     @property
     def label(self) -> str:
@@ -36,44 +36,44 @@ class Point:
 
 
 def label_of(settings: Settings) -> str:
-    """Returns the settings as people read them: "lr=0.1 graph=torus"."""
+    """Returns the settings in readable form: "lr=0.1 graph=torus"."""
     names = short_names([key for key, _ in settings])
     return " ".join(f"{names[key]}={value}" for key, value in settings)
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A point whose experiment was loaded and found without a problem."""
+    """A point whose experiment was loaded and has no problem."""
 
     point: Point
     request: Request
-    """Of a run with this point's values; without the place of its results."""
+    """The request of a run with this point's values, without the folder of its results."""
     digest: str
-    """16 hex digits of all that decides the run: two points with the same one are the same run."""
+    """16 hex digits that identify the run: two points with the same digest are the same run."""
     name: str
-    """Of the experiment."""
+    """Name of the experiment."""
     rounds: int
 
 
 def request_of(base: Request, point: Point, more: Sequence[str] = ()) -> Request:
-    """Returns the request of a point: the sweep's own, with the point's values laid over it. more: further "key=value"
-    that every point has."""
+    """Returns the request of a point: the sweep's own, with the point's values as overrides. more: further "key=value"
+    overrides for points of halving."""
     values = [f"{key}={value}" for key, value in point.settings]
     if point.seed is not None:
         values.append(f"seed={point.seed}")
     if point.rounds is not None:
-        # Halving goes on from the state after the last round, which node.checkpoint keeps
+        # Halving resumes from the state after the last round, which node.checkpoint keeps
         values += [f"node.rounds={point.rounds}", *more]
     return replace(base, overrides=[*base.overrides, *values])
 
 
 def load_base(base: Request) -> Experiment:
-    """Returns the experiment that all points differ from. Raises ConfigError."""
+    """Returns the experiment from which all points derive. Raises ConfigError."""
     return load(base.config or None, base.overrides, base.environ, layers=base.layers, connected=False)
 
 
 def prepare(base: Request, point: Point, by: str, more: Sequence[str] = ()) -> Prepared:
-    """Load and check the experiment of a point. Raises UsageError with all its problems."""
+    """Loads and checks the experiment of a point. Raises UsageError with all its problems."""
     request = request_of(base, point, more)
     experiment = load(request.config or None, request.overrides, request.environ, layers=request.layers,
                       connected=by == "processes")  # fmt: skip
@@ -83,10 +83,11 @@ def prepare(base: Request, point: Point, by: str, more: Sequence[str] = ()) -> P
 
 
 def digest_of(experiment: Experiment, by: str) -> str:
-    """Returns 16 hex digits of everything that decides a run and its figures: all resolved values with their paths, the
-    edges of the graph, the content of `model.init` and of the user's own modules that it names, and how it is run.
+    """Returns 16 hex digits that depend on everything that determines a run and its figures: all resolved values with
+    their paths, the edges of the graph, the contents of `model.init` and of the user's own modules that it names, and
+    `by`.
 
-    The digest of machines (`Experiment.digest`) leaves out paths and devices, in which points of a sweep may differ.
+    `Experiment.digest`, which machines compare, ignores paths and devices, in which points of a sweep may differ.
     """
     content = experiment.resolved()
     del content["run"]
@@ -96,7 +97,7 @@ def digest_of(experiment: Experiment, by: str) -> str:
 
 
 def _named(value: Any) -> Iterator[str]:
-    """Yields every "package.module:Class" of a resolved config."""
+    """Yields every "package.module:Class" in a resolved config."""
     if isinstance(value, dict | list):
         for below in value.values() if isinstance(value, dict) else value:
             yield from _named(below)
@@ -105,6 +106,6 @@ def _named(value: Any) -> Iterator[str]:
 
 
 def _source(module: str) -> str:
-    """What stands for the content of a module that the experiment has imported; "" where it has no file."""
+    """Returns the content digest of the file of an imported module; "" if it has no file."""
     file = getattr(sys.modules.get(module), "__file__", None)
     return (content_digest(Path(file)) or "") if file and os.path.isfile(file) else ""

@@ -1,4 +1,4 @@
-"""The live table of a sweep, and its lines where there is no terminal."""
+"""The live table of a sweep, and its progress lines for output without a terminal."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from decentnode.sweeps.conduct import Ended, State
 from decentnode.words import duration, plural
 
 BEST = 5
-"""Points that the table shows as the best so far."""
+"""Points that the live table shows as the best so far."""
 
 
 def live_table(state: State, now: float, note: str, max_rows: int) -> RenderableType:
-    """Returns a bar over all points, a row per point under way (at most `max_rows`), and the best so far."""
+    """Returns a progress bar over all points, a row per running point (at most `max_rows`), and the best points so
+    far."""
     total, done = state.total, len(state.ended)
     bar = Table.grid(padding=(0, 1))
     bar.add_row(
@@ -44,7 +45,7 @@ def live_table(state: State, now: float, note: str, max_rows: int) -> Renderable
 
 
 def left(state: State, now: float) -> str:
-    """Returns the time to the end in words; "" while it is not known."""
+    """Returns the estimated time to the end in words; "" if it is unknown."""
     seconds = state.seconds_left(now)
     return "" if seconds is None or state.total == len(state.ended) else f"about {duration(seconds)} left"
 
@@ -56,13 +57,13 @@ def _failures(state: State) -> str:
 
 
 def shown(ended: Ended, figure: Figure) -> str:
-    """Returns a point's value with its unit's heading."""
+    """Returns a point's value after the title of the metric."""
     title = figure.title or figure.name
     return f"{title} {'-' if ended.value is None else figure.shown(ended.value)}"
 
 
 def line(state: State, ended: Ended, now: float) -> str:
-    """Returns the line of a point that is over: `3/12  lr=0.1 seed=2: accuracy 0.953, 12.1 s; about 3 min left`."""
+    """Returns the line for a point that has ended: `3/12  lr=0.1 seed=2: accuracy 0.953, 12.1 s; about 3 min left`."""
     figure = state.sweep.measured.by_name[state.sweep.metric]
     after = f" after {plural(ended.point.rounds, 'round')}" if ended.point.rounds is not None else ""
     if ended.outcome.status == "finished":

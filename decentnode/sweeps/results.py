@@ -1,4 +1,5 @@
-"""What a sweep came to: a row per combination, with means and deviations over its seeds, and how sure they differ."""
+"""The results of a sweep: a row per combination with means and deviations over its seeds, significance tests, and
+tables."""
 
 from __future__ import annotations
 
@@ -26,28 +27,28 @@ from decentnode.sweeps.point import label_of
 from decentnode.sweeps.space import Settings, short_names, short_values, value_at
 
 ALPHA = 0.05
-"""Differences with a larger p are not told apart from those of seeds."""
+"""Differences with a larger p-value count as not significant."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One combination of values. With halving, as far as it came."""
+    """One combination of values; with halving, at the last rung that it reached."""
 
     settings: Settings
     rounds: int
     values: Mapping[int | None, float]
-    """The sweep's metric by seed, in the figure's unit; None is the experiment's own seed."""
+    """The sweep's metric by seed, in the unit of the summary; the key None is the experiment's own seed."""
     compared: ComparedRow
     """All figures that `decentnode compare` shows."""
     ended: tuple[Ended, ...]
-    """One per seed, those that did not finish too."""
+    """One per seed, unfinished ones included."""
     against: Paired | None = None
-    """This row minus the best one, or the best of its group; None for that one, for fewer rounds, and without two
-    common seeds."""
+    """The paired test of this row minus the best one, or the best of its group. None for the best row itself, for rows
+    with fewer rounds, and for rows with fewer than two seeds in common with it."""
     p: float | None = None
-    """That of `against`, corrected for the number of comparisons in the whole table (Holm)."""
+    """The p-value of `against`, corrected for the number of comparisons in the whole table (Holm)."""
     leads: bool = False
-    """Whether others are compared with this one."""
+    """Whether this is the best row, with which others are compared."""
     whole: bool = True
     """Whether every seed has a value."""
 
@@ -73,35 +74,35 @@ class Row:
 
     @property
     def tied(self) -> bool:
-        """Whether seeds alone may have made it worse than the best row."""
+        """Whether its difference from the best row is not significant."""
         return self.p is not None and self.p > ALPHA
 
     @property
     def worse(self) -> bool:
-        """Whether seeds alone hardly made it worse than the best row."""
+        """Whether it is significantly worse than the best row."""
         return self.p is not None and self.p <= ALPHA
 
 
 @dataclass(frozen=True)
 class Results:
-    """The rows of a sweep, the best first; those that halving left behind stand below those that went further, and
-    those that lack the value of a seed below those that have all."""
+    """The rows of a sweep, best first. Rows that halving stopped early come after those that went further; rows that
+    lack the value of a seed come after those that have all."""
 
     name: str
     folder: Path
-    """The sweep's own, in which its points and the files of its results are."""
+    """The sweep's folder, which contains its points and the files of its results."""
     metric: Figure
     rows: tuple[Row, ...]
     partial: bool
-    """Whether the sweep was cut off."""
+    """Whether the sweep was stopped before its end."""
     best_by: tuple[str, ...] = ()
-    """Keys for whose values tables have the best row alone; all rows without any."""
+    """Keys: tables show only the best row for each combination of their values; all rows if empty."""
     better: str = "higher"
-    """Which values of the metric are better."""
+    """Which values of the metric are better: "higher" or "lower"."""
     within: tuple[str, ...] = ()
-    """Keys within each of whose values rows are compared; all with the best without any."""
+    """Keys that divide the rows into groups, each compared with the best of its group; one group if empty."""
     extra: tuple[Extra, ...] = ()
-    """Columns that were asked for."""
+    """Columns that the user asked for."""
 
     @property
     def best(self) -> Row | None:
@@ -109,7 +110,7 @@ class Results:
 
 
 def results_of(state: State) -> Results:
-    """Returns the results of a sweep, as far as it came."""
+    """Returns the results of a sweep, as far as it has run."""
     sweep = state.sweep
     metric = sweep.measured.by_name[sweep.metric]
     shown = (metric, *(each for each in columns([sweep.measured]) if each.name != metric.name))
@@ -126,7 +127,8 @@ def results_of(state: State) -> Results:
 
 
 def _to_target(sweep: Sweep, found: Sequence[Ran]) -> tuple[Extra, ...]:
-    """Returns the columns of the sweep's target. Without seconds after halving: others ran between its parts."""
+    """Returns the columns of the sweep's target. After halving they lack the seconds, as other points ran between its
+    rungs."""
     if sweep.plan.target is None or not found:
         return ()
     return tuple(each for each in target_columns(found, sweep.plan.target)
@@ -148,7 +150,7 @@ def _row(
 
 
 def _ran(ended: Ended, measured: TaskMetrics = BEFORE) -> Ran | None:
-    """Returns a point's run as far as tables need it; None where it left none."""
+    """Returns a point's run with what tables need of it; None if it left no run."""
     if ended.run is None:
         return None
     try:
@@ -159,7 +161,8 @@ def _ran(ended: Ended, measured: TaskMetrics = BEFORE) -> Ran | None:
 
 
 def _groups(rows: Sequence[Row], keys: Sequence[str]) -> dict[tuple[str, ...], list[Row]]:
-    """The rows by their values of these keys, in the order of the first row of each; all together without keys."""
+    """Returns the rows grouped by their values of these keys, groups in the order of their first row; one group without
+    keys."""
     found: dict[tuple[str, ...], list[Row]] = {}
     for each in rows:
         found.setdefault(tuple(value_at(each.settings, key) for key in keys), []).append(each)
@@ -167,7 +170,8 @@ def _groups(rows: Sequence[Row], keys: Sequence[str]) -> dict[tuple[str, ...], l
 
 
 def _compared(rows: Sequence[Row], within: Sequence[str]) -> list[Row]:
-    """The rows with what sets those that went as far as the best of their group off from it."""
+    """Returns the rows with the paired test of each row that ran as many rounds as the best of its group, against that
+    best."""
     bests = {values: next((each for each in group if each.mean is not None), None)
              for values, group in _groups(rows, within).items()}  # fmt: skip
     of = [bests[tuple(value_at(each.settings, key) for key in within)] for each in rows]
@@ -179,9 +183,8 @@ def _compared(rows: Sequence[Row], within: Sequence[str]) -> list[Row]:
 
 
 def best_of_each(results: Results) -> tuple[list[Row], list[str]]:
-    """Returns (the best row for each combination of what `best_by` names, in the order of the rows; what a reader has
-    to know of them, in sentences). A row that lacks the value of a seed is never the best; of equal ones the first
-    is."""
+    """Returns (the best row for each combination of the values of `best_by`, in the order of the rows; notes on these
+    rows, in sentences). A row that lacks the value of a seed is never the best; among equal ones the first is."""
     names = short_names(results.best_by)
     groups = _groups(results.rows, results.best_by)
     metric, largest = results.metric, "largest" if results.better == "higher" else "smallest"
@@ -210,14 +213,15 @@ def keys_of(results: Results) -> dict[str, str]:
 
 
 def short_settings(rows: Sequence[Row]) -> list[dict[str, str]]:
-    """Returns for each row its values by key, as short as they still differ from those of the other rows."""
+    """Returns for each row its values by key, shortened as far as they still differ from those of the other rows."""
     keys = dict.fromkeys(key for each in rows for key, _ in each.settings)
     told = {key: short_values(value for each in rows for name, value in each.settings if name == key) for key in keys}
     return [{key: told[key][value] for key, value in each.settings} for each in rows]
 
 
 def _shown(results: Results) -> list[Row]:
-    """The rows that tables have: without those whose experiments could not be run at all."""
+    """Returns the rows that tables show: all but those whose experiments were invalid, or the best ones only
+    (`best_by`)."""
     if results.best_by:
         return best_of_each(results)[0]
     return [each for each in results.rows if any(ended.outcome.status != "invalid" for ended in each.ended)]
@@ -254,8 +258,8 @@ def _difference(row: Row, figure: Figure) -> str:
 
 
 def text_table(results: Results) -> str:
-    """Returns a table for people, a simple one of reStructuredText, with what they have to know below it. Without a
-    point: a line that says so."""
+    """Returns a readable table in the simple format of reStructuredText, with notes below it. If no point has ended,
+    returns a line that says so."""
     if not results.rows:
         return "no point has ended"
     table = [simple_table(_cells(results), left=len(keys_of(results)))] if _shown(results) else []
@@ -267,7 +271,7 @@ def text_table(results: Results) -> str:
 
 
 def csv_table(results: Results) -> str:
-    """Returns CSV text of the rows: values in the figures' units, a column per key and figure."""
+    """Returns CSV text of the rows: values in the units of the summary, a column per key and figure."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     rows = frame_rows(results)
@@ -278,8 +282,8 @@ def csv_table(results: Results) -> str:
 
 
 def frame_rows(results: Results) -> list[dict[str, Any]]:
-    """Returns a dict per combination: its values by key, how many runs it has, mean and deviation of every figure, and
-    what the paired test says."""
+    """Returns a dict per combination: its values by key, its number of runs, mean and deviation of every figure, and
+    the result of the paired test."""
     found = []
     keys = keys_of(results)
     for each in _shown(results) if results.best_by else results.rows:
@@ -318,17 +322,18 @@ def point_rows(results: Results) -> list[dict[str, Any]]:
 
 
 def seed_of(ended: Ended) -> Any:
-    """Returns the seed of a point; of one with the experiment's own, what its run says."""
+    """Returns the seed of a point; for a point with the experiment's own seed, the one recorded in its run."""
     if ended.point.seed is not None or ended.run is None:
         return ended.point.seed
     try:
         return repeats.read(ended.run).seed
-    except UsageError:  # somebody has removed it
+    except UsageError:  # the run was removed
         return None
 
 
 def points_csv(results: Results) -> str:
-    """Returns CSV text of the points. Their runs' folders are relative to the sweep's, which may be moved."""
+    """Returns CSV text of the points. The folders of runs are relative to the sweep's folder, so that it may be
+    moved."""
     out = io.StringIO()
     rows = [{**each, "run": each["run"] and os.path.relpath(each["run"], results.folder)}
             for each in point_rows(results)]  # fmt: skip
@@ -340,9 +345,9 @@ def points_csv(results: Results) -> str:
 
 
 def latex_table(results: Results) -> str:
-    """Returns a tabular of LaTeX (package booktabs): keys, runs, the metric, the difference to the best row, and what
-    was asked for. The best is bold, of every group where rows are compared within groups, and so are those that the
-    paired test does not tell from it."""
+    """Returns a LaTeX tabular (package booktabs): keys, runs, the metric, the difference from the best row, and the
+    columns that the user asked for. Bold are the best row, of every group if rows are compared within groups, and the
+    rows whose difference from it is not significant."""
     if not _shown(results):
         return "% no point has ended\n"
     keys, cells = len(keys_of(results)), _cells(results)

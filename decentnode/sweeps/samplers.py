@@ -1,7 +1,7 @@
-"""Which points a sweep runs, one after the other: all of a list, successive halving, or what Optuna proposes.
+"""Samplers choose which points a sweep runs, and in which order: all of a list, successive halving, or Optuna.
 
-A sampler is asked for points and told the value of each; values are such that lower is better. It never waits: asked
-too early, it has no point.
+A sampler is asked for points and told the value of each; lower values are better. It never waits: if the next point
+depends on results that are still missing, it returns None.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ class Sampler(Protocol):
     """Chooses points."""
 
     def ask(self) -> Point | None:
-        """The next point; None while what comes next depends on points that still run, and after the last one."""
+        """Returns the next point; None if the next one depends on points that still run, and after the last one."""
 
     def tell(self, point: Point, value: float | None) -> None:
-        """The value of a point that was asked for: lower is better, None of one that did not finish."""
+        """Records the value of a point that was asked for: lower is better; None if it did not finish."""
 
     def known(self) -> list[Point]:
-        """The points that will be asked for whatever comes of the others."""
+        """Returns the points that will be asked for whatever the results of the others."""
 
     def left(self) -> list[int | None]:
-        """Of the points still to be asked for, as far as their number is known: the rounds of each, None for those of
-        the experiment."""
+        """Returns the rounds of each point still to be asked for, as far as their number is known; None stands for the
+        rounds of the experiment."""
 
     def previous(self, point: Point) -> Point | None:
-        """The point from whose end this one goes on; None for one that begins anew."""
+        """Returns the point that this one resumes; None if it starts from the beginning."""
 
 
 class Listed:
@@ -52,7 +52,7 @@ class Listed:
         return self._pending.popleft() if self._pending else None
 
     def tell(self, point: Point, value: float | None) -> None:
-        """What came of a point changes nothing for the others."""
+        """Does nothing: the points do not depend on results."""
 
     def known(self) -> list[Point]:
         return [*self._pending]
@@ -65,8 +65,8 @@ class Listed:
 
 
 def budgets(rounds: int, candidates: int, eta: int, least: int) -> list[int]:
-    """Returns the rounds up to which each rung of successive halving goes: the last to `rounds`, each before to 1/eta
-    of the next, none below `least`, and no more rungs than leave a candidate."""
+    """Returns the cumulative rounds after each rung of successive halving: `rounds` for the last one, 1/eta of the next
+    rung's for each other, never below `least`, and no more rungs than leave a candidate."""
     found = [rounds]
     while math.ceil(found[0] / eta) >= least and eta ** len(found) <= candidates and found[0] > 1:
         found.insert(0, math.ceil(found[0] / eta))
@@ -74,17 +74,17 @@ def budgets(rounds: int, candidates: int, eta: int, least: int) -> list[int]:
 
 
 def mean(values: Sequence[float | None]) -> float | None:
-    """Returns the mean over seeds; None where one has no value."""
+    """Returns the mean over seeds; None if one of them has no value."""
     known = [value for value in values if value is not None]
     return statistics.fmean(known) if len(known) == len(values) else None
 
 
 class Halving:
-    """Successive halving (Jamieson and Talwalkar, 2016, algorithm 1): all candidates go a part of the way, the best of
-    them go on for `eta` times as many rounds, until the last ones have gone all the way.
+    """Successive halving (Jamieson and Talwalkar, 2016, algorithm 1): all candidates run a part of the rounds, the best
+    of them continue to `eta` times as many rounds, until the last ones have run all rounds.
 
-    A candidate is one combination with all its seeds; the mean of their values counts. One that did not finish with
-    some seed goes no further.
+    A candidate is one combination with all its seeds, ranked by the mean of their values. A candidate that did not
+    finish with some seed is eliminated.
     """
 
     def __init__(self, settings: Sequence[Settings], seeds: Seeds, budgets: Sequence[int], eta: int) -> None:
@@ -133,14 +133,14 @@ class Halving:
 
 
 class Optuna:
-    """What a sampler of Optuna proposes, by ask and tell: `count` combinations, each with all seeds.
+    """Combinations that an Optuna sampler proposes by ask and tell: `count` of them, each with all seeds.
 
-    What was told is kept in a file, so that the same command goes on with what it knows. Several jobs ask before the
-    others are over, so that only one job proposes the same again.
+    Results are appended to a file, so that a later command with the same space continues from them. With several jobs,
+    proposals are asked for before the running points have ended, so the same proposals come again only with one job.
     """
 
     def __init__(self, axes: Sequence[Axis], seeds: Seeds, count: int, seed: int, kept: Path) -> None:
-        """kept: the file. Raises EnvironmentFault where Optuna is not installed."""
+        """kept: the file of results. Raises EnvironmentFault if Optuna is not installed."""
         try:
             import optuna
         except ImportError as error:
@@ -155,7 +155,7 @@ class Optuna:
             self._study.add_trial(self._frozen(line))
         self._asked = len(told)
         self._pending = deque(Point(_settings(line), seed) for line in told for seed in seeds)
-        """Those that are known are asked for first: their runs are there, and belong to the results."""
+        """The known combinations are asked for first: their runs exist, and belong to the results."""
         self._known = {_settings(line) for line in told}
         self._trials: dict[Settings, list[Any]] = {}
         self._values: dict[Settings, list[float | None]] = {}
@@ -170,7 +170,7 @@ class Optuna:
         return made.FloatDistribution(axis.law.low, axis.law.high, log=log)
 
     def _read(self) -> list[Mapping[str, Any]]:
-        """Returns what earlier commands of the same space and seeds were told."""
+        """Returns the results that earlier commands with the same space and seeds recorded."""
         try:
             lines = self._kept.read_text(encoding="utf-8").splitlines()
         except OSError:
@@ -179,7 +179,7 @@ class Optuna:
         for line in lines:
             try:
                 found.append(json.loads(line))
-            except ValueError:  # the last line of a command that was killed: the next one would be added to it
+            except ValueError:  # a partial last line of a killed command must not be continued
                 write_atomic(self._kept, "".join(f"{json.dumps(each)}\n" for each in found))
                 break
         return found
@@ -200,7 +200,7 @@ class Optuna:
             if settings not in self._values:
                 self._values[settings] = []
                 self._pending.extend(Point(settings, seed) for seed in self._seeds)
-            elif len(self._values[settings]) == len(self._seeds):  # proposed again
+            elif len(self._values[settings]) == len(self._seeds):  # proposed a second time
                 self._finish(settings)
                 return self.ask()
         return self._pending.popleft() if self._pending else None
@@ -241,7 +241,7 @@ def _text(value: Any) -> str:
 
 
 def direction(metric: str, better: Mapping[str, str]) -> int:
-    """Returns 1 where lower values of a figure are better, -1 where higher ones are. better: "higher" or "lower" by the
+    """Returns 1 if lower values of a figure are better, -1 if higher ones are. better: "higher" or "lower" by the
     figure's name. Raises UsageError for a figure that runs do not have."""
     if metric not in better:
         from decentnode.likeness import did_you_mean

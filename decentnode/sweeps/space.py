@@ -1,4 +1,4 @@
-"""Which values the keys of a sweep take: lists of them, or distributions to draw from."""
+"""The values that the keys of a sweep take: lists of them, or distributions to draw from."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _LAW = re.compile(r"\s*([a-z_]\w*)\s*\(([^()]*)\)\s*")
 
 @dataclass(frozen=True)
 class Law:
-    """A distribution between two numbers, both possible: uniform, uniform in the logarithm (log), or the same over
-    whole numbers (int, logint)."""
+    """A distribution over an interval, both ends included: uniform, log-uniform (log), or the same over integers (int,
+    logint)."""
 
     kind: str
     low: float
@@ -36,9 +36,9 @@ class Law:
         return self.text(float(rng.random()))
 
     def text(self, share: float) -> str:
-        """Returns the value below which `share`, in [0, 1), of all draws lie, as YAML text."""
+        """Returns the quantile of `share`, in [0, 1), as YAML text."""
         low, high = self.low, self.high
-        if self.kind.endswith("int"):  # each whole number has the interval up to the next one
+        if self.kind.endswith("int"):  # each integer stands for the interval up to the next one
             high += 1
         if self.kind.startswith("log"):
             value = math.exp(math.log(low) + share * (math.log(high) - math.log(low)))
@@ -54,9 +54,9 @@ class Axis:
     """One key, or several that change together, and what they take: `values`, or draws from `law`."""
 
     key: str
-    """Several with commas between them."""
+    """Several keys are separated by commas."""
     values: tuple[str, ...] = ()
-    """Of several keys, each "[V1, V2]": a value for every key."""
+    """For several keys, each value is "[V1, V2]", one entry for every key."""
     law: Law | None = None
 
     @property
@@ -67,7 +67,7 @@ class Axis:
         return self.law.draw(rng) if self.law is not None else self.values[int(rng.integers(len(self.values)))]
 
     def settings(self, value: str) -> Settings:
-        """Returns what one of the values sets."""
+        """Returns the (key, value) pairs that one of the values stands for."""
         if len(self.keys) == 1:
             return ((self.key, value),)
         return tuple(zip(self.keys, (each.strip() for each in _parts(value[1:-1], value)), strict=True))
@@ -75,7 +75,7 @@ class Axis:
 
 def parse(text: str) -> Axis:
     """Returns the axis of "key=v1,v2,...", "key=log(1e-4,1)" or "key,key=[v1,v2],...". Commas inside brackets and
-    quotes part no values. Raises UsageError."""
+    quotes do not separate values. Raises UsageError."""
     given_keys, equals, given = text.partition("=")
     keys = [each.strip() for each in given_keys.split(",")]
     key = ",".join(keys)
@@ -96,7 +96,8 @@ def parse(text: str) -> Axis:
 
 
 def _together(what: str, count: int, value: str) -> str:
-    """Returns the value of `count` keys that change together. Raises UsageError unless it is a list of so many."""
+    """Returns the normalized value of `count` keys that change together. Raises UsageError unless it is a list of
+    `count` values."""
     listed = value.startswith("[") and value.endswith("]")
     parts = [each.strip() for each in _parts(value[1:-1], value)] if listed else []
     if len(parts) != count:
@@ -108,8 +109,8 @@ def _together(what: str, count: int, value: str) -> str:
 
 
 def axes(given: Iterable[str] | Mapping[Any, Any]) -> tuple[Axis, ...]:
-    """Returns the axes of texts as `parse` takes them, or of a mapping from keys, or tuples of keys that change
-    together, to lists of plain values or to such texts. Raises UsageError, also where a key stands twice or lies inside
+    """Returns the axes given as texts in the form of `parse`, or as a mapping from keys (tuples for keys that change
+    together) to lists of plain values or to such texts. Raises UsageError, also if a key is given twice or lies inside
     another one."""
     if isinstance(given, Mapping):
         found = tuple(_of_values(",".join(key) if isinstance(key, tuple) else str(key), values)
@@ -139,7 +140,7 @@ def _of_values(key: str, values: Any) -> Axis:
 
 
 def _plain(key: str, value: Any) -> Any:
-    if hasattr(value, "tolist"):  # of numpy
+    if hasattr(value, "tolist"):  # numpy
         return value.tolist()
     if isinstance(value, Mapping):
         return {str(name): _plain(key, each) for name, each in value.items()}
@@ -169,7 +170,7 @@ def _law(key: str, kind: str, arguments: str) -> Law:
 
 
 def _parts(text: str, whole: str) -> list[str]:
-    """The text cut at commas that stand in no brackets and no quotes."""
+    """Returns the text split at the commas outside all brackets and quotes."""
     found, depth, quote, start = [], 0, "", 0
     for index, character in enumerate(text):
         if quote:
@@ -189,8 +190,7 @@ def _parts(text: str, whole: str) -> list[str]:
 
 
 def grid(given: Sequence[Axis]) -> list[Settings]:
-    """Returns all combinations, those of the last axis side by side. Raises UsageError where an axis is a
-    distribution."""
+    """Returns all combinations; the last axis varies fastest. Raises UsageError if an axis is a distribution."""
     for axis in given:
         if axis.law is not None:
             raise UsageError(f"-g {axis.key} is a distribution: give the number of points to draw (--random N), or "
@@ -203,8 +203,7 @@ def _settings(given: Sequence[Axis], values: Iterable[str]) -> Settings:
 
 
 def draws(given: Sequence[Axis], count: int, seed: int) -> list[Settings]:
-    """Returns `count` drawn combinations without those that were drawn before: at most `count`. The first ones are the
-    same for a larger count."""
+    """Returns the distinct combinations among `count` draws. A larger count begins with the same draws."""
     found: dict[Settings, None] = {}
     for index in range(count):
         rng = stream(seed, GLOBAL, "sweep", index)
@@ -213,13 +212,13 @@ def draws(given: Sequence[Axis], count: int, seed: int) -> list[Settings]:
 
 
 def value_at(settings: Settings, key: str) -> str:
-    """Returns what a combination sets a key to, also inside a section that it sets; "" where it sets nothing there."""
+    """Returns the value that a combination gives to a key, also inside a section that it sets; "" if it sets none."""
     for name, text in settings:
         if name == key:
             return text
         if key.startswith(f"{name}."):
             found = yaml.safe_load(text)
-            if not isinstance(found, dict):  # a component's name alone
+            if not isinstance(found, dict):  # only the name of a component
                 found = {"name": found}
             for part in key[len(name) + 1 :].split("."):
                 found = found.get(part) if isinstance(found, dict) else None
@@ -228,7 +227,7 @@ def value_at(settings: Settings, key: str) -> str:
 
 
 def short_names(keys: Sequence[str]) -> dict[str, str]:
-    """Returns for each key the shortest end of it that no other of them has; "graph.name" counts as "graph"."""
+    """Returns for each key its shortest suffix that no other key has; "graph.name" counts as "graph"."""
     whole = {key: key.removesuffix(".name") for key in keys}
     found = {}
     for key, text in whole.items():
@@ -240,8 +239,8 @@ def short_names(keys: Sequence[str]) -> dict[str, str]:
 
 
 def short_values(values: Iterable[str]) -> dict[str, str]:
-    """Returns for each value of one key the text that names it among the others: of sections the component's name, and
-    the keys in which those of one name differ; everything else as it is."""
+    """Returns for each value of one key a short text that distinguishes it from the others: for sections the
+    component's name and the keys in which sections of the same name differ; every other value as it is."""
     given = [*dict.fromkeys(values)]
     sections = {text: section for text in given if isinstance(section := yaml.safe_load(text), dict)}
     alike: dict[Any, list[str]] = {}

@@ -1,11 +1,11 @@
-"""The folder of a sweep: a folder per point, named by its digest, which says what became of the point.
+"""The folder of a sweep: it has a folder per point, named by the point's digest, with the point's run and outcome.
 
-    runs/NAME/sweep/points/DIGEST/settings.json       what the point sets
+    runs/NAME/sweep/points/DIGEST/settings.json       the values of the point
                                   NAME/TIME-ID/       its run, as `decentnode run` leaves one
-                                  outcome.json        how it ended; written last, at once
+                                  outcome.json        how it ended; written last, atomically
 
-A point without an outcome was never run, or was cut off. Points of one digest are one run, whichever command of this
-folder asks for them.
+A point without an outcome was never run, or was stopped. Points with the same digest share one run, whichever command
+of this folder asks for them.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ from decentnode.sweeps.point import Prepared
 from decentnode.system import write_atomic
 
 Status = Literal["finished", "diverged", "failed", "killed", "invalid"]
-"""How a point ended. A diverged one diverges again, and counts as done; killed: its process was, which leaves nothing;
-invalid: its experiment has problems, and nothing was run."""
+"""How a point ended. diverged: running it again would give the same, so it counts as done. killed: its process was
+killed and left nothing. invalid: its experiment has problems, and nothing was run."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a point."""
+    """How a point ended."""
 
     status: Status
     run: str = ""
-    """The folder of its run, relative to the point's; "" where none was made."""
+    """The folder of its run, relative to the point's; "" if there is no run."""
     title: str = ""
-    """Of one that did not finish: why, in a line."""
+    """If it did not finish, the reason in one line."""
     exit_code: int = 0
     seconds: float = 0.0
     """From the start of its process to the end."""
 
     @property
     def done(self) -> bool:
-        """Whether another command need not run it again."""
+        """Whether a later command need not run it again."""
         return self.status in ("finished", "diverged")
 
 
 class Store:
-    """The folder of a sweep."""
+    """Reads and writes the folder of a sweep."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -58,7 +58,7 @@ class Store:
         return self.folder / "points" / digest
 
     def outcome(self, digest: str) -> Outcome | None:
-        """Returns what became of a point; None where nothing is known, or what is known cannot be read."""
+        """Returns the outcome of a point; None if there is none, or it cannot be read."""
         try:
             found = json.loads((self.point(digest) / "outcome.json").read_text(encoding="utf-8"))
             made = Outcome(**{key: found[key] for key in Outcome.__dataclass_fields__})
@@ -69,12 +69,12 @@ class Store:
         return made
 
     def run(self, digest: str, outcome: Outcome) -> Path | None:
-        """Returns the folder of a point's run; None where it is gone."""
+        """Returns the folder of a point's run; None if it was removed."""
         folder = self.point(digest) / outcome.run
         return folder if outcome.run and (folder / "config.resolved.yaml").is_file() else None
 
     def open(self, prepared: Prepared) -> Path:
-        """Make a point's folder, without an outcome. Returns it. Raises EnvironmentFault."""
+        """Creates a point's folder and removes an earlier outcome. Returns the folder. Raises EnvironmentFault."""
         folder = self.point(prepared.digest)
         point = prepared.point
         told = {"settings": dict(point.settings), "seed": point.seed, "rounds": prepared.rounds}
@@ -89,7 +89,8 @@ class Store:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """While entered, no other command works in this folder. Raises UsageError where one does, EnvironmentFault."""
+        """Locks the folder against other commands while entered. Raises UsageError if another command is using it,
+        EnvironmentFault if it cannot be written."""
         path = self.folder / "lock"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -112,17 +113,18 @@ class Store:
 
 
 def write_outcome(point: Path, outcome: Outcome) -> None:
-    """Say what became of a point. Raises OSError."""
+    """Writes the outcome of a point atomically. Raises OSError."""
     write_atomic(point / "outcome.json", json.dumps(asdict(outcome), indent=2) + "\n", durable=True)
 
 
 def has_checkpoints(runs: Path) -> bool:
-    """Whether a run in this folder has left a checkpoint of at least one node."""
+    """Returns whether a run in this folder has a checkpoint of at least one node."""
     return any(runs.glob(f"*/{CHECKPOINTS}/*/[0-9]*.json"))
 
 
 def without_models(run: Path) -> None:
-    """Remove the nodes' own models from a run; the merged one stays. A model per node and point would fill disks."""
+    """Removes the models of the single nodes from a run and keeps the merged one. A model per node and point would fill
+    disks."""
     for path in (run / "models").glob("[0-9]*.safetensors"):
         with contextlib.suppress(OSError):
             path.unlink()

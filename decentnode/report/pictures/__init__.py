@@ -1,1 +1,1 @@
-"""Pictures of runs, graphs, shares of data, plans and virtual time."""
+"""Pictures of runs, graphs, data shares, plans and virtual time."""

@@ -1,4 +1,4 @@
-"""Pictures of what rules chose to send, from the dumps of a run."""
+"""Plots of which coefficients sharing rules chose to send, from the dumps of a run."""
 
 from __future__ import annotations
 
@@ -15,28 +15,29 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 GROUPS = 20
-"""Of coefficients, by how often they were sent, in the histogram."""
+"""Number of groups of coefficients, ordered by how often they were sent, in the histogram."""
 OUTLIERS = 2.0
-"""Ratios farther from the median than so many median deviations are left out."""
+"""Ratios are left out if they are farther from the median than this many median absolute deviations."""
 
 
 @dataclass(frozen=True)
 class Dumped:
-    """The dumps of a run, with the coefficients of all fragments one after the other."""
+    """The dumps of a run, with the coefficients of all fragments concatenated."""
 
     counts: dict[int, np.ndarray]
     """By uid: in how many rounds each coefficient was sent, [C]."""
     round: int | None
-    """Of the last file with scores of the lowest such node; None without any."""
+    """The round of `change` and `value`: that of the last file with scores of the lowest uid that has any; None without
+    scores."""
     change: np.ndarray
-    """[C] what the scores of that round were made of; complex numbers by their magnitude."""
+    """[C] the changes from which the scores of that round were computed; complex numbers by their magnitude."""
     value: np.ndarray
     """[C] the coefficients themselves."""
 
 
 def load(run: Path) -> Dumped:
-    """Reads the dumps of a run; where a node was killed, counts are those of the files that it wrote. Raises UsageError
-    where there are none."""
+    """Reads the dumps of a run. If a node was killed, its counts are computed from the files that it wrote. Raises
+    UsageError if there are no dumps."""
     counts: dict[int, np.ndarray] = {}
     scored: list[tuple[int, int, Path]] = []
     for folder in sorted(run.glob("nodes/*/dumps")):
@@ -45,7 +46,7 @@ def load(run: Path) -> Dumped:
         try:
             found = _counts(folder, files)
             with_scores = [path for path in files if path.stem.endswith("-0") and "change" in load_file(path)][-1:]
-        except Exception as error:  # safetensors has errors of its own
+        except Exception as error:  # safetensors raises exceptions of its own
             raise UsageError(f"{folder} cannot be read: {error}") from error
         if found is not None:
             counts[uid] = found
@@ -78,8 +79,9 @@ def _counts(folder: Path, files: list[Path]) -> np.ndarray | None:
 
 
 def plot(run: Path, path: Path) -> None:
-    """Draw how often coefficients were sent: in their order and sorted, as percentiles, and the shares of 5 % of them
-    each; and, with scores, the change, the value and their ratio in one round. Raises UsageError, EnvironmentFault."""
+    """Plots how often coefficients were sent: in their order and sorted, as percentiles, and the shares of groups of 5
+    % of them; with scores also the change, the value and their ratio in one round. Raises UsageError,
+    EnvironmentFault."""
     if path.suffix not in (".png", ".pdf", ".svg"):
         raise UsageError(f"the picture's name must end in .png, .pdf or .svg, got {path.name}")
     found = load(run)
@@ -104,8 +106,8 @@ def plot(run: Path, path: Path) -> None:
 
 
 def shares(counts: np.ndarray) -> np.ndarray:
-    """Returns [GROUPS] which part of all that was sent fell to each group of coefficients, from those that were sent
-    least to those that were sent most."""
+    """Returns [GROUPS]: the fraction of all sent coefficients that belongs to each group, from the least to the most
+    often sent ones."""
     found = np.array([each.sum() for each in np.array_split(np.sort(counts), GROUPS)], dtype=float)
     return found / max(1.0, float(found.sum()))
 

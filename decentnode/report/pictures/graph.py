@@ -1,4 +1,4 @@
-"""Pictures of graphs."""
+"""Draws graphs."""
 
 from __future__ import annotations
 
@@ -16,25 +16,26 @@ if TYPE_CHECKING:
 
 MAX_PANELS = 8
 MAX_LABELLED = 128
-"""Most nodes of a graph that is drawn with numbers; more leave no room for them."""
+"""A graph with more nodes is drawn without their numbers, for lack of space."""
 POINTS = 72
-"""Per inch."""
+"""Typographic points per inch."""
 SMALLEST_PANEL, LARGEST_PANEL, LARGEST_OF_SEVERAL = 4.6, 11.0, 7.0
-"""Inches."""
+"""Side lengths of a panel, in inches."""
 INCHES_PER_NODE = 0.125
-"""Of the panel's side, so that numbers on a circle can be read."""
+"""Side length of a panel per node, so that numbers on a circle can be read."""
 MAX_DIAMETER = 26.0
-"""Of a node, in points."""
+"""Maximum diameter of a node, in points."""
 NODE_SHARE = 0.8
-"""Of the distance between two nodes that a node's diameter takes."""
+"""Diameter of a node as a fraction of the distance between two nodes."""
 FONT_SHARE = 0.46
-"""Of its diameter that its number is high."""
+"""Font size of a node's number as a fraction of the node's diameter."""
 
 Places = dict[int, tuple[float, float]]
 
 
 def draw_graph(graph: Topology, path: Path) -> None:
-    """Draw a graph into a file, a panel per round of its period. Raises EnvironmentFault when it cannot be written."""
+    """Writes a picture of a graph to a file, a panel per round of its period. Raises EnvironmentFault if it cannot be
+    written."""
     try:
         figure_of(graph).savefig(path, dpi=130)
     except OSError as error:
@@ -42,7 +43,7 @@ def draw_graph(graph: Topology, path: Path) -> None:
 
 
 def figure_of(graph: Topology) -> Figure:
-    """Returns a picture of a graph, a panel per round of its period, that is none of pyplot's."""
+    """Returns a picture of a graph, a panel per round of its period. pyplot does not manage the figure."""
     panels = min(graph.period or MAX_PANELS, MAX_PANELS)
     columns = min(panels, 4)
     rows = math.ceil(panels / columns)
@@ -75,7 +76,7 @@ def _draw(axis: Axes, graph: Topology, round: int, places: Places, side: float) 
                             "alpha": 0.75 if many else 1.0, "node_size": diameter**2}  # fmt: skip
     around = _around(graph, list(drawn.edges))
     networkx.draw_networkx_edges(drawn, places, edgelist=[e for e in drawn.edges if e not in around], **look)
-    if around:  # from one border of a torus to the other, past the nodes between them
+    if around:  # wrap-around edges of a torus, curved to pass the nodes between their ends
         networkx.draw_networkx_edges(drawn, places, edgelist=sorted(around), arrows=True, arrowstyle="-",
                                      connectionstyle="arc3,rad=0.09", **look)  # fmt: skip
     networkx.draw_networkx_nodes(drawn, places, ax=axis, node_color="#1f5fa8", node_size=diameter**2)
@@ -105,7 +106,7 @@ def _places(graph: Topology) -> Places:
 
 
 def _around(graph: Topology, edges: list[tuple[int, int]]) -> set[tuple[int, int]]:
-    """Returns the edges of a grid that lead from one border to the other."""
+    """Returns the wrap-around edges of a grid, which lead from one border to the opposite one."""
     grid = _grid(graph)
     if grid is None:
         return set()
@@ -114,7 +115,7 @@ def _around(graph: Topology, edges: list[tuple[int, int]]) -> set[tuple[int, int
 
 
 def _diameter(graph: Topology, side: float) -> float:
-    """Returns the diameter of a node in points: as large as its neighbors in the picture leave room for."""
+    """Returns the diameter of a node in points, the largest that keeps neighboring nodes apart."""
     radius = POINTS * side / 2 / 1.12
     grid = _grid(graph)
     apart = 2 * radius / (max(grid) - 1) if grid else 2 * radius * math.sin(math.pi / max(graph.num_nodes, 2))

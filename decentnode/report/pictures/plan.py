@@ -1,4 +1,4 @@
-"""The picture of a plan: throughput and time to consensus of every candidate."""
+"""Plots a plan: throughput and time to consensus of every candidate."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 from decentnode.report.pictures.plots import COLORS, empty, save
 
 MOST_NAMES = 12
-"""Candidates that are named beside the picture, best ranked first, and all that nothing beats."""
+"""Candidates that are named beside the picture, best ranked first; all Pareto-optimal ones are named in any case."""
 
 
 def plot(rows: Sequence[tuple[str, float, float | None, bool]], target: float, path: Path) -> None:
-    """Draws candidates as (name, samples per second, seconds to consensus or None for never, whether nothing beats it),
-    in the order of their ranks. Raises EnvironmentFault when the file cannot be written."""
+    """Plots candidates given as (name, samples per second, seconds to consensus or None for never, whether it is
+    Pareto-optimal), in the order of their ranks. Raises EnvironmentFault if the file cannot be written."""
     figure = empty(11, 4.8)
     panel = figure.subplots()
     reached = [slow for _, _, slow, _ in rows if slow is not None]

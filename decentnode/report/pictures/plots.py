@@ -1,4 +1,4 @@
-"""Plots of runs: what tasks measure, loss and consensus distance over rounds, seconds and bytes."""
+"""Plots of runs: the tasks' metrics, loss and consensus distance over rounds, seconds and bytes."""
 
 from __future__ import annotations
 
@@ -19,43 +19,45 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
-"""Okabe and Ito (2008), told apart by color-blind readers too."""
+"""Okabe and Ito (2008): color-blind readers can distinguish them too."""
 DASHES = ("-", "-.", ":")
-"""Line styles of the first lines, and of later ones that reuse their colors; merged models are dashed."""
+"""Line styles: the first for the first len(COLORS) lines, the others for later lines, which reuse the colors; merged
+models are dashed."""
 SUFFIXES = (".png", ".pdf", ".svg")
 UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "bytes"))
 MERGED = "merged model"
 WIDTH_SHARE = 0.97
-"""Largest share of the figure's width that a legend or a title takes."""
+"""Largest fraction of the figure's width that a legend or a title takes."""
 
 FEW = 2
-"""Points, at most, that no line joins: nobody knows the way from one to the other."""
+"""Up to this many points are not joined by a line: the course between them is unknown."""
 MOST = 400
-"""Points of a line: of more, as the losses of thousands of rounds are, nothing would be seen but their noise."""
+"""Most points of a line. Longer curves, such as the losses of thousands of rounds, are averaged in blocks: otherwise
+only noise would be visible."""
 FAR_APART = 5.0
-"""Lines whose bytes differ by more than this factor share a logarithmic axis."""
+"""If the final bytes of lines differ by more than this factor, the axis is logarithmic."""
 PAPER_SUFFIXES = (".pdf", ".svg")
 PAPER_WIDTH, PAPER_HEIGHT = 3.3, 2.3
 """Inches: one column of a two-column page."""
 PAGE_WIDTH = 7.0
 """Inches: both columns."""
 NARROW = 24
-"""Characters of a line below a panel that is one of four side by side."""
+"""Characters per line of an axis label below one of four panels side by side."""
 PAPER: dict[str, Any] = {
     "font.family": "sans-serif", "font.sans-serif": ["Arial", "Helvetica", "DejaVu Sans"], "font.size": 8,
     "axes.labelsize": 8, "xtick.labelsize": 7, "ytick.labelsize": 7, "legend.fontsize": 7, "axes.linewidth": 0.6,
     "xtick.major.width": 0.6, "ytick.major.width": 0.6, "lines.linewidth": 1.1,
-    "pdf.fonttype": 42, "ps.fonttype": 42,  # outlines that can be searched and edited; publishers refuse Type 3
+    "pdf.fonttype": 42, "ps.fonttype": 42,  # TrueType fonts, which can be searched and edited; publishers refuse Type 3
 }  # fmt: skip
 
 
 def plot(
     lines: Sequence[Line], metrics: Sequence[str], axes: Sequence[str], path: Path, paper: bool = False
 ) -> list[str]:
-    """Write what `draw` draws. Returns the labels of lines that no panel has anything of.
+    """Draws like `draw` and writes the figure to a file. Returns the labels of lines that appear in no panel.
 
     paper: one panel as wide as a column, as PDF or SVG. The suffix of `path` chooses the format. Raises UsageError as
-    `draw` and `write`, EnvironmentFault when the file cannot be written.
+    `draw` and `write` do, EnvironmentFault if the file cannot be written.
     """
     if paper and (len(metrics), len(axes)) != (1, 1):
         raise UsageError(f"--paper needs one panel, got {len(metrics)} x {len(axes)}")
@@ -71,8 +73,8 @@ def plot(
 
 
 def write(drawn: Callable[[], Figure], path: Path, paper: bool = False) -> None:
-    """Write a figure, drawn in the style of papers where it is for one. Raises UsageError for a suffix of no format,
-    EnvironmentFault when the file cannot be written."""
+    """Draws a figure, for papers in their style, and writes it to a file. Raises UsageError for an unknown suffix,
+    EnvironmentFault if the file cannot be written."""
     suffixes = PAPER_SUFFIXES if paper else SUFFIXES
     if path.suffix not in suffixes:
         raise UsageError(f"the picture's name must end in {', '.join(suffixes)}, got {path.name}")
@@ -84,8 +86,8 @@ def write(drawn: Callable[[], Figure], path: Path, paper: bool = False) -> None:
 
 
 def save(figure: Figure, path: Path, remedy: str = "") -> None:
-    """Write a figure in the format of the path's suffix. Raises EnvironmentFault, which says the `remedy`, when the
-    file cannot be written."""
+    """Writes a figure in the format of the path's suffix. Raises EnvironmentFault, whose text ends with `remedy`, if
+    the file cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=150)
@@ -94,8 +96,8 @@ def save(figure: Figure, path: Path, remedy: str = "") -> None:
 
 
 def empty(width: float, height: float) -> Figure:
-    """Returns a figure of this size in inches. It is none of pyplot's: nobody has to close it, and the program's own
-    backend stays. It shows itself in a notebook, whatever backend that has."""
+    """Returns an empty figure of this size in inches. pyplot does not manage it: nobody has to close it, and the
+    program's backend is unchanged. Notebooks display it with any backend."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -110,7 +112,7 @@ def empty(width: float, height: float) -> Figure:
 
 
 def sign(figure: Figure, text: str) -> None:
-    """Write a small line into the lower right corner: where the figure comes from."""
+    """Writes a small line into the lower right corner that says where the figure comes from."""
     height = 11 / 72 / figure.get_figheight()
     figure.set_figheight(figure.get_figheight() + 11 / 72)
     engine: Any = figure.get_layout_engine()
@@ -121,11 +123,11 @@ def sign(figure: Figure, text: str) -> None:
 def draw(
     lines: Sequence[Line], metrics: Sequence[str], axes: Sequence[str], paper: bool = False
 ) -> tuple[Figure, list[str]]:
-    """(a figure, the labels of lines that no panel has anything of): one panel per metric (rows) and axis (columns), a
-    line for the mean over nodes, and seeds where there are several.
+    """Returns (a figure, the labels of lines that appear in no panel). The figure has one panel per metric (rows) and
+    axis (columns), and a line for the mean over nodes, and over seeds if there are several.
 
-    Bands go from the lowest to the highest node, or over a standard deviation of the seeds to either side. Raises
-    UsageError for an unknown metric or nothing to draw.
+    Bands span the lowest to the highest node, or one standard deviation over seeds to either side. Raises UsageError
+    for an unknown metric or if there is nothing to draw.
     """
     chosen = chosen_curves(lines, metrics)
     shape = (len(metrics), len(axes))
@@ -143,8 +145,9 @@ def draw(
 
 
 def draw_side_by_side(lines: Sequence[Line], metric: str, axis: str, paper: bool = False) -> Figure:
-    """Returns a figure with a panel for each value of the lines' `panel`, all of one scale: lines of one label have one
-    color. paper: as wide as a page. Raises UsageError for an unknown metric or nothing to draw."""
+    """Returns a figure with a panel for each value of the lines' `panel`, all with the same axes; lines with the same
+    label have the same color. paper: as wide as a page. Raises UsageError for an unknown metric or if there is nothing
+    to draw."""
     curve = chosen_curves(lines, [metric])[metric]
     titles = [*dict.fromkeys(line.panel for line in lines)]
     columns = len(titles) if len(titles) <= 3 else min(4, -(-len(titles) // 2))
@@ -176,11 +179,11 @@ def draw_side_by_side(lines: Sequence[Line], metric: str, axis: str, paper: bool
 
 @dataclass(frozen=True)
 class _Across:
-    """What panels that share a horizontal axis have in common: one unit and one range, as one label stands below."""
+    """The unit, range and label shared by all panels above one horizontal axis."""
 
     unit: float
     most: float
-    """Where the longest line ends, in this unit."""
+    """The end of the longest line, in this unit."""
     apart: bool
     """Whether the axis is logarithmic."""
     label: str
@@ -203,7 +206,7 @@ def _across(lines: Sequence[Line], metrics: Iterable[str], axis: str) -> _Across
 
 
 def _panels(panels: Any, lines: Sequence[Line], metrics: Mapping[str, Curve], axes: Sequence[str]) -> set[int]:
-    """Draw all panels. Returns the numbers of the lines that appear in some panel."""
+    """Draws all panels. Returns the indices of the lines that appear in some panel."""
     drawn: set[int] = set()
     for column, axis in enumerate(axes):
         across = _across(lines, metrics, axis)
@@ -218,7 +221,7 @@ def _panels(panels: Any, lines: Sequence[Line], metrics: Mapping[str, Curve], ax
 
 
 def _log_bytes(panel: Axes, right: float) -> None:
-    """A logarithmic axis of bytes: of lines that send much less than others, a linear one shows nothing."""
+    """Makes an axis of bytes logarithmic: on a linear one, lines that send much less than others would be invisible."""
     least = min((x for line in panel.get_lines() for x in _positive(line.get_xdata())), default=right / 10)
     panel.set_xscale("log")
     panel.set_xlim(0.9 * least, right)
@@ -226,8 +229,8 @@ def _log_bytes(panel: Axes, right: float) -> None:
 
 
 def plain_logarithms(panel: Axes) -> None:
-    """Writes the numbers of a logarithmic horizontal axis out: side by side, powers of ten have no room for their
-    factors. Where it is not much more than a decade long, 2 and 5 times these are written, too."""
+    """Labels a logarithmic horizontal axis with plain numbers, as powers of ten with factors take too much space. If it
+    spans little more than a decade, the multiples by 2 and 5 are labeled too."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
@@ -248,15 +251,16 @@ def _panel(
     panel: Axes, lines: Sequence[Line], shown: tuple[str, Curve], axis: str, unit: float, positive: bool = False,
     only: str | None = None,
 ) -> set[int]:
-    """Draw all lines into one panel. unit: of the horizontal axis. positive: leave out what stands at 0 of it, where a
-    logarithmic axis has no place. only: draw the lines of this `panel`, of one scale with those of the others. Returns
-    the numbers of those that have values, which choose their colors."""
+    """Draws all lines into one panel. unit: of the horizontal axis. positive: leave out points at 0, which a
+    logarithmic axis cannot show. only: draw the lines of this `panel`, with the scale that all lines need. Returns the
+    indices of the lines that have values; the indices choose the colors."""
     metric, curve = shown
     labels = [*dict.fromkeys(line.label for line in lines)]
     numbers = [*range(len(lines))] if only is None else [labels.index(line.label) for line in lines]
 
     def of(line: Line, merged: bool = False) -> tuple[Series, int]:
-        """The points that are drawn, and of how many: a line joins them in all panels of a figure or in none."""
+        """Returns the points to draw and the number of points before `positive` removed any. This number decides
+        whether a line joins them, so that all panels of a figure agree."""
         series = line.series(metric, axis, merged)
         return (series.above(0.0) if positive else series), len(series.x)
 
@@ -295,16 +299,16 @@ def _panel(
 
 
 def whole_rounds(panel: Axes) -> None:
-    """Marks whole numbers alone on the horizontal axis."""
+    """Restricts the ticks of the horizontal axis to integers."""
     from matplotlib.ticker import MaxNLocator
 
     panel.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
 
 
 def _floor(curves: Sequence[Sequence[float]]) -> float | None:
-    """Returns where a logarithmic scale ends below, 0 for wherever the values do; None where they span less than half a
-    decade, for a linear one. Before the first round all nodes have one model, but for the last bits: the scale is not
-    stretched to show them."""
+    """Returns the lower end of a logarithmic scale, 0 to let the values determine it; None for a linear scale, if the
+    values span less than a factor of 5 or are not positive. Before the first round all models are equal up to rounding:
+    the scale does not extend to such tiny distances."""
     values = [value for curve in curves for value in curve]
     later = [value for curve in curves for value in curve[1:]] or values
     above = _positive(values)
@@ -319,7 +323,7 @@ def _unit(largest: Sequence[float]) -> tuple[float, str]:
 
 
 def _title(figure: Figure, lines: Sequence[Line]) -> None:
-    """Write the title: what means and bands are taken over, and the name of a single line."""
+    """Writes the title: over what means and bands are taken, and the name of a single line."""
     several = sorted({len(line.runs) > 1 for line in lines})
     bands = {False: "band from lowest to highest node", True: "band of one standard deviation over seeds"}
     if len(lines) == 1:
@@ -335,7 +339,7 @@ def _title(figure: Figure, lines: Sequence[Line]) -> None:
 
 
 def title(figure: Figure, text: str) -> None:
-    """Write a title, on as many lines as it needs. The figure grows by their height."""
+    """Writes a title on as many lines as it needs. The figure grows by their height."""
     written = figure.suptitle(text, fontsize="medium")
     renderer, characters = figure.canvas.get_renderer(), len(text)  # type: ignore[attr-defined]
     height = written.get_window_extent(renderer).height
@@ -346,7 +350,7 @@ def title(figure: Figure, text: str) -> None:
 
 
 def legend(figure: Figure, handles: Sequence[Any], labels: list[str]) -> None:
-    """Draw the legend below the panels, in as many columns as fit into the width. The figure grows by its height."""
+    """Draws the legend below the panels, in as many columns as fit the width. The figure grows by its height."""
     renderer = figure.canvas.get_renderer()  # type: ignore[attr-defined]
     room = WIDTH_SHARE * figure.bbox.width
 
@@ -360,7 +364,7 @@ def legend(figure: Figure, handles: Sequence[Any], labels: list[str]) -> None:
             break
         if columns > 1:
             shown.remove()
-    else:  # not even one name fits into a line
+    else:  # not even one name fits the width
         characters = max(map(len, labels))
         while box.width > room and characters > 8:
             shown.remove()
@@ -370,7 +374,7 @@ def legend(figure: Figure, handles: Sequence[Any], labels: list[str]) -> None:
 
 
 def _name_lines(figure: Figure, lines: Sequence[Line], drawn: set[int]) -> None:
-    """Write the legend: every line that appears in a panel, and the meaning of dashes. drawn: numbers of `lines`."""
+    """Writes the legend: every line that appears in a panel, and the meaning of dashes. drawn: indices of `lines`."""
     from matplotlib.lines import Line2D
 
     merged = [line for panel in figure.axes for line in panel.get_lines() if line.get_label() == MERGED]

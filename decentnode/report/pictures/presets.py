@@ -1,4 +1,4 @@
-"""Figures with a question of their own: nodes side by side, agreement, the merged model, and what a target costs."""
+"""Figures that answer one question each: nodes side by side, agreement, the merged model, and the cost of a target."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 LEVELS = 60
-"""Values between the first and the best to which costs are found."""
+"""Number of levels between the first and the best value for which costs are computed."""
 
 
 def heat_map(lines: Sequence[Line], metric: str, axes: Sequence[str], paper: bool = False) -> Figure:  # noqa: ARG001
-    """Returns a row per node and a column per evaluation (or round), colored by the value of the node. Of several seeds
-    the first run is shown. Raises UsageError for more than one line, or nothing to draw."""
+    """Returns a heat map with a row per node and a column per evaluation (or round), colored by the node's value. With
+    several seeds the first run is shown. Raises UsageError for more than one line, or if there is nothing to draw."""
     curve = chosen_curves(lines, [metric])[metric]
     if len(lines) > 1:
         names = ", ".join(each.label for each in lines)
@@ -67,7 +67,7 @@ def heat_map(lines: Sequence[Line], metric: str, axes: Sequence[str], paper: boo
 
 
 def _edges(places: Sequence[float]) -> list[float]:
-    """Returns where columns begin and end: in the middle between two places."""
+    """Returns the borders of columns: the midpoints between two positions."""
     if len(places) == 1:
         return [places[0] - 0.5, places[0] + 0.5]
     middles = [(a + b) / 2 for a, b in itertools.pairwise(places)]
@@ -75,8 +75,8 @@ def _edges(places: Sequence[float]) -> list[float]:
 
 
 def consensus(lines: Sequence[Line], metric: str, axes: Sequence[str], paper: bool = False) -> Figure:  # noqa: ARG001
-    """Returns the metric against the consensus distance at the same evaluations, a path per experiment: its end is a
-    large dot. The evaluation before the first round, where all models are one, is left out. Raises UsageError."""
+    """Returns the metric against the consensus distance at the same evaluations, a path per experiment that ends in a
+    large dot. The evaluation before the first round, when all models are equal, is left out. Raises UsageError."""
     curve = chosen_curves(lines, [metric])[metric]
     figure = empty(*((PAPER_WIDTH, PAPER_HEIGHT) if paper else (6.2, 4.2)))
     panel = figure.subplots()
@@ -103,7 +103,8 @@ def consensus(lines: Sequence[Line], metric: str, axes: Sequence[str], paper: bo
 
 def merged(lines: Sequence[Line], metric: str, axes: Sequence[str], paper: bool = False) -> Figure:
     """Returns two panels: the nodes' own models and, dashed, the merged one; and by how much the merged one is better.
-    Bands are standard deviations over seeds. Raises UsageError for a metric without a merged model."""
+    Bands are standard deviations over seeds. Raises UsageError for a metric that is not measured for the merged
+    model."""
     curve = chosen_curves(lines, [metric])[metric]
     if not curve.merged:
         raise UsageError(f"{metric} is not measured for the merged model")
@@ -142,8 +143,8 @@ def merged(lines: Sequence[Line], metric: str, axes: Sequence[str], paper: bool 
 
 
 def _gap(line: Line, metric: str, axis: str, sign: int) -> tuple[list[float], list[float], list[float]]:
-    """Returns (positions, mean over seeds of how much better the merged model is, standard deviation), for the rounds
-    that all runs have. The difference is taken run by run: both are models of one run."""
+    """Returns (positions, mean over seeds of how much better the merged model is, standard deviation) for the rounds
+    that all runs have. The difference is taken within each run."""
     found = []
     for run in line.runs:
         own, of_all = run.by_round(metric, axis), run.by_round(metric, axis, merged=True)
@@ -156,8 +157,8 @@ def _gap(line: Line, metric: str, axis: str, sign: int) -> tuple[list[float], li
 
 
 def target(lines: Sequence[Line], metric: str, axes: Sequence[str], paper: bool = False) -> Figure:
-    """Returns a panel per axis: what it cost until the mean over the nodes was as good as the value below. Of several
-    seeds the mean of the runs, and a band of one standard deviation, as far as all of them came. Raises UsageError."""
+    """Returns a panel per axis: the cost until the mean over the nodes reached each value. With several seeds: the mean
+    of the runs and a band of one standard deviation, for the values that all of them reached. Raises UsageError."""
     curve = chosen_curves(lines, [metric])[metric]
     figure = empty(*((PAPER_WIDTH, PAPER_HEIGHT * (1 if len(axes) == 1 else 0.8 * len(axes))) if paper
                      else (0.8 + 4.2 * len(axes), 3.9)))  # fmt: skip
@@ -176,7 +177,7 @@ def target(lines: Sequence[Line], metric: str, axes: Sequence[str], paper: bool 
             panel.plot(levels, means, _dashes(index), color=_color(index), drawstyle="steps-pre")
             if len(line.runs) > 1:
                 spread = [statistics.stdev(each) / unit[0] for each in costs]
-                least = [min(each) / unit[0] for each in costs]  # no deviation reaches below, also where it is large
+                least = [min(each) / unit[0] for each in costs]  # the band ends there at the lowest
                 panel.fill_between(levels, [max(m - s, low) for m, s, low in zip(means, spread, least, strict=True)],
                                    [m + s for m, s in zip(means, spread, strict=True)], step="pre",
                                    color=_color(index), alpha=0.18, linewidth=0)  # fmt: skip
@@ -193,7 +194,7 @@ def target(lines: Sequence[Line], metric: str, axes: Sequence[str], paper: bool 
 
 
 def _costs(line: Line, metric: str, axis: str) -> tuple[list[float], list[list[float]]]:
-    """Returns levels that all runs of a line came to, and what each run took for each."""
+    """Returns the levels that all runs of a line reached, and the cost of each run for each level."""
     first = line.runs[0].measured
     better = better_of(metric, first)
     choose: Callable[..., float] = max if better == "higher" else min
@@ -201,7 +202,7 @@ def _costs(line: Line, metric: str, axis: str) -> tuple[list[float], list[list[f
     if not all(means):
         return [], []
     begin, end = choose(each[0] for each in means), (min if better == "higher" else max)(choose(m) for m in means)
-    if choose(begin, end) == begin:  # also where a seed began better than another became
+    if choose(begin, end) == begin:  # also if one seed began better than another one ended
         return [], []
     positions = [run.by_round(metric, axis) for run in line.runs]
     levels, costs = [], []
@@ -215,7 +216,7 @@ def _costs(line: Line, metric: str, axis: str) -> tuple[list[float], list[list[f
     return levels, costs
 
 
-# -- what they share ------------------------------------------------------------------------------------------
+# -- shared by the presets --------------------------------------------------------------------------------------
 
 
 def _color(index: int) -> str:
@@ -227,7 +228,7 @@ def _dashes(index: int) -> Any:
 
 
 def _unit(lines: Sequence[Line], metric: str, axis: str) -> tuple[float, str]:
-    """Returns the unit of an axis of bytes, and what labels say of it; 1 for others."""
+    """Returns the unit of an axis of bytes and its suffix for labels; 1 and "" for other axes."""
     if axis != "bytes":
         return 1.0, ""
     most = max((x for line in lines for x in line.series(metric, axis).x), default=1.0)
@@ -244,7 +245,7 @@ def _finish(
     figure: Figure, panel: Axes, lines: Sequence[Line], drawn: Sequence[int], paper: bool, text: str,
     *, dashed: bool = False, bands: bool = True,
 ) -> None:
-    """Write title and legend. dashed: whether dashes are the merged model. bands: whether there are any."""
+    """Writes title and legend. dashed: whether dashes show the merged model. bands: whether the figure has bands."""
     from matplotlib.lines import Line2D
 
     _plain(panel)
@@ -266,12 +267,12 @@ PRESETS: dict[str, Callable[..., Figure]] = {
 }  # fmt: skip
 """By name: a function of (lines, metric, axes, paper) that returns a figure."""
 AXES_OF = {"heat-map": ("rounds",), "consensus": ("rounds",), "merged": ("rounds",), "target": ("seconds", "bytes")}
-"""The axes of a preset where none is chosen."""
+"""The axes of a preset if the user chooses none."""
 
 
 def draw(name: str, lines: Sequence[Line], metric: str = "all", axis: str = "all", paper: bool = False) -> Figure:
-    """Returns the figure of a preset. metric: the tasks' main one where it is "all". Raises UsageError for a name that
-    none has, and as the presets do."""
+    """Returns the figure of a preset. metric: "all" stands for the tasks' main one. Raises UsageError for an unknown
+    name, and as the presets do."""
     if name not in PRESETS:
         raise UsageError(f"preset must be one of curves, {', '.join(PRESETS)}, got {name!r}")
     metric = overview(lines)[0] if metric == "all" else metric

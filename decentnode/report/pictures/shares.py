@@ -1,4 +1,4 @@
-"""Who has which training samples: a table for the terminal, and a picture."""
+"""Shows which node has which training samples: a table for the terminal, and a picture."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from decentnode.samples import AnySamples, ImageFiles, Samples
 
 LEVELS = " ▁▂▃▄▅▆▇█"
 MOST_CLASSES = 100
-"""More classes have no column in the terminal."""
+"""With more classes, the terminal shows no column per class."""
 
 
 @dataclass(frozen=True)
@@ -23,12 +23,12 @@ class Shares:
 
     sizes: list[int]
     classes: np.ndarray | None
-    """[nodes, C] samples of every class; None where the targets are no classes."""
+    """[nodes, C] number of samples of every class; None if the targets are not classes."""
     keys: list[int] | None
-    """How many writers, speakers or users a node has; None where samples have no such keys."""
+    """How many writers, speakers or users each node has; None if samples have no such keys."""
 
     def facts(self) -> list[dict[str, Any]]:
-        """One dict per node, for JSON."""
+        """Returns one dict per node, for JSON."""
         found: list[dict[str, Any]] = [{"node": uid, "samples": size} for uid, size in enumerate(self.sizes)]
         for uid, each in enumerate(found):
             if self.classes is not None:
@@ -39,7 +39,7 @@ class Shares:
 
 
 def shares_of(data: OpenedData) -> Shares:
-    """The shares of the nodes whose files are here. Raises DataError."""
+    """Returns the shares of the nodes whose files are on this machine. Raises DataError."""
     sizes: list[int] = []
     classes: list[np.ndarray] = []
     keys: list[int] = []
@@ -56,7 +56,8 @@ def shares_of(data: OpenedData) -> Shares:
 
 
 def lines(shares: Shares) -> list[str]:
-    """Returns one line per node. A class's column is as high as its samples are, of the most that a node has of one."""
+    """Returns one line per node. The height of a class's bar is its number of samples, relative to the node's most
+    frequent class."""
     bars = shares.classes if shares.classes is not None and shares.classes.shape[1] <= MOST_CLASSES else None
     head = "node    samples" + ("  classes" if shares.classes is not None else "") + (
         "     keys" if shares.keys is not None else "") + ("  samples of each class" if bars is not None else "")
@@ -68,7 +69,7 @@ def lines(shares: Shares) -> list[str]:
         if shares.keys is not None:
             line += f" {shares.keys[uid]:8,}"
         if bars is not None:
-            # Any sample shows: only none is a blank.
+            # Rounded up, so that only a class without samples is blank
             heights = np.ceil(bars[uid] * (len(LEVELS) - 1) / max(bars.max(), 1)).astype(int)
             line += "  |" + "".join(LEVELS[height] for height in heights) + "|"
         found.append(line)
@@ -76,7 +77,7 @@ def lines(shares: Shares) -> list[str]:
 
 
 def draw(shares: Shares, path: Path, title: str) -> None:
-    """Write a picture: a circle per node and class whose area is the number of samples, or a bar per node. Raises
+    """Writes a picture: a circle per node and class whose area is the number of samples, or a bar per node. Raises
     UsageError."""
     if path.suffix not in (".png", ".pdf", ".svg"):
         raise UsageError(f"{path}: must end in .png, .pdf or .svg")
@@ -107,15 +108,15 @@ def draw(shares: Shares, path: Path, title: str) -> None:
 
 
 def normalization(data: OpenedData) -> dict[str, Any]:
-    """By which scale and offset, of each channel where these differ, inputs come to the model; empty where they come as
-    they are, or as a Dataset makes them."""
+    """Returns the scale and offset that are applied to inputs, per channel if they differ; empty if inputs are
+    unchanged or a Dataset transforms them."""
     samples = _first(data)
     known = isinstance(samples, ImageFiles) or (isinstance(samples, Samples) and not samples.ids)
     return {name: getattr(samples, name) for name in ("scale", "offset")} if known else {}
 
 
 def inputs(data: OpenedData) -> str:
-    """In a line what the model gets as inputs."""
+    """Returns a line that describes the model's inputs."""
     samples, shape = _first(data), f"inputs {[*data.spec.input_shape]}"
     if isinstance(samples, ImageFiles):
         return f"{shape} read from files, times {_text(samples.scale)}, plus {_text(samples.offset)}"
@@ -138,8 +139,8 @@ def _text(value: float | tuple[float, ...]) -> str:
 
 
 def tested(data: OpenedData) -> int:
-    """How many test samples a node's own model is tested on, the most that any has where each has a part; those of the
-    test set where nodes are tested on samples of their own."""
+    """Returns the number of test samples for a node's own model: if each node has a part of the test set, the size of
+    the largest part; if nodes are tested on samples of their own, the size of the test set."""
     sampled = data.tested() if data.test != "own" else None
     count = data.dataset().num_test() if sampled is None else len(sampled)
     return -(-count // data.num_nodes) if data.sharded else count

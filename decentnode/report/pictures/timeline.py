@@ -1,4 +1,4 @@
-"""A picture of virtual time: a row per node, in it the steps, transfers and waits of each round."""
+"""Draws virtual time: a row per node with the steps, transfers and waits of each round."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import numpy as np
 from decentnode.report.pictures.plots import COLORS, empty, save
 
 MOST_NODES, MOST_ROUNDS = 32, 12
-"""What one picture shows: the first nodes and rounds."""
+"""A picture shows the first nodes and rounds, at most this many."""
 
 
 def plot(begin: np.ndarray, computed: np.ndarray, end: np.ndarray, path: Path) -> None:
-    """Draws the first rounds of the first nodes. Arrays are [rounds, N] seconds. Raises EnvironmentFault when the file
+    """Draws the first rounds of the first nodes. Arrays are [rounds, N] seconds. Raises EnvironmentFault if the file
     cannot be written."""
     rounds, nodes = min(MOST_ROUNDS, begin.shape[0]), min(MOST_NODES, begin.shape[1])
     figure = empty(9, 1.2 + 0.26 * nodes)

@@ -1,1 +1,1 @@
-"""What is read of the folders of runs: curves, what single numbers tell of them, the state of a run that goes on."""
+"""Reads run folders: curves, figures derived from them, groups of repeats, and the progress of a running experiment."""

@@ -1,4 +1,4 @@
-"""Tables on narrow terminals."""
+"""Fits tables to narrow terminals."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Column, Table
 
 LEAST_OF_WORDS = 8
-"""To so many characters a column of words is cut before another column is left out."""
+"""A column of words is cut to this many characters before a whole column is left out."""
 
 
 class Fitting:
-    """A table that leaves columns out where the console is too narrow for them: numbers that are cut in half say
-    nothing."""
+    """A table that leaves out columns if the console is too narrow: numbers that are cut in half would be useless."""
 
     def __init__(self, table: Table, spare: Sequence[str], words: Collection[str] = ()) -> None:
-        """spare: headings of the columns that may go, the first of them first. words: those that may be cut."""
+        """spare: headings of the columns that may be left out, in this order. words: headings of the columns that may
+        be cut."""
         self._table, self._spare, self._words = table, spare, words
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -39,7 +39,7 @@ class Fitting:
         yield made
 
     def _need(self, console: Console, column: Column) -> int:
-        """Returns the least width: headings are broken between words, of the rest only `words` are cut."""
+        """Returns the minimum width: headings are wrapped between words; of the cells only those of `words` are cut."""
         whole = max((console.measure(each).maximum for each in column.cells), default=0)
         heading = max(map(len, str(column.header).split()), default=0)
         return max(heading, min(whole, LEAST_OF_WORDS) if str(column.header) in self._words else whole)

@@ -1,6 +1,6 @@
-"""Figures of a run whose nodes are in rounds of their own, by the rounds of the furthest node: what all of them had
-when it had finished these. Joined by their own rounds, nodes of different speed were compared at different times, and
-lines over time went back."""
+"""Figures of runs whose nodes do not wait for each other, by the rounds of the furthest node: the values of all nodes
+at the moment when it finished each round. Averaging the nodes by their own round numbers would compare values of
+different times, and curves over time would go backwards."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ Found = Mapping[int, Mapping[int, tuple[float, float]]]
 
 @dataclass(frozen=True)
 class At:
-    """What the nodes had when the furthest had finished a round."""
+    """The values of the nodes at the moment when the furthest node had finished a round."""
 
     time: float
     values: list[float]
-    """Linear between two records of a node, its last one after them; without nodes that had none yet."""
+    """Interpolated linearly between two records of a node, its last value after them; nodes without a record so far are
+    left out."""
 
 
 def are_apart(nodes: Iterable[Sequence[Mapping[str, Any]]]) -> bool:
-    """Whether the last node to finish some round did so after all nodes that finished a later one. Nodes that wait for
-    each other do not, as each of them finishes its rounds in order."""
+    """Returns whether for some round, its last node finished it later than all nodes finished a later round. That
+    cannot happen if nodes wait for each other, as each node finishes its rounds in order."""
     last: dict[int, float] = {}
     for records in nodes:
         for record in records:
@@ -38,8 +39,9 @@ def are_apart(nodes: Iterable[Sequence[Mapping[str, Any]]]) -> bool:
 
 
 def by_furthest(found: Found, nodes: Mapping[int, Sequence[Mapping[str, Any]]]) -> dict[int, At]:
-    """Returns rounds finished -> what the nodes had when the first had finished them; for the last, what they had in
-    the end. Without rounds of which nothing was told before one had finished the next. nodes: all records by uid."""
+    """Returns rounds finished -> the nodes' values when the first node had finished them; for the last round, their
+    final values. Rounds that no node reported before one had finished the next are left out. nodes: all records by
+    uid."""
     if not found:
         return {}
     told: dict[int, list[tuple[float, float]]] = {}
@@ -58,11 +60,11 @@ def by_furthest(found: Found, nodes: Mapping[int, Sequence[Mapping[str, Any]]]) 
     there = {uid: [(max(begin, each[0, 0]), end) for begin, end in _there(nodes[uid])] for uid, each in points.items()}
     at = {r: At(time, [values[uid][place] for uid, each in there.items() if any(a <= time <= b for a, b in each)])
           for place, (r, time) in enumerate(first.items())}  # fmt: skip
-    return {r: each for r, each in at.items() if each.values}  # of records without a time there are none
+    return {r: each for r, each in at.items() if each.values}  # records without a time give none
 
 
 def _finished(nodes: Iterable[Sequence[Mapping[str, Any]]]) -> dict[int, float]:
-    """Returns rounds finished -> when the first node had finished them."""
+    """Returns rounds finished -> the time at which the first node had finished them."""
     found: dict[int, float] = {}
     for records in nodes:
         for record in records:
@@ -73,14 +75,14 @@ def _finished(nodes: Iterable[Sequence[Mapping[str, Any]]]) -> dict[int, float]:
 
 
 def _there(records: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
-    """Returns from when to when a node was there: a node that comes back goes on in a later round. The others may be
-    told of for a round longer than a node."""
+    """Returns the intervals in which a node took part: a node that comes back continues in a later round. Each interval
+    is extended by the node's longest round, as the others may still report values of it for that long."""
     found: list[list[float]] = []
     finished, longest = 0, 0.0
     for record in records:
         kind, time = record.get("kind"), record.get("time", 0.0)
         if kind not in ("round", "evaluation"):
-            continue  # one that comes back tells of its generation before it makes a round
+            continue  # a node that comes back records its generation before its first round
         rounds = record["round"] + int(kind == "round")
         if not found or rounds > finished + 1:
             found.append([time, time])
@@ -91,7 +93,7 @@ def _there(records: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
 
 def virtual_by_round(nodes: Iterable[Sequence[Mapping[str, Any]]]) -> dict[int, float]:
     """Returns rounds finished -> virtual seconds at which the first node had finished them; for the last, at which all
-    had ended."""
+    nodes had ended."""
     found: dict[int, float] = {}
     end = 0.0
     for records in nodes:

@@ -1,4 +1,4 @@
-"""What the task of a run measures, as the run itself tells it."""
+"""Reads what the task of a run measures, from the run's files."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ logger = logging.getLogger(__name__)
 
 FILE = "task.json"
 BEFORE = TaskMetrics("classification", (ACCURACY, LOSS))
-"""What runs measured that do not tell it, because they were made before there were other tasks."""
+"""The metrics of runs that do not record them, because they were made before there were other tasks."""
 
 
 def measured_in(summary: Mapping[str, Any]) -> TaskMetrics:
-    """Returns what the task of a run measures, from its summary or Facts (key `task`)."""
+    """Returns the metrics of a run's task, from its summary or Facts (key `task`)."""
     return told(summary["task"]) if summary.get("task") else BEFORE
 
 
 def told(found: Any) -> TaskMetrics:
-    """Returns the same from its plain form; that of classification where it cannot be read."""
+    """Returns the metrics from their plain form; those of classification if it is invalid."""
     try:
         return TaskMetrics.from_plain(found)
     except ValueError as error:
@@ -32,7 +32,7 @@ def told(found: Any) -> TaskMetrics:
 
 
 def measured_by(run: Path) -> TaskMetrics:
-    """Returns the same of a run directory, also while the run goes on."""
+    """Returns the metrics of a run directory, also while the run is in progress."""
     try:
         return told(json.loads((run / FILE).read_text(encoding="utf-8")))
     except (OSError, ValueError):
@@ -40,7 +40,7 @@ def measured_by(run: Path) -> TaskMetrics:
 
 
 def columns(every: Iterable[TaskMetrics]) -> tuple[Figure, ...]:
-    """Returns the columns in which runs are compared: those of their tasks, then what all runs have."""
+    """Returns the columns in which runs are compared: those of their tasks, then those that all runs have."""
     known: dict[str, Figure] = {}
     for measured in every:
         known |= {name: measured.by_name[name] for name in measured.compared if name not in BY_NAME}

@@ -1,4 +1,4 @@
-"""The state of a running experiment, gathered from the nodes' records, and its one-line form."""
+"""The progress of a running experiment, collected from the nodes' records, and its one-line form."""
 
 from __future__ import annotations
 
@@ -13,44 +13,45 @@ from decentnode.words import duration, names, number, size
 
 @dataclass
 class NodeState:
-    """The last known figures of one node."""
+    """The latest figures of one node."""
 
     uid: int
     heard: bool = False
-    """Whether it has said anything yet."""
+    """Whether it has sent a record yet."""
     rounds: int = 0
     """How many rounds it has finished."""
     loss: float | None = None
     metric: float | None = None
-    """The task's main metric of its own model."""
+    """The task's main metric of the node's own model."""
     evaluated: int = -1
     """The round after which it was evaluated."""
     sent_bytes: int = 0
     """By all of its processes."""
     earlier_bytes: int = 0
-    """By those before the present one, whose records count from 0."""
+    """By its earlier processes; the records of the present one count from 0."""
     lost: bool = False
-    """Whether the others go on without it."""
+    """Whether the other nodes continue without it."""
     round_seconds: float = 0.0
     wait_seconds: float = 0.0
-    """From the last known round."""
+    """In its latest round."""
     waited_for: int = -1
     waited_seconds: float = 0.0
 
 
     def count_bytes(self, of_process: int) -> None:
-        """Take in how much its process has sent."""
-        if self.earlier_bytes + of_process < self.sent_bytes:  # another process, of which nobody told
+        """Updates the sent bytes from the count of the node's present process."""
+        if self.earlier_bytes + of_process < self.sent_bytes:  # another process, whose start was not reported
             self.earlier_bytes = self.sent_bytes
         self.sent_bytes = self.earlier_bytes + of_process
 
 
 @dataclass(frozen=True)
 class Side:
-    """The members of one generation that goes on. There are several where a network is broken and each side goes on."""
+    """The members of one generation in progress. There are several if the network is partitioned and each part
+    continues."""
 
     number: int
-    """Of the generation; each side counts its own."""
+    """Number of the generation; each side counts its own."""
     members: frozenset[int]
 
     @property
@@ -60,7 +61,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Told:
-    """One node's evaluation, and its other figures at that moment: all of the same round."""
+    """One node's evaluation, with its loss and sent bytes in the same round."""
 
     record: Mapping[str, Any]
     loss: float | None
@@ -69,30 +70,33 @@ class Told:
 
 @dataclass
 class RunProgress:
-    """The state of all local nodes. `update` takes every record that comes."""
+    """The progress of all local nodes. `update` takes every record that arrives."""
 
     rounds: int
     """The number of rounds of the run."""
     nodes: dict[int, NodeState]
     sides: list[Side] = field(default_factory=list)
-    """The last reported generations that share no node, the one with the lowest uid first; none while all nodes take
+    """The latest reported generations that have no node in common, ordered by lowest uid; empty while all nodes take
     part."""
     latest: dict[str, Any] = field(default_factory=dict)
-    """The last evaluation that every local node has reported, or every one of a side, whose label is its `side`."""
+    """The latest evaluation that every local node has reported, or every one of a side, whose label is in its key
+    `side`."""
     evaluate_every: int = 0
     """Rounds between evaluations; 0: only after the last."""
     measured: TaskMetrics = BEFORE
     """What the run's task measures."""
     own_rounds: bool = False
-    """Whether nodes wait for no round of each other, and the first that has made all ends the run."""
+    """Whether nodes do not wait for each other's rounds; the first that has finished all rounds ends the run."""
     elsewhere: bool = False
-    """Whether the run has nodes on other machines, whose own figures do not come here: the mean is then that of all,
-    and the worst is of the nodes here."""
+    """Whether the run has nodes on other machines, whose own figures do not arrive here: then the mean covers all
+    nodes, but the worst value only the nodes here."""
     _evaluations: dict[int, dict[int, Told]] = field(default_factory=dict)
     _latest: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """The last evaluation by the side's label, of the present sides; "" while there is one."""
+    """The latest evaluation by the label of its side, of the present sides; the label is "" while there is only one
+    side."""
     _mark: tuple[float, int] | None = None
-    """When it was first asked how long it takes, and the round then: what came before is the start, or another run."""
+    """The time of the first call of `seconds_left` and the round at that time. Earlier rounds do not count: they
+    include the start, or belong to the run that was resumed."""
 
     @classmethod
     def of(
@@ -104,7 +108,7 @@ class RunProgress:
                    elsewhere=elsewhere)  # fmt: skip
 
     def update(self, uid: int, record: Mapping[str, Any]) -> bool:
-        """Take a record of a node. Returns whether it completes an evaluation of all local nodes."""
+        """Takes a record of a node. Returns whether it completes an evaluation of all local nodes."""
         node = self.nodes[uid]
         node.heard = True
         if record.get("kind") == "round":
@@ -127,8 +131,8 @@ class RunProgress:
         return self._complete(uid, round)
 
     def _complete(self, uid: int, round: int) -> bool:
-        """Returns whether all local nodes of this node's side have told of their evaluation after `round`, and if so
-        takes it as the side's latest."""
+        """Returns whether all local nodes of this node's side have reported their evaluation after `round`; if so,
+        makes it the side's latest."""
         label, nodes = next(((label, nodes) for label, nodes in self.parts() if uid in {each.uid for each in nodes}),
                             ("", []))  # fmt: skip
         known = self._evaluations[round]
@@ -139,7 +143,8 @@ class RunProgress:
         losses = [each.loss for each in told.values() if each.loss is not None]
         beside = [node.sent_bytes for node in self.nodes.values() if node.uid not in told]
         mean = {f"{main.name}_mean": sum(metrics) / len(metrics)} if metrics else {}
-        # of the nodes here, where each evaluates alone; else the record has that of all
+        # The mean over the nodes here, for runs in which each node evaluates alone; otherwise the record's mean over
+        # all nodes replaces it
         self.latest = self._latest[label] = {
             **mean, **told[uid].record, "round": round,
             "worst": (min if main.worst == "min" else max)(metrics, default=None),
@@ -154,18 +159,18 @@ class RunProgress:
         return True
 
     def lose(self, uid: int) -> None:
-        """The others go on without this node, until a generation has it again."""
+        """Marks a node as lost: the others continue without it, until a generation contains it again."""
         if uid in self.nodes:
             self.nodes[uid].lost = True
 
     def restart(self, uid: int) -> None:
-        """The node's next records are of a new process."""
+        """Notes that the node's next records come from a new process."""
         if uid in self.nodes:
             self.nodes[uid].earlier_bytes = self.nodes[uid].sent_bytes
 
     def _enter(self, side: Side) -> None:
-        """A node reported this generation: it is in the place of those that it shares nodes with, unless a later one
-        was reported before."""
+        """Handles a generation that a node reported: it replaces the sides with which it shares nodes, unless one of
+        them has a later generation."""
         met = [each for each in self.sides if not side.members.isdisjoint(each.members)]
         if any(each.number > side.number or each == side for each in met):
             return
@@ -176,8 +181,8 @@ class RunProgress:
             self.nodes[uid].lost = False
 
     def parts(self) -> list[tuple[str, list[NodeState]]]:
-        """Returns (label, local nodes) of each side that has local nodes; ("", those that take part) where there is
-        one; nothing where all are lost."""
+        """Returns (label, local nodes) of each side that has local nodes; ("", all nodes that take part) if there is
+        only one side; an empty list if all nodes are lost."""
         sides = [(side.label, side.members) for side in self.sides] or [("", frozenset(self.nodes))]
         found = [(label, [self.nodes[uid] for uid in sorted(members & self.nodes.keys()) if not self.nodes[uid].lost])
                  for label, members in sides]  # fmt: skip
@@ -186,7 +191,7 @@ class RunProgress:
 
     @property
     def evaluations(self) -> list[dict[str, Any]]:
-        """The latest evaluation of each of several sides that has one; of all nodes, the latest."""
+        """Returns the latest evaluation of each side that has one; with a single side, the latest of all nodes."""
         labels = [label for label, _ in self.parts()]
         if len(labels) < 2:
             return [self.latest] if self.latest else []
@@ -194,17 +199,18 @@ class RunProgress:
 
     @property
     def round(self) -> int:
-        """How many rounds every participating local node has finished."""
+        """Returns how many rounds every participating local node has finished."""
         return min((node.rounds for node in self.taking_part()), default=0)
 
     @property
     def done(self) -> int:
-        """How many rounds of the run are over: where nodes have rounds of their own, those of the furthest."""
+        """Returns how many rounds of the run are done; if nodes do not wait for each other, those of the furthest
+        node."""
         return max((node.rounds for node in self.taking_part()), default=0) if self.own_rounds else self.round
 
     @property
     def due(self) -> bool:
-        """Returns whether an evaluation after this round is still to come and will be reported."""
+        """Returns whether an evaluation after the present round is still to be reported."""
         parts = [] if self.own_rounds else self.parts()
         return any(self._due(min(node.rounds for node in nodes), label) for label, nodes in parts)
 
@@ -215,7 +221,7 @@ class RunProgress:
         return evaluated and latest.get("round", -1) < round
 
     def taking_part(self) -> list[NodeState]:
-        """The local nodes that are members of a generation that goes on."""
+        """Returns the local nodes that are members of a generation in progress."""
         return [node for _, nodes in self.parts() for node in nodes]
 
     @property
@@ -223,15 +229,15 @@ class RunProgress:
         return sum(node.sent_bytes for node in self.nodes.values())
 
     def slowest(self) -> NodeState | None:
-        """Returns the node that waited longest for one neighbor in its last known round."""
+        """Returns the node that waited longest for one neighbor in its latest round."""
         waiting = [node for node in self.taking_part() if node.waited_for >= 0]
         return max(waiting, key=lambda node: node.waited_seconds, default=None)
 
     def seconds_left(self, now: float) -> float | None:
-        """Returns the seconds to the last round, at the pace since this was asked first; None while that is not known.
+        """Returns the estimated seconds to the last round, at the speed since the first call; None while it is unknown.
 
-        now: `clock.now()`. The pace counts rounds made since, so that neither a slow start nor the rounds of a run that
-        goes on from a checkpoint are in it.
+        now: `clock.now()`. The speed counts only rounds since the first call, so that neither a slow start nor the
+        rounds before a resumed checkpoint distort it.
         """
         done = self.done
         if self._mark is None:
@@ -244,15 +250,15 @@ class RunProgress:
         return max(0.0, (now - since) / (done - first) * (self.rounds - done))
 
     def left_text(self, now: float) -> str:
-        """Returns how long the run still takes as the end of a line, " left=3min20s"; "" where that is not known."""
+        """Returns the estimated time left as the end of a line, " left=3min20s"; "" while it is unknown."""
         left = self.seconds_left(now)
         return "" if left is None or self.done >= self.rounds else f" left={duration(left).replace(' ', '')}"
 
     def evaluation_line(self, again: bool = False, evaluation: Mapping[str, Any] | None = None) -> str:
-        """Returns an evaluation as `round=20/60 loss=0.1234 acc_mean=0.930 ...`, with figures of that round alone; the
-        latest when None. That of a side begins with whose it is: `nodes=0-3 round=20/60 ...`.
+        """Returns an evaluation as `round=20/60 loss=0.1234 acc_mean=0.930 ...`, with figures of that round only; None:
+        the latest evaluation. The line of a side begins with its nodes: `nodes=0-3 round=20/60 ...`.
 
-        again: a line told of the round already, so that this one begins with `evaluated=20/60`.
+        again: an earlier line has reported the round, so this one begins with `evaluated=20/60`.
         """
         latest, main = evaluation or self.latest, self.measured.main
         here = "_here" if self.elsewhere else ""
@@ -269,7 +275,7 @@ class RunProgress:
 
     def line(self) -> str:
         """Returns the progress between evaluations as `round=24/60 loss=0.1234 ...`, without evaluations of earlier
-        rounds; of several sides `nodes=0-3 round=24/60 loss=0.1234, nodes=4-7 round=22/60 ...`."""
+        rounds; with several sides `nodes=0-3 round=24/60 loss=0.1234, nodes=4-7 round=22/60 ...`."""
         told = []
         for label, nodes in self.parts():
             losses = [node.loss for node in nodes if node.loss is not None]
@@ -281,8 +287,8 @@ class RunProgress:
         return self._with_costs([", ".join(told or [f"round=0/{self.rounds}"])], self.sent_bytes)
 
     def _own_metrics(self, nodes: list[NodeState]) -> list[str]:
-        """Of each node's last evaluation, where each evaluates its own model alone; once one is after a round, without
-        those before the first, whose models are not trained."""
+        """Returns mean and worst value of the nodes' latest evaluations, if each node evaluates its own model alone. As
+        soon as one node was evaluated after a round, nodes with only untrained evaluations are left out."""
         main, trained = self.measured.main, [node for node in nodes if node.evaluated > 0] or nodes
         found = [node.metric for node in trained if node.metric is not None]
         if not found:

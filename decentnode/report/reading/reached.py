@@ -1,4 +1,4 @@
-"""What single numbers tell of a run's curve: the best round, and what it cost to come to a value."""
+"""Figures derived from a run's curve: the best round, and the cost of reaching a target value."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from decentnode.report.reading.runs import RecordedRun, load
 
 T = TypeVar("T")
 Extra = tuple[Figure, Callable[[Ran], float | None]]
-"""A further column of a table: its heading, and the value of a run; None where the run has none."""
+"""An additional column of a table: its heading, and a function that returns the value of a run, None if it has none."""
 
 COSTS = {"rounds": ("rounds", 1.0, 0), "seconds": ("s", 1.0, 1), "bytes": ("MB/node", 1e-6, 2),
          VIRTUAL: ("virtual s", 1.0, 1)}  # fmt: skip
@@ -26,28 +26,28 @@ COSTS = {"rounds": ("rounds", 1.0, 0), "seconds": ("s", 1.0, 1), "bytes": ("MB/n
 
 @dataclass(frozen=True)
 class Target:
-    """A value of a curve that runs are to come to."""
+    """A value of a curve that runs should reach."""
 
     metric: str
     value: float
     """In the unit of the plots' labels, such as %."""
     better: Literal["higher", "lower"]
     text: str
-    """As headings name it: "90 %"."""
+    """Its form in headings: "90 %"."""
 
     def met(self, value: float) -> bool:
         return value >= self.value if self.better == "higher" else value <= self.value
 
 
 def better_of(metric: str, measured: TaskMetrics) -> Literal["higher", "lower"]:
-    """Returns which values of a curve are good ones; of losses and distances the low ones."""
+    """Returns whether higher or lower values of a curve are better; for losses and distances lower ones are."""
     found = next((each for each in measured.metrics if curve_name(each) == metric), None)
     return found.better if found is not None else "lower"
 
 
 def target_of(text: str, measured: TaskMetrics) -> Target:
-    """Returns what "accuracy=0.9" or "0.9" (of the main metric) says; values are those of the files, fractions and not
-    percent. Raises UsageError."""
+    """Parses "accuracy=0.9" or "0.9" (of the main metric). Values are those of the files: fractions, not percent.
+    Raises UsageError."""
     name, _, value = text.rpartition("=")
     name = name or curve_name(measured.main)
     curve = measured.curves.get(name)
@@ -71,8 +71,8 @@ def _unit(curve: Curve) -> str:
 
 
 def first_reached(run: RecordedRun, target: Target) -> int | None:
-    """Returns after how many rounds the mean over the nodes met the target first; None where it never did. Evaluations
-    are looked at alone: between two nothing is known."""
+    """Returns the number of rounds after which the mean over the nodes first met the target; None if it never did. Only
+    evaluations are considered: values between two of them are unknown."""
     for rounds, (_, values) in run.by_round(target.metric, "rounds").items():
         if target.met(statistics.fmean(values)):
             return rounds
@@ -80,7 +80,8 @@ def first_reached(run: RecordedRun, target: Target) -> int | None:
 
 
 def cost(run: RecordedRun, target: Target, axis: str) -> float | None:
-    """Returns what it took to meet a target: rounds, seconds, or bytes that the mean node sent."""
+    """Returns the cost of meeting a target: rounds, seconds, or bytes sent per node on average. None if it was never
+    met."""
     rounds = first_reached(run, target)
     if rounds is None:
         return None
@@ -91,22 +92,22 @@ def cost(run: RecordedRun, target: Target, axis: str) -> float | None:
 
 
 def best(run: RecordedRun, metric: str) -> tuple[int, float] | None:
-    """Returns (rounds finished, value) of the best mean over the nodes, the earliest of equal ones; None without any
-    evaluation."""
+    """Returns (rounds finished, value) of the best mean over the nodes, the earliest one if several are equal; None
+    without an evaluation."""
     sign = 1 if better_of(metric, run.measured) == "higher" else -1
     found = [(rounds, statistics.fmean(values)) for rounds, (_, values) in run.by_round(metric, "rounds").items()]
     return max(found, key=lambda each: (sign * each[1], -each[0]), default=None)
 
 
 class _Asked(Generic[T]):
-    """What a function finds in the records of runs, each of which is read once."""
+    """Caches the result of a function of a run's records, so that each run is read once."""
 
     def __init__(self, of: Callable[[RecordedRun], T]) -> None:
         self._of = of
         self._found: dict[Path, T | None] = {}
 
     def __call__(self, ran: Ran) -> T | None:
-        """Returns what it found; None where the run's records were removed."""
+        """Returns the function's result; None if the run's records were removed."""
         if ran.path not in self._found:
             try:
                 self._found[ran.path] = self._of(load(ran.path))
@@ -116,11 +117,11 @@ class _Asked(Generic[T]):
 
 
 TO_TARGET = "rounds_to_target"
-"""The first of `target_columns`: runs that have no value of it never came to the target."""
+"""The first of `target_columns`: runs without a value in it never reached the target."""
 
 
 def target_columns(found: Sequence[Ran], text: str) -> list[Extra]:
-    """Returns columns for rounds, seconds and bytes (and virtual seconds, where a run has them) to a target."""
+    """Returns columns for rounds, seconds and bytes to a target, and for virtual seconds if a run has them."""
     target = target_of(text, found[0].measured)
 
     def costs(run: RecordedRun) -> dict[str, float | None]:
@@ -139,7 +140,7 @@ def target_columns(found: Sequence[Ran], text: str) -> list[Extra]:
 
 
 def best_columns(found: Sequence[Ran]) -> list[Extra]:
-    """Returns columns for the best mean over the nodes and the round after which it was found."""
+    """Returns columns for the best mean over the nodes and the round of that evaluation."""
     measured = found[0].measured
     metric, main = curve_name(measured.main), measured.by_name[f"{measured.main.name}_mean"]
     asked = _Asked(lambda run: best(run, metric))

@@ -1,4 +1,4 @@
-"""Groups runs that are repeats of one experiment: their resolved configs differ in the seed alone."""
+"""Groups runs that are repeats of one experiment: their resolved configs differ only in the seed."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from decentnode.metrics.figures import TaskMetrics
 from decentnode.report.reading.measured import BEFORE, measured_by, measured_in
 
 NO_PART_OF_IT = ("seed", "name", "run", "simulate", DERIVED)
-"""Keys that do not make another experiment: the seed, the name, the place of the results (`run`), and how a run is
-simulated, which no digest covers either."""
+"""Keys whose values do not make a different experiment: the seed, the name, the folder of the results (`run`), and how
+a run is simulated, which no digest covers either."""
 EDGES = "graph.edges"
-"""The key for the contents of a graph file, which may change while its name does not."""
+"""The key for the contents of a graph file, which may change while its name stays the same."""
 
 
 @dataclass(frozen=True)
@@ -33,15 +33,15 @@ class Ran:
     name: str
     seed: Any
     config: Mapping[str, str]
-    """Every resolved value by dotted key, other than those of NO_PART_OF_IT; of `model.init` what stands for its
+    """Every resolved value by dotted key, except those of NO_PART_OF_IT; `model.init` is replaced by a digest of its
     content."""
     status: str
-    """finished, interrupted, failed; "not finished" where there is no summary."""
+    """finished, interrupted or failed; "not finished" without a summary."""
     summary: Mapping[str, Any]
     measured: TaskMetrics = BEFORE
     """What its task measures."""
     follows: frozenset[str] = frozenset()
-    """Keys of `config` whose values came of others: of a random graph they may be others for every seed."""
+    """Keys of `config` with derived values: for a random graph they may differ for every seed."""
 
     @property
     def finished(self) -> bool:
@@ -57,7 +57,7 @@ class Ran:
 
 
 def read(path: Path) -> Ran:
-    """Read a run. Raises UsageError when the directory has no config."""
+    """Reads a run. Raises UsageError if the directory has no config."""
     try:
         resolved = yaml.safe_load((path / "config.resolved.yaml").read_text(encoding="utf-8"))
         config = {key: value for key, value in _flat(resolved, "") if key.split(".")[0] not in NO_PART_OF_IT}
@@ -99,9 +99,9 @@ def _key(run: Ran, without: frozenset[str] = frozenset()) -> Key:
 def pooled(found: Sequence[Ran]) -> tuple[list[list[Ran]], list[str]]:
     """Returns (groups of repeats, reasons for the runs that are left out).
 
-    Groups stand in the order of their first runs. A value that follows from the others makes no group of its own, and
-    who wrote the value that another run found is that run's repeat. Runs that did not finish are left out, as are those
-    whose seed a later run of the group has again: the same numbers twice are no two samples.
+    Groups are in the order of their first runs. Derived values do not separate groups: a run whose config states a
+    value explicitly is a repeat of a run that derived the same value. Runs that did not finish are left out, and so are
+    runs whose seed a later run of the group repeats: the same numbers twice are not two samples.
     """
     groups: dict[Key, list[Ran]] = {}
     less = {_key(each): _key(each, each.follows) for each in found if each.follows}
@@ -131,21 +131,21 @@ def pooled(found: Sequence[Ran]) -> tuple[list[list[Ran]], list[str]]:
 
 @dataclass(frozen=True)
 class Label:
-    """What tells a group of repeats from the others."""
+    """The name of a group of repeats and the values that distinguish it from other groups."""
 
     name: str
-    """Of its runs."""
+    """The name of its runs."""
     told: Mapping[str, str]
-    """The keys in which groups of this name differ, and the values here."""
+    """The keys in which groups of this name differ, with the values of this one."""
 
     @property
     def text(self) -> str:
-        """All of it."""
+        """Returns the complete label."""
         return " ".join([self.name, *(f"{key}={value}" for key, value in self.told.items())])
 
 
 def labels_of(groups: Sequence[Sequence[Ran]]) -> list[Label]:
-    """Returns the label of every group. Values that came of others are left out where the others tell as much."""
+    """Returns the label of every group. Derived values are left out if the others suffice to distinguish the groups."""
     by_name: dict[str, list[Ran]] = {}
     for group in groups:
         by_name.setdefault(group[0].name, []).append(group[0])
@@ -155,7 +155,7 @@ def labels_of(groups: Sequence[Sequence[Ran]]) -> list[Label]:
 
 
 def _telling_most(runs: Sequence[Ran]) -> list[str]:
-    """Returns the keys by which runs are told apart: those that somebody gave, where these are enough."""
+    """Returns the keys that distinguish the runs: only explicitly given ones if these suffice."""
     keys, derived = telling([run.config for run in runs]), frozenset[str]().union(*(run.follows for run in runs))
     given = [key for key in keys if key not in derived]
     kinds = [{tuple(run.config.get(key) for key in each) for run in runs} for each in (keys, given)]
@@ -168,9 +168,9 @@ def labels(groups: Sequence[Sequence[Ran]]) -> list[str]:
 
 
 def short_labels(found: Sequence[Label], width: int) -> list[str]:
-    """Returns texts for labels that have at most `width` characters each: with as many keys, the same of all, as fit,
-    those first that tell most of them apart, and with the number of the others. Where the keys that it takes to tell
-    all of them apart do not fit, the texts are longer."""
+    """Returns texts for labels of at most `width` characters each. All contain the same keys, as many as fit, most
+    distinguishing first, and the number of the omitted ones. If the keys needed to distinguish all labels do not fit,
+    the texts are longer."""
     if all(len(label.text) <= width for label in found):
         return [label.text for label in found]
     needed = _apart_by(found)
@@ -189,7 +189,7 @@ MAX_VALUE = 24
 
 
 def _shortened(found: Sequence[Label], keys: Collection[str]) -> list[str]:
-    """Returns the texts with these keys alone; long values are cut where that leaves the texts as far apart."""
+    """Returns the texts with only these keys; long values are cut if the texts remain as distinct."""
 
     def text(label: Label, most: int) -> str:
         parts = [f"{key}={value if len(value) <= most else f'{value[: most - 4]} ...'}"
@@ -203,8 +203,8 @@ def _shortened(found: Sequence[Label], keys: Collection[str]) -> list[str]:
 
 
 def _apart_by(found: Sequence[Label]) -> list[str]:
-    """Returns few keys that tell labels apart as well as all keys do: in turn the one that adds most, of equal ones the
-    one with the shortest values."""
+    """Returns a few keys that distinguish the labels as well as all keys do. Greedy: each step takes the key that adds
+    most, among equal ones the one with the shortest values."""
 
     def kinds(keys: Sequence[str]) -> int:
         return len({(label.name, *(label.told.get(key) for key in keys)) for label in found})
@@ -220,15 +220,17 @@ def _apart_by(found: Sequence[Label]) -> list[str]:
 
 
 def telling(configs: Sequence[Mapping[str, str]]) -> list[str]:
-    """Returns the keys in which configs differ, without those that follow from another component in their section."""
+    """Returns the keys in which configs differ, except those that differ only because another component in their
+    section does."""
     keys = sorted({key for config in configs for key in config})
     differing = [key for key in keys if len({config.get(key) for config in configs}) > 1]
     return [key for key in differing if not _follows(key, configs, differing)]
 
 
 def _follows(key: str, configs: Sequence[Mapping[str, str]], differing: Sequence[str]) -> bool:
-    """Returns whether all configs that name the same component above `key` have the same value for it, or all that have
-    the section around it, where others say that they have none (`node.checkpoint=null`)."""
+    """Returns whether the value of `key` is determined by another differing key: all configs with the same component
+    above `key` agree on it, or all configs that have the section around it do, while others lack that section
+    (`node.checkpoint=null`)."""
     parts = key.split(".")
     for depth in range(1, len(parts)):
         if ".".join(parts[:depth]) in differing and len({config[key] for config in configs if key in config}) == 1:

@@ -1,4 +1,4 @@
-"""The state of the nodes of a run, read from the status.json that each writes."""
+"""Reads the state of a run's nodes from the status.json that each of them writes."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from decentnode.report.reading.fitting import Fitting
 from decentnode.words import duration, plural, size
 
 ENDS = ("finished", "stopped", "left", "failed")
-"""What a node says that it did when it has ended."""
+"""The activities that a node reports after it has ended."""
 SILENT_SECONDS = 5.0
-"""A node on this machine that has not written for so long and whose process is gone has died."""
+"""A node on this machine that has not written for this long and whose process is gone has died."""
 
 
 def read(run: Path) -> dict[int, dict[str, Any]]:
-    """Returns uid -> last status, of the nodes that have written one."""
+    """Returns uid -> latest status, of the nodes that have written one."""
     found = {}
     for path in sorted(run.glob("nodes/*/status.json")):
         try:
             status = json.loads(path.read_text())
             found[int(status["uid"])] = status
         except (OSError, ValueError, KeyError, TypeError):
-            continue  # being replaced this moment, or cut short by a full disk
+            continue  # the file is being replaced, or was truncated by a full disk
     return found
 
 
@@ -40,7 +40,7 @@ def going(statuses: dict[int, dict[str, Any]]) -> bool:
 
 
 def state_of(status: dict[str, Any]) -> str:
-    """Returns the activity of a node; "gone" when its process died without a final status."""
+    """Returns the activity of a node; "gone" if its process died without a final status."""
     doing = str(status.get("doing", ""))
     silent = clock.wall() - float(status.get("time", 0)) > SILENT_SECONDS
     if doing in ENDS or not silent:
@@ -50,19 +50,19 @@ def state_of(status: dict[str, Any]) -> str:
 
 COLUMNS = ("node", "round", "doing", "waits for", "since", "sent", "received", "chunks", "resends", "faults")
 OF_EDGES = ("chunks",)
-"""Columns that only a table with edges has, so that a terminal of 80 columns holds every row of numbers whole."""
+"""Columns that only a table with edges has, so that a terminal of 80 columns shows every number completely."""
 WORDS = ("doing", "waits for")
-"""Columns that are cut where the width does not do."""
+"""Columns that are cut if the table is too wide."""
 SPARE = ("faults", "resends", "chunks", "received", "waits for", "sent")
-"""Columns that a narrow terminal does without, the first of them first."""
+"""Columns that are hidden in a narrow terminal, in this order."""
 
 
 def table(statuses: dict[int, dict[str, Any]], edges: bool = False) -> RenderableType:
-    """Returns a table with one row per node, and with edges one more per neighbor."""
+    """Returns a table with one row per node, and with `edges` one more per neighbor."""
     made = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim")
     for column in COLUMNS:
         if edges or column not in OF_EDGES:
-            shown = "waited" if edges and column == "since" else column  # in this round; over an edge, in all
+            shown = "waited" if edges and column == "since" else column  # nodes: this round; edges: in total
             made.add_column(_cut(shown), justify="left" if column in WORDS else "right", no_wrap=column not in WORDS)
     for uid, status in statuses.items():
         over = status["edges"].values()
@@ -87,12 +87,13 @@ def table(statuses: dict[int, dict[str, Any]], edges: bool = False) -> Renderabl
 
 
 def _cut(text: str, style: str = "") -> Text:
-    """A text on one line, cut where its column is too narrow."""
+    """Returns a text on one line, which is cut if its column is too narrow."""
     return Text(text, style=style, no_wrap=True, overflow="ellipsis")
 
 
 def blame(statuses: dict[int, dict[str, Any]]) -> str:
-    """Returns the nodes that others wait for and that wait for nobody themselves. Who ended, or died, waits no more."""
+    """Returns a sentence on the nodes that others wait for and that wait for nobody themselves. Nodes that have ended
+    or died wait for nobody."""
     waits = {uid: [] if state_of(status) in (*ENDS, "gone") else status["waiting_for"]
              for uid, status in statuses.items()}  # fmt: skip
     waited = Counter(uid for others in waits.values() for uid in others)

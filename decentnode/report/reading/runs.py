@@ -29,7 +29,7 @@ __all__ = [
 
 
 SUMMED = ("bytes", "samples", "epochs")
-"""Axes along which the rounds of all nodes are added."""
+"""Axes whose position is a sum over the rounds of all nodes."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ class Series:
         return self._at([place for place, mean in enumerate(self.mean) if mean >= least])
 
     def condensed(self, most: int) -> tuple[Series, int]:
-        """(at most this many points, of how many consecutive ones each of them is): where the last of these is, with
-        their mean and their extremes."""
+        """Returns (a series of at most `most` points, how many consecutive points each of them stands for). Each point
+        has the last x of its block, the mean and the extremes."""
         size = -(-len(self.x) // most)
         if size <= 1:
             return self, 1
@@ -75,7 +75,7 @@ class RecordedRun:
 
     @functools.cached_property
     def num_nodes(self) -> int:
-        """How many nodes the run had; more than there are records of where others were on other machines."""
+        """Returns the number of nodes of the run; more than those with records here if others ran on other machines."""
         try:
             found = json.loads((self.path / "summary.json").read_text(encoding="utf-8")).get("num_nodes")
         except (OSError, ValueError, AttributeError):
@@ -83,8 +83,8 @@ class RecordedRun:
         return max(len(self.nodes), found) if isinstance(found, int) else len(self.nodes)
 
     def by_node(self, metric: str, merged: bool = False) -> dict[int, dict[int, tuple[float, float]]]:
-        """Returns rounds finished -> uid -> (value, time), in the order of the rounds and scaled as the curve's label
-        says."""
+        """Returns rounds finished -> uid -> (value, time), in the order of the rounds and in the unit of the curve's
+        label."""
         curve, found = self.measured.curves.get(metric), dict[int, dict[int, tuple[float, float]]]()
         if curve is None:
             return {}
@@ -93,17 +93,18 @@ class RecordedRun:
             for record in records:
                 if record.get("kind") == curve.kind and isinstance(value := record.get(key), int | float):
                     told = found.setdefault(record["round"] + offset, {})
-                    told[uid] = (curve.scale * value, record.get("time", 0.0))  # the last word on a round
+                    told[uid] = (curve.scale * value, record.get("time", 0.0))  # the last record of a round wins
         return {rounds: found[rounds] for rounds in sorted(found)}
 
     @functools.cached_property
     def _apart(self) -> bool:
-        """Whether nodes were in rounds of their own, and of different speed."""
+        """Whether nodes did not wait for each other and got into different rounds."""
         return are_apart(self.nodes.values())
 
     def by_round(self, metric: str, axis: str, merged: bool = False) -> dict[int, tuple[float, list[float]]]:
-        """Returns rounds finished -> (position on the axis, values of the nodes), scaled as the curve's label says.
-        Where nodes are in rounds of their own, these are the rounds of the furthest, and what all had by then."""
+        """Returns rounds finished -> (position on the axis, values of the nodes), in the unit of the curve's label. If
+        nodes did not wait for each other, these are the rounds of the furthest node and the values of all nodes at that
+        time."""
         found = self.by_node(metric, merged)
         if self._apart and found:
             return self._by_furthest(found, axis)
@@ -149,8 +150,8 @@ class RecordedRun:
         return found
 
     def series(self, metric: str, axis: str, merged: bool = False) -> Series:
-        """Joined over nodes by round. seconds count from the first record of any node, without those between a run and
-        the one that resumed it; bytes are those of payloads that all nodes had sent."""
+        """Returns the values joined over nodes by round. Seconds count from the first record of any node, without the
+        time between a run and its resumption; bytes are the payloads that all nodes had sent."""
         found = self.by_round(metric, axis, merged).values()
         return Series(
             [x for x, _ in found], [statistics.fmean(v) for _, v in found],
@@ -158,20 +159,20 @@ class RecordedRun:
         )  # fmt: skip
 
     def _seconds(self, time: float) -> float:
-        """Returns how long the run had run by a time of its records."""
+        """Returns for how many seconds the run had been running at the given time of its records."""
         stood = sum(min(until, time) - since for since, until in self._pauses if since < time)
         return max(0.0, time - self._began - stood)
 
     @functools.cached_property
     def _began(self) -> float:
-        """The time of the first evaluation, or of the begin of the first round."""
+        """The time of the first evaluation, or of the start of the first round."""
         first = [r[0] for r in self.nodes.values() if r]
         return min((r["time"] - r.get("seconds", 0.0) for r in first if "time" in r), default=0.0)
 
     @functools.cached_property
     def _pauses(self) -> list[tuple[float, float]]:
-        """(since, until) of the times in which no node ran, as each went on from a checkpoint after them, or had not
-        begun, or had ended. A node that comes back to the others leaves none."""
+        """(since, until) of the times in which no node ran: each resumed from a checkpoint after them, had not started,
+        or had ended. A node that comes back while others run makes no pause."""
         shared = [(-math.inf, math.inf)]
         for records in self.nodes.values():
             told = [each for each in records if "time" in each]
@@ -183,8 +184,8 @@ class RecordedRun:
         return [each for each in shared if math.isfinite(each[0]) and math.isfinite(each[1])]
 
     def _grown(self, axis: str) -> dict[int, float]:
-        """Returns the bytes of payloads that all nodes had sent after so many rounds, or the samples or epochs that
-        they had trained on, with those of nodes that left in between."""
+        """Returns rounds finished -> the bytes of payloads that all nodes had sent by then, or the samples or epochs
+        that they had trained on, including those of nodes that have left."""
         grown: dict[int, float] = {}
         for rounds, _, more in self._more(axis):
             grown[rounds] = grown.get(rounds, 0.0) + more
@@ -195,8 +196,8 @@ class RecordedRun:
         return found
 
     def _more(self, axis: str) -> Iterator[tuple[int, float, float]]:
-        """Yields (rounds finished, time, what the node's round added) of all nodes, in the unit of an axis of SUMMED.
-        Raises UsageError for epochs of a run that does not say how many samples it has."""
+        """Yields (rounds finished, time, increment of the node's round) of all nodes, in the unit of an axis of SUMMED.
+        Raises UsageError for epochs if the run does not say how many samples it has."""
         if axis == "bytes":
             yield from self._sent()
             return
@@ -208,7 +209,7 @@ class RecordedRun:
 
     @functools.cached_property
     def _train_samples(self) -> int:
-        """How many training samples the nodes here have together."""
+        """The total number of training samples of the nodes here."""
         try:
             figures = json.loads((self.path / "summary.json").read_text(encoding="utf-8"))["nodes"]
             return max(1, sum(figures[str(uid)]["train_samples"] for uid in self.nodes))
@@ -217,13 +218,14 @@ class RecordedRun:
                              f"(train_samples), which {self.path} has not; --x samples needs none") from None
 
     def _sent(self) -> Iterator[tuple[int, float, float]]:
-        """Yields (rounds finished, time, bytes of payloads that the node sent since its round before) of all nodes."""
+        """Yields (rounds finished, time, bytes of payloads that the node sent since its previous round) of all
+        nodes."""
         for records in self.nodes.values():
             last = 0.0
             for record in records:
                 if record.get("kind") == "round":
                     total = record.get("data_bytes_sent", 0) + record.get("metadata_bytes_sent", 0)
-                    more = total - last if total >= last else total  # a process that began anew counts from 0
+                    more = total - last if total >= last else total  # a restarted process counts from 0
                     yield record["round"] + 1, record.get("time", 0.0), more
                     last = total
 
@@ -235,11 +237,11 @@ class Line:
     label: str
     runs: tuple[RecordedRun, ...]
     panel: str = ""
-    """The panel that it is drawn in, of a figure with a panel for each value of a key."""
+    """The panel that shows it, in a figure with a panel for each value of a key."""
 
     def series(self, metric: str, axis: str, merged: bool = False) -> Series:
-        """Of one run its own. Of several, means and standard deviations of the runs' means, over the rounds that all
-        of them have; positions are means too."""
+        """Returns the series of a single run; for several runs, means and standard deviations of the runs' means over
+        the rounds that all of them have, at the mean positions."""
         if len(self.runs) == 1:
             return self.runs[0].series(metric, axis, merged)
         found = [run.by_round(metric, axis, merged) for run in self.runs]
@@ -254,7 +256,7 @@ class Line:
 
 
 def load(path: Path) -> RecordedRun:
-    """Read a run. Raises UsageError when the directory holds no metrics."""
+    """Reads a run. Raises UsageError if the directory holds no metrics."""
     files = sorted(path.glob("nodes/*/metrics.jsonl"))
     nodes = {int(file.parent.name): list(read(file)) for file in files if file.parent.name.isdigit()}
     if not any(nodes.values()):
@@ -272,13 +274,14 @@ def curves_of(drawn: Sequence[Line]) -> dict[str, Curve]:
 
 
 def axes_of(drawn: Sequence[Line]) -> list[str]:
-    """Returns the axes of a picture of these lines: virtual time where all of them have it."""
+    """Returns the axes of a picture of these lines: virtual time is included if all of them have it."""
     virtual = all(run.virtual_seconds() for line in drawn for run in line.runs)
     return [*AXES, *([VIRTUAL] if virtual else [])]
 
 
 def chosen_curves(drawn: Sequence[Line], metrics: Sequence[str]) -> dict[str, Curve]:
-    """Returns the curves of these names, in their order. Raises UsageError for one that none of the lines can have."""
+    """Returns the curves of these names, in their order. Raises UsageError for a name that none of the lines can
+    have."""
     known = curves_of(drawn)
     for metric in metrics:
         if metric not in known:
@@ -288,7 +291,7 @@ def chosen_curves(drawn: Sequence[Line], metrics: Sequence[str]) -> dict[str, Cu
 
 
 def overview(drawn: Sequence[Line]) -> list[str]:
-    """Returns the curves of a picture of these lines: the main metric of each task, loss, consensus distance."""
+    """Returns the curves of an overview of these lines: the main metric of each task, loss, consensus distance."""
     mains = (curve_name(run.measured.main) for line in drawn for run in line.runs)
     return list(dict.fromkeys([*mains, "loss", "consensus_distance"]))
 
@@ -296,11 +299,11 @@ def overview(drawn: Sequence[Line]) -> list[str]:
 def lines(
     paths: Sequence[Path], names: Sequence[str] = (), seeds_once: bool = False, panel: str | None = None
 ) -> tuple[list[Line], list[str]]:
-    """Returns (a line per experiment, reasons for the runs that are left out). Runs that did not finish have lines of
-    their own, which say so, as have earlier runs of one seed, unless `seeds_once` leaves these out.
+    """Returns (a line per experiment, reasons for the runs that are left out). Runs that did not finish get lines of
+    their own, whose labels say so; so do earlier runs with the same seed, unless `seeds_once` leaves them out.
 
-    names: of the first lines, instead of those that they would have. panel: a key; lines that differ in its value alone
-    have one label. Raises UsageError for more names than lines, and for a panel's key in which runs do not differ.
+    names: labels of the first lines, instead of the generated ones. panel: a key; lines that differ only in its value
+    have the same label. Raises UsageError for more names than lines, and for a panel key in which runs do not differ.
     """
     found = [_ran(path) for path in dict.fromkeys(paths)]
     groups, said = repeats.pooled([each for each in found if each.finished])
@@ -322,7 +325,7 @@ def lines(
 
 
 def _placed(groups: Sequence[Sequence[Ran]], panel: str) -> list[tuple[str, str]]:
-    """Returns for each group (the panel's title, what tells it from the others in its panel). Raises UsageError."""
+    """Returns for each group (the title of its panel, its label within the panel). Raises UsageError."""
     configs = [{"name": group[0].name, **group[0].config} for group in groups]
     differing = repeats.telling(configs)
     inside = [key for key in differing if key == panel or key.startswith(f"{panel}.")]
@@ -346,7 +349,7 @@ def _placed(groups: Sequence[Sequence[Ran]], panel: str) -> list[tuple[str, str]
 
 
 def _ran(path: Path) -> Ran:
-    """A folder without a config is an experiment of its own."""
+    """Reads a run; a folder without a config counts as an experiment of its own."""
     try:
         return repeats.read(path)
     except UsageError:
@@ -354,8 +357,8 @@ def _ran(path: Path) -> Ran:
 
 
 def _labels(groups: Sequence[Sequence[Ran]]) -> list[str]:
-    """Returns names that differ: equal ones get keys, how the runs ended, seeds, or folders where nothing else
-    differs. A name that all have is left out where keys tell them apart."""
+    """Returns distinct labels: equal ones get keys, how the runs ended, seeds, or folders if nothing else differs. A
+    name that all runs share is left out if keys distinguish them."""
     told = [[replace(each, config={k: v for k, v in each.config.items() if k != "run"}) for each in g] for g in groups]
     labels = repeats.labels_of(told)
     one = len(labels) > 1 and len({each.name for each in labels}) == 1 and all(each.told for each in labels)

@@ -1,5 +1,4 @@
-"""Differences between two settings over the same seeds: the mean, its interval, and how likely chance alone makes it.
-"""
+"""Paired t-tests of two settings over the same seeds, and the correction for several comparisons."""
 
 from __future__ import annotations
 
@@ -16,16 +15,17 @@ class Paired:
 
     seeds: int
     mean: float
-    """Of the differences, in the unit of the values."""
+    """Mean of the differences, in the unit of the values."""
     low: float
     high: float
-    """The ends of the 95 % interval of the mean."""
+    """The ends of the 95 % confidence interval of the mean."""
     p: float
-    """Probability of a mean difference at least as far from 0 if seeds alone made it; two-sided, in [0, 1]."""
+    """Two-sided p-value: the probability, if the settings did not differ, of a mean difference at least as far from
+    0."""
 
 
 def paired(ours: Mapping[Any, float], theirs: Mapping[Any, float]) -> Paired | None:
-    """Compares values by seed, ours minus theirs; None for fewer than two common seeds."""
+    """Compares values by seed, ours minus theirs. Returns None for fewer than two common seeds."""
     differences = [ours[seed] - theirs[seed] for seed in ours if seed in theirs]
     if len(differences) < 2:
         return None
@@ -38,7 +38,7 @@ def paired(ours: Mapping[Any, float], theirs: Mapping[Any, float]) -> Paired | N
 
 
 def holm(values: Sequence[float | None]) -> list[float | None]:
-    """Returns p-values that hold together when several comparisons are made at once (Holm, 1979); None stays."""
+    """Returns p-values corrected for several comparisons (Holm, 1979); None stays None."""
     order = sorted((value, index) for index, value in enumerate(values) if value is not None)
     found: list[float | None] = [None] * len(values)
     most = 0.0
@@ -49,12 +49,12 @@ def holm(values: Sequence[float | None]) -> list[float | None]:
 
 
 def two_sided(t: float, freedom: int) -> float:
-    """Returns the probability that a value of Student's distribution is farther from 0 than `t`."""
+    """Returns the probability that a t-distributed value is farther from 0 than `t`."""
     return incomplete_beta(freedom / 2, 0.5, freedom / (freedom + t * t))
 
 
 def quantile(share: float, freedom: int) -> float:
-    """Returns the value below which `share`, in (0.5, 1), of Student's distribution lies, by bisection."""
+    """Returns the quantile of Student's t-distribution at `share`, in (0.5, 1), by bisection."""
     low, high = 0.0, 1.0
     while two_sided(high, freedom) > 2 * (1 - share):
         low, high = high, 2 * high
