@@ -1,4 +1,4 @@
-"""The command line: one file per command, loaded only when it is called."""
+"""The command line: one file per command, imported only when the command is called."""
 
 from __future__ import annotations
 
@@ -52,11 +52,12 @@ COMMANDS: dict[str, str] = {
     "report": "Write a self-contained HTML report of one or more runs.",
     "plot": "Plot test metrics, loss and consensus distance of runs.",
 }
-"""Command and its line in the help; the file decentnode/cli/<command>.py holds it as `command`."""
+"""Command -> its line in the help. The file decentnode/cli/<command>.py defines it as `command`."""
 
 
 class LazyGroup(click.Group):
-    """Imports a command's file when it is called, and maps errors meant for the user to messages and exit codes."""
+    """A click group that imports a command's file when it is called, and turns errors meant for the user into messages
+    and exit codes."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
         return [name for name in COMMANDS if importlib.util.find_spec(f"decentnode.cli.{name}")]
@@ -77,7 +78,7 @@ class LazyGroup(click.Group):
         return super().resolve_command(ctx, args)
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem[Any]]:
-        """Names commands without importing them: a Tab must not take seconds."""
+        """Completes the names of commands without importing them, so that the Tab key answers at once."""
         from click.shell_completion import CompletionItem
 
         names = [name for name in self.list_commands(ctx) if name.startswith(incomplete)]
@@ -89,7 +90,7 @@ class LazyGroup(click.Group):
             formatter.write_dl([(name, COMMANDS[name]) for name in self.list_commands(ctx)])
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """--traceback is taken anywhere: it is appended to a command that just failed."""
+        """Accepts --traceback anywhere, so that it can be appended to a command that just failed."""
         ctx.meta["decentnode.traceback"] = "--traceback" in args
         return super().parse_args(ctx, [arg for arg in args if arg != "--traceback"])
 
@@ -104,14 +105,14 @@ class LazyGroup(click.Group):
             ctx.exit(error.exit_code)
         except OSError as error:
             if error.filename is None and error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                raise  # no file of the user's: a closed pipe, which click answers, or our own fault
+                raise  # not a file of the user's: a closed pipe, which click handles, or a bug of ours
             if ctx.meta["decentnode.traceback"]:
                 click.echo(traceback.format_exc(), err=True)
             place = "cannot write" if error.filename is None else os.fsdecode(error.filename)
             click.echo(f"error: {place}: {error.strerror}", err=True)
             ctx.exit(EnvironmentFault.exit_code)
         except KeyboardInterrupt:
-            exec("")  # one that went through an exec() of text (a dataclass is made) ends Python by the signal else
+            exec("")  # clears the mark with which CPython ends by SIGINT after a KeyboardInterrupt inside exec()
             click.echo("interrupted", err=True)
             ctx.exit(130)
 
@@ -125,7 +126,7 @@ def _show_versions(ctx: click.Context, _: click.Parameter, wanted: bool) -> None
 
 
 def _version(distribution: str) -> str:
-    """Returns the text of --version. Versions come from the installed metadata: importing torch takes a second."""
+    """Returns the installed version of a distribution from its metadata, as importing torch takes a second."""
     from importlib import metadata  # takes longer than the rest of a command's help
 
     try:

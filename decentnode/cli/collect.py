@@ -1,4 +1,4 @@
-"""`decentnode collect`: the shares of a run that machines have, in one folder."""
+"""`decentnode collect`: copies the parts of a run that other machines hold into one folder."""
 
 from __future__ import annotations
 

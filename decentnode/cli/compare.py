@@ -1,4 +1,4 @@
-"""`decentnode compare`: experiments over several seeds, side by side."""
+"""`decentnode compare`: runs experiments over several seeds and tabulates them side by side."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ TABLES = {".txt": compare.text_table, ".csv": compare.csv_table, ".json": compar
           ".tex": compare.latex_table, ".md": compare.markdown_table}  # fmt: skip
 FOR_PAPERS = (".tex", ".md")
 PIPED_COLUMNS = 100
-"""Width of the table where no terminal has another one."""
+"""Width of the table if the output is not a terminal."""
 TICK_SECONDS = 1.0
-"""Between two looks at the clock while a run goes on."""
+"""Time between two updates of the progress while a run is in progress."""
 
 
 class RunFailed(DecentnodeError):
-    """A run of the comparison failed; its own exit code is passed on."""
+    """A run of the comparison failed; the command ends with that run's exit code."""
 
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message)
@@ -92,7 +92,7 @@ def command(
 
 
 def _all(what: Sequence[str], seeds: int, overrides: tuple[str, ...], run_dir: Path) -> list[repeats.Ran]:
-    """Make the runs of all configs, and read those that are there. Blocking."""
+    """Runs all configs and reads the runs that exist already. Blocking."""
     found: list[repeats.Ran] = []
     configs = [each for each in what if _is_config(each)]
     ahead = [each for each in configs for _ in range(seeds)]
@@ -118,12 +118,12 @@ def _is_config(what: str) -> bool:
 
 
 def _run(config: str, seed: int, overrides: tuple[str, ...], runs: Path, count: RunCount) -> repeats.Ran:
-    """Make one run in a process of its own, as `decentnode run` does. Blocking."""
+    """Runs one experiment in a process of its own, as `decentnode run` does. Blocking."""
     command = [sys.executable, "-m", "decentnode", "run", config, "--quiet", "--json", "--seed", str(seed),
                "--run-dir", str(runs.absolute())]  # fmt: skip
     for each in overrides:
         command += ["--set", each]
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # until it listens (decentnode/__main__.py)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # until the child handles it (__main__.py)
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -132,7 +132,7 @@ def _run(config: str, seed: int, overrides: tuple[str, ...], runs: Path, count: 
                     printed, _ = process.communicate(timeout=TICK_SECONDS)
                     break
                 count.tick()
-        except KeyboardInterrupt:  # the child got it too: it ends its run and says what there is
+        except KeyboardInterrupt:  # the child received it too: it ends its run and writes its results
             process.wait()
             raise
     if process.returncode:

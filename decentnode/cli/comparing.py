@@ -1,4 +1,4 @@
-"""Shows how far the runs of `decentnode compare` are: which of how many, and about how long they still take."""
+"""Shows the progress of `decentnode compare`: the number of the current run and the estimated time left."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from decentnode.words import duration, stamp
 
 
 class RunCount:
-    """A bar on a terminal, which is removed at the end; elsewhere a line with the time when a run begins. On stderr, as
-    the table goes to stdout."""
+    """A progress bar on a terminal, removed at the end; elsewhere a timed line at the start of each run. It is written
+    to stderr, as the table goes to stdout."""
 
     def __init__(self, total: int, console: Console | None = None) -> None:
-        """total: runs to make."""
+        """total: number of runs to make."""
         self.total = total
         self.done = 0
         self.console = console or Console(stderr=True, highlight=False, emoji=False)
         self._seconds: dict[str, list[float]] = {}
-        """Of the finished runs, by config."""
+        """Duration of each finished run, by config."""
         self._begun = clock.now()
         self._now: tuple[str, str, float] | None = None
-        """Config and name of the run under way, and when it began."""
+        """Config, name and start time of the current run."""
         self._ahead: list[str] = []
         self._live: Live | None = None
 
@@ -44,7 +44,7 @@ class RunCount:
             self._live.stop()
 
     def begins(self, config: str, seed: int, ahead: list[str]) -> None:
-        """A run begins. ahead: the configs of the runs after it."""
+        """Notes the start of a run. ahead: the configs of the runs after it."""
         self._now, self._ahead = (config, f"{config} seed {seed}", clock.now()), ahead
         if self._live is None:
             left = self._left_text(clock.now())
@@ -53,20 +53,20 @@ class RunCount:
         self.tick()
 
     def ended(self) -> None:
-        """The run that began last is over."""
+        """Notes the end of the current run."""
         assert self._now is not None
         config, _, began = self._now
         self._seconds.setdefault(config, []).append(clock.now() - began)
         self.done, self._now = self.done + 1, None
 
     def say(self, text: str) -> None:
-        """Print a line above the bar."""
+        """Prints a line above the bar."""
         self.console.print(text, soft_wrap=True, markup=False)
 
     def seconds_left(self, now: float) -> float | None:
-        """Returns the seconds until all runs are over; None before the first is.
+        """Returns the estimated seconds until all runs have ended; None before the first has.
 
-        A run takes what those of its config took on average, or those of all configs where it has none.
+        A run is expected to take as long as the average of those with its config, or of all runs if there is none.
         """
         every = [seconds for each in self._seconds.values() for seconds in each]
         if not every or self._now is None:
@@ -83,7 +83,7 @@ class RunCount:
         return "" if left is None else f"about {duration(left)} left"
 
     def tick(self) -> None:
-        """Draw the bar. To be called about once a second."""
+        """Draws the bar. To be called about once a second."""
         if self._live is None or self._now is None:
             return
         now = clock.now()

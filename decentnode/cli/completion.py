@@ -14,9 +14,9 @@ from decentnode.system import replacing
 
 SHELLS = ("bash", "zsh", "fish")
 VARIABLE = "_DECENTNODE_COMPLETE"
-"""The environment variable through which the shell's function asks decentnode what can stand at the cursor."""
+"""The environment variable through which the shell's function asks decentnode for completions."""
 MARK = "# decentnode completion"
-"""Ends the line in the shell's start-up file, by which the line is found again."""
+"""The end of decentnode's line in the shell's start-up file, by which it is found again."""
 
 
 @click.command()
@@ -37,7 +37,7 @@ def command(shell: str | None, install: bool) -> None:
 
 
 def _own_shell() -> str:
-    """Returns the name of the user's shell. Raises UsageError for one that cannot complete."""
+    """Returns the name of the user's shell. Raises UsageError for a shell without completion."""
     name = Path(os.environ.get("SHELL", "")).name
     if name not in SHELLS:
         raise click.UsageError(f"give the shell: {', '.join(SHELLS)}; $SHELL is {name or 'not set'}")
@@ -57,7 +57,7 @@ def source(shell: str) -> str:
 
 
 def installed(shell: str) -> list[str]:
-    """Write the script, and the line that reads it. Returns what was done, in words. Raises EnvironmentFault."""
+    """Writes the script and the line that reads it. Returns what was done, in words. Raises EnvironmentFault."""
     script, start = places(shell)
     said = []
     try:
@@ -72,7 +72,7 @@ def installed(shell: str) -> list[str]:
 
 
 def places(shell: str) -> tuple[Path, Path | None]:
-    """Returns (the script, the start-up file that has to read it; None where the shell finds the script by itself)."""
+    """Returns (the script, the start-up file that has to read it; None if the shell finds the script by itself)."""
     home = Path.home()
     if shell == "fish":
         config = Path(os.environ.get("XDG_CONFIG_HOME") or home / ".config")
@@ -82,17 +82,17 @@ def places(shell: str) -> tuple[Path, Path | None]:
 
 
 def _mention(script: Path, start: Path) -> str:
-    """Let a start-up file read the script, unless it does."""
+    """Adds a line that reads the script to a start-up file, unless it has one."""
     before = start.read_text(encoding="utf-8", errors="surrogateescape") if start.exists() else ""
     path = shlex.quote(str(script))
-    # zsh has `compdef`, which the script calls, only after `compinit`
+    # In zsh, `compdef`, which the script calls, exists only after `compinit`
     ready = "(( $+functions[compdef] )) || { autoload -Uz compinit && compinit }; " if script.suffix == ".zsh" else ""
     line = f"[ -r {path} ] && {{ {ready}. {path}; }}  {MARK}"
     lines = before.splitlines()
     if line in lines:
         return f"kept     the line in {start}"
     kept = [each for each in lines if not each.endswith(MARK)]
-    target = start.resolve()  # people keep such files elsewhere, and a link here
+    target = start.resolve()  # start-up files are often links to files kept elsewhere
     with replacing(target) as temporary:
         temporary.write_text("\n".join([*kept, line]) + "\n", encoding="utf-8", errors="surrogateescape")
         if target.exists():

@@ -27,22 +27,23 @@ from decentnode.report.table import live_table
 from decentnode.words import duration, plural, stamp
 
 LINE_SECONDS = 10.0
-"""Longest time without a line in the plain form."""
+"""Longest time without a line in plain output."""
 WAITING_SECONDS = (5.0, 60.0)
-"""Shortest and longest time between two lines of a wait in the plain form, where each is twice the one before."""
+"""Minimum and maximum time between two lines about the same wait in plain output; it doubles with every line."""
 CLEAR_LINE = "\r\x1b[K"
-"""To the first column, and nothing behind it."""
+"""Moves to the first column and erases the line."""
 REFRESH_SECONDS = 0.5
 SUSPEND_SECONDS = 0.5
-"""Longest wait for a terminal to take the last line before this process is stopped."""
+"""Longest wait until the terminal has taken the last line before this process is suspended."""
 HEADER_SECONDS = 5.0
-"""Longest time that rows wait for the header, which is computed while the nodes start."""
+"""Longest time that lines are held back for the header, which is computed while the nodes start."""
 REFRESH_SHARE = 25
-"""The time between two redraws is at least this many times that of one: a slow terminal gets fewer."""
+"""The time between two redraws is at least this many times the duration of one, so that a slow terminal gets fewer."""
 
 
 def shown(path: Path) -> str:
-    """Returns a path, relative to the current directory where that is shorter: also where a link leads to it."""
+    """Returns the shortest form of a path: absolute, or relative to the current directory, with or without resolving
+    links."""
     return min(str(path), os.path.relpath(path), os.path.relpath(path.parent.resolve() / path.name), key=len)
 
 
@@ -58,16 +59,16 @@ def program() -> str:
 
 
 class ConsoleObserver(Observer):
-    """Prints the header, then a live table on a terminal, or a line per evaluation elsewhere. In the plain form, lines
-    that come while the run goes on begin with the time, and those of rounds end with how long the run still takes: in a
-    scheduler's log nothing else says so."""
+    """Prints the header, then a live table on a terminal, or a line per evaluation elsewhere. In plain output, lines
+    during the run begin with the time, and those of rounds end with the estimated time left, as a scheduler's log shows
+    neither otherwise."""
 
     def __init__(
         self, output: Output, *, started: float, share: str, live: bool | None = None, quiet: bool = False,
         page: Child | None = None,
     ) -> None:
-        """share: the command that started this machine's share, up to the machine's number; for the hint to the
-        others. page: shows the run in a browser, from when it has a folder."""
+        """share: the command that started this machine's share, without the machine's number at its end; printed as a
+        hint for the other machines. page: shows the run in a browser as soon as the run has a folder."""
         self._page = page
         self.output = output
         self.console = Console(file=cast(IO[str], output), emoji=False)
@@ -81,26 +82,26 @@ class ConsoleObserver(Observer):
         self._single = True
         self._joined = self._failed = False
         self._held: list[Callable[[], None]] | None = []
-        """What is shown below the header, until that has come; None from then on."""
+        """What is to be shown below the header, while the header has not arrived; None afterwards."""
         self._changed = False
         self._said_round = -1
-        """The last round that was printed: each is printed once."""
+        """The last round that was printed, so that each is printed once."""
         self._waiting = False
-        """Whether the terminal's last line is that of a wait, which the next text replaces."""
+        """Whether the terminal's last line is about a wait; the next text replaces it."""
         self._wait_seconds = WAITING_SECONDS[0]
-        """The time without a line after which a wait is told in the plain form."""
+        """The time without a line after which plain output reports a wait."""
         self._drawn = self._line_at = started
         self._refresh_seconds = REFRESH_SECONDS
 
     def say(
         self, label: str, text: str, style: str = "", kind: OutputKind = OutputKind.LINE, timed: bool = False
     ) -> None:
-        """timed: whether the line has the time in the plain form."""
+        """Prints a line. timed: whether it begins with the time in plain output."""
         if not self.quiet:
             self._print(f"{self._time() if timed else ''}[dim]{label:<8}[/] {escape(text)}", style, kind)
 
     def _time(self) -> str:
-        """Returns what a plain line begins with."""
+        """Returns the beginning of a timed line; "" with a live table."""
         return "" if self.live else f"{stamp(clock.wall())}  "
 
     def _print(self, text: str, style: str = "", kind: OutputKind = OutputKind.LINE) -> None:
@@ -132,7 +133,7 @@ class ConsoleObserver(Observer):
         self._let_go()
 
     def _below_header(self, show: Callable[[], None]) -> None:
-        """Show something that belongs below the header, once that has been shown."""
+        """Shows something below the header: at once if the header has been shown, else after it."""
         if self._held is None:
             show()
         else:
@@ -152,9 +153,9 @@ class ConsoleObserver(Observer):
             self.say("waiting", f"for {text}", kind=OutputKind.PROGRESS, timed=True)
 
     def _rewrite(self, text: str) -> None:
-        """Show a line in the place of the last one that this has shown, cut to the terminal's width."""
+        """Shows a line in place of the last one that this method has shown, cut to the terminal's width."""
         if self.output.behind or not self.output.foreground:
-            return  # of what is written anew every second the next one will do
+            return  # skipped: the line is rewritten every second anyway
         self._waiting = True
         with self.output.writing(OutputKind.PROGRESS):
             self.output.write(CLEAR_LINE)
@@ -189,7 +190,7 @@ class ConsoleObserver(Observer):
     def progress(self, uid: int, record: dict[str, Any]) -> None:
         assert self._state is not None
         complete = self._state.update(uid, record)
-        self._changed = not self._failed  # what nodes say as the run is broken off is of no use beside the reason
+        self._changed = not self._failed  # records that nodes send while the run is aborted would only hide the reason
         if self._live is None and not self.quiet and complete and not self._failed:
             round, side = self._state.latest["round"], self._state.latest["side"]
             self._say_line(self._state.evaluation_line(again=round <= self._said_round and not side), round)
@@ -214,7 +215,7 @@ class ConsoleObserver(Observer):
             self._let_go()
         if self._live is not None:
             if self.output.behind or not self.output.foreground:
-                return  # a frame is drawn over the last one, which must have been taken
+                return  # a frame overwrites the previous one, which must have been written completely
             if self._changed and now - self._drawn >= self._refresh_seconds:
                 self._draw(now)
         elif self._changed and not self.quiet and now - self._line_at > LINE_SECONDS:
@@ -263,7 +264,8 @@ class ConsoleObserver(Observer):
     # -- after the run ----------------------------------------------------------------------------------------
 
     def end(self) -> None:
-        """Remove the live table or the line of a wait, and show what still waits for the header. Idempotent."""
+        """Removes the live table or the line about a wait, and shows what is still held back for the header.
+        Idempotent."""
         if self._held:
             self._let_go()
         self._end_waiting_line()
@@ -272,7 +274,7 @@ class ConsoleObserver(Observer):
             live.stop()
 
     def finished(self, outcome: Outcome, again: list[str]) -> None:
-        """Print the closing lines. again: arguments of the command for the next run; nothing where there is none."""
+        """Prints the closing lines. again: arguments of the suggested next command; empty for none."""
         self.end()
         kind = OutputKind.RESULT if outcome.failure is None else OutputKind.ERROR
         for line in closing(outcome.summary):

@@ -1,4 +1,4 @@
-"""`decentnode control`: pause, resume, stop or evaluate a run that goes on."""
+"""`decentnode control`: pauses, resumes, stops or evaluates a run in progress."""
 
 from __future__ import annotations
 

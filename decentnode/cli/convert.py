@@ -1,4 +1,4 @@
-"""`decentnode convert`: a config file of decentralizepy as an experiment."""
+"""`decentnode convert`: translates a config file of decentralizepy into an experiment."""
 
 from __future__ import annotations
 

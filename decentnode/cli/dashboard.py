@@ -1,4 +1,4 @@
-"""`decentnode dashboard`: a page over runs that go on or are over."""
+"""`decentnode dashboard`: shows runs, in progress or finished, in a browser."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`decentnode data get|prepare|info`: datasets on disk, and who has what of them."""
+"""`decentnode data get|prepare|info`: downloads and converts datasets, and shows which samples each node gets."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 BLOCK = 4096
 """Training samples that are in memory at once while they are checked."""
 IMAGES = 256
-"""As many where they are read from files: 40 MB of ImageNet's."""
+"""The same for samples that are read from image files: 40 MB for ImageNet."""
 
 
 @click.group("data")
@@ -84,7 +84,7 @@ def prepare(name: str, folder: Path, keys: tuple[str, ...]) -> None:
 
 
 def check(dataset: Dataset) -> list[str]:
-    """Reads every sample. Returns lines about what there is; raises DataError."""
+    """Reads every sample. Returns lines with the numbers found. Raises DataError."""
     import numpy as np
 
     from decentnode.samples import ImageFiles
@@ -106,7 +106,7 @@ def check(dataset: Dataset) -> list[str]:
 
 
 def _read(samples: Any, where: str) -> None:
-    """Raises DataError."""
+    """Reads samples completely and checks that they are finite. Raises DataError."""
     import numpy as np
 
     from decentnode.samples import ImageFiles
@@ -163,5 +163,5 @@ def info(config: str, overrides: tuple[str, ...], draw: Path | None, as_json: bo
 
 
 def _flow(section: dict[str, Any]) -> str:
-    """A section in one line of YAML."""
+    """Returns a section as one line of YAML."""
     return yaml.safe_dump(section, default_flow_style=True, sort_keys=False, width=10**6).strip()

@@ -1,4 +1,4 @@
-"""`decentnode doctor`: what would go wrong, before it does."""
+"""`decentnode doctor`: checks this machine and its links to the others before a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`decentnode evaluate`: the models that a run has left, on its test data or on other data."""
+"""`decentnode evaluate`: evaluates the saved models of a run on its test data or on other data."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _plain(section: str) -> Any:
 
 
 def table(found: EvaluatedModels) -> str:
-    """A row per model, a column per metric."""
+    """Returns a table with a row per model and a column per metric."""
     names = list(dict.fromkeys(name for row in [*found.nodes.values(), found.merged or {}] for name in row))
     known = {each.name: each.text for each in found.measured.metrics}
     told = found.summary

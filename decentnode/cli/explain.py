@@ -1,4 +1,4 @@
-"""decentnode explain KIND.NAME[.KEY]"""
+"""`decentnode explain`: explains a component or a key of a YAML file."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def command(what: str, as_json: bool) -> None:
     if what in TABLES:
         click.get_current_context().invoke(list_command, kind=what, as_json=as_json)
         return
-    look_beside(Path.cwd())  # modules of one's own lie beside the YAML file
+    look_beside(Path.cwd())  # the user's own modules are in the folder of the YAML file
     found = find(what)
     if as_json:
         click.echo(json.dumps(dataclasses.asdict(found if isinstance(found, ComponentInfo) else found[1]), indent=1))

@@ -1,4 +1,4 @@
-"""decentnode graph make|info|draw|convert"""
+"""`decentnode graph make|info|draw|convert`: creates, inspects, draws and converts graphs."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from decentnode.graph.topology import Topology
 
 ALIASES = {"fullyconnected": "complete", "smallworld": "small_world", "erdosrenyi": "erdos_renyi"}
-"""decentralizepy's names in lower case."""
+"""decentralizepy's names in lower case -> ours."""
 FLAGS = {"nodes": "-n N (the number of nodes)", "degree": "-d N (the degree)", "k_over_2": "-k N (half the degree)",
          "beta": "-b B (the probability of rewiring)", "probability": "-p P (the probability of an edge)"}  # fmt: skip
 
 
 def family(name: str, options: dict[str, Any], seed: int, weights: str | None = None) -> Topology:
-    """Returns a graph of a family (its name in any case), with those `options` that are not None. Raises GraphError."""
+    """Returns a graph of a family (its name in any case) with those `options` that are not None. Raises GraphError."""
     plain = name.lower().replace("-", "_")
     plain = ALIASES.get(plain.replace("_", ""), plain)
     known = [each for each in GRAPHS if each != "file"]
@@ -58,8 +58,8 @@ def _with_weights(found: Any, config: Any, seed: int, weights: str | None) -> To
 
 
 def open_graph(text: str, options: dict[str, Any], seed: int, weights: str | None) -> Topology:
-    """Returns the graph of a file when the word looks like one, with its own weights that of an experiment, otherwise
-    of a family."""
+    """Returns the graph of an experiment file, with its own weights, of a graph file, or of a family, depending on the
+    form of `text`."""
     if text.endswith((".yaml", ".yml")):
         if given := [key for key, value in {**options, "weights": weights}.items() if value is not None]:
             raise GraphError(f"{text} already defines the whole graph: leave out --{given[0].replace('_', '-')}")
@@ -149,7 +149,7 @@ def info(
 
 
 def describe(graph: Topology, model_bytes: int | None = None) -> dict[str, Any]:
-    """Returns the lines that `graph info` prints."""
+    """Returns the facts that `graph info` prints, by name."""
     from decentnode.graph.spectrum import diameter, keeps_mean, rounds_to_consensus, spectral_gap
 
     rounds = range(graph.period or 8)

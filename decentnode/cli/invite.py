@@ -1,4 +1,4 @@
-"""`decentnode invite`: what a node that is in no mapping shows to be admitted."""
+"""`decentnode invite`: creates an invitation, with which a run admits nodes that are not in its mapping."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`decentnode join`: a node that is in no mapping comes to a run that admits newcomers (`node.newcomers`)."""
+"""`decentnode join`: adds a node that is not in the mapping to a run that admits newcomers (`node.newcomers`)."""
 
 from __future__ import annotations
 
@@ -94,15 +94,16 @@ def command(
 
 
 class _Seat:
-    """What the run granted this node. A context: whoever leaves it before the node has joined gives the uid back."""
+    """The uid that the run granted to this node. A context manager: if the node has not joined when it exits, it gives
+    the uid back."""
 
     def __init__(self, request: Request, granted: Granted, began: float) -> None:
-        """began: when the run did (`clock.now()`)."""
+        """began: the start of the run on this machine's clock (`clock.now()`)."""
         self.granted, self.began = granted, began
         self._request, self._joined = request, False
 
     def tell(self, message: ChildMessage) -> None:
-        """Take note of what the node says."""
+        """Notes from the node's messages whether it has joined."""
         from decentnode.launch.children.messages import NodeJoined
 
         self._joined |= isinstance(message, NodeJoined)
@@ -118,13 +119,13 @@ class _Seat:
 
 
 def request_of(overrides: tuple[str, ...], keys: Path | None) -> list[str]:
-    """The overrides of this machine."""
+    """Returns the overrides of this machine."""
     own = [] if keys is None else [f"communication.keys={keys.absolute()}"]
     return [*overrides, *own]
 
 
 def _address(text: str, option: str) -> tuple[str, int]:
-    """Raises UsageError."""
+    """Parses HOST:PORT. Raises UsageError."""
     host, _, port = text.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65535:
         raise UsageError(f"{option} must be HOST:PORT, got {text!r}")
@@ -135,7 +136,7 @@ def _take_part(
     seat: _Seat, text: str, chosen: list[str], at: tuple[str, int], run_dir: Path, samples_of: int | None,
     computes: tuple[str, int | None], quiet: bool,
 ) -> int:
-    """Run the node to its end. Returns the exit code. Blocking."""
+    """Runs the node to its end. Returns the exit code. Blocking."""
     import os
 
     from decentnode.cli.node import Teller, leavable, leave_on_signals, struck_by_itself
@@ -162,7 +163,7 @@ def _take_part(
         threads=computes[1] or os.cpu_count() or 1, run_id="", in_process=False, progress_seconds=1.0, socket_dir="",
         join=True, began=seat.began,
     )  # fmt: skip
-    # not the command: an invitation in it is a secret
+    # Without the command: an invitation in it is a secret
     facts = {"name": experiment.name, "digest": experiment.digest(), "machine": newcomer.place.machine}
     environment = provenance.begin_writing(directory, facts, directory)
     with leavable(directory, uid, leave_on_signals) as attach, struck_by_itself(experiment, task, told) as strikes:
@@ -184,7 +185,7 @@ def newcomer_of(
     experiment: Experiment, granted: Granted, at: tuple[str, int], samples_of: int | None,
     computes: tuple[str, int | None],
 ) -> Newcomer:
-    """What the process of this node is told of itself."""
+    """Returns what the node's process needs to know about its own place in the run."""
     from decentnode.mapping.base import Place
     from decentnode.mapping.newcomer import Newcomer, machine_of
 

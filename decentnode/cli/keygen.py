@@ -1,4 +1,4 @@
-"""`decentnode keygen`: the keys with which nodes prove who they are."""
+"""`decentnode keygen`: creates the keys with which nodes authenticate to each other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`decentnode launch`: this machine's share of an experiment."""
+"""`decentnode launch`: runs this machine's share of an experiment."""
 
 from __future__ import annotations
 

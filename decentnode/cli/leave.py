@@ -1,4 +1,4 @@
-"""`decentnode leave`: a node of a run ends in peace while the others go on."""
+"""`decentnode leave`: lets nodes leave a run cleanly while the others continue."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def command(run: str, nodes: str | None, timeout: float) -> None:
 
 
 def _uids(text: str) -> list[int]:
-    """Raises UsageError."""
+    """Returns the uids of --node. Raises UsageError."""
     from decentnode.cli.keygen import parse_uids
 
     try:

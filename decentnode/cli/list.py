@@ -1,4 +1,4 @@
-"""decentnode list [KIND]"""
+"""`decentnode list`: lists the components that a YAML file can name."""
 
 from __future__ import annotations
 

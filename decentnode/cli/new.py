@@ -1,4 +1,4 @@
-"""`decentnode new`: a folder to begin an experiment in."""
+"""`decentnode new`: creates a folder with an example experiment."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def command(folder: Path) -> None:
 
 
 def write(folder: Path) -> None:
-    """Make the folder and write the starter into it. Raises UsageError where something is there already,
-    EnvironmentFault when the disk refuses, and then leaves nothing in the folder, so that it can be tried again."""
+    """Creates the folder and writes the example into it. Raises UsageError if the folder contains something already,
+    EnvironmentFault if writing fails; then it removes the files that it wrote, so that the command can be repeated."""
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"{folder} must be a folder, got a file")
     here = Path(os.path.abspath(folder))

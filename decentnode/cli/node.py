@@ -1,4 +1,4 @@
-"""`decentnode node`: one node in the foreground, for srun, systemd and containers."""
+"""`decentnode node`: runs one node in the foreground, for srun, systemd and containers."""
 
 from __future__ import annotations
 
@@ -110,20 +110,24 @@ def _directory(facts: Facts, into: Path | None, uid: int) -> Path:
 
 
 def stop_on_signals(node: Node) -> None:
-    """Install handlers: a first signal has all nodes finish the round and write, a second ends this process at once,
-    Ctrl-Z does nothing."""
+    """Installs signal handlers: the first signal makes all nodes finish the round and write their results, the second
+    ends this process at once. Ctrl-Z is ignored."""
     on_signals(node.ask_stop)
 
 
 def leave_on_signals(node: Node) -> None:
-    """The same, but a first signal has this node alone finish the round and leave."""
+    """Installs signal handlers as `stop_on_signals` does, but the first signal makes only this node finish the round
+    and leave."""
     on_signals(node.ask_leave)
 
 
 @contextlib.contextmanager
 def leavable(directory: Path, uid: int, signals: Callable[[Node], None]) -> Iterator[Callable[[Node], None]]:
-    """While entered, `decentnode leave` reaches the node of this process that is given to the function that comes;
-    signals: takes it, too."""
+    """Lets `decentnode leave` reach this process's node while entered. Yields a function to which the node must be
+    given.
+
+    signals: called with the node, to install signal handlers.
+    """
     from decentnode.launch.files import supervisor_file
     from decentnode.launch.files.run_dir import node_dir
     from decentnode.launch.supervising.leaving import Watch
@@ -152,8 +156,8 @@ def leavable(directory: Path, uid: int, signals: Callable[[Node], None]) -> Iter
 
 @contextlib.contextmanager
 def struck_by_itself(experiment: Experiment, task: Task, told: Teller) -> Iterator[Callable[[ChildMessage], None]]:
-    """While entered, this process is killed and suspended as the faults of the experiment say; the function that comes
-    takes what the node says."""
+    """Injects the experiment's kill and pause faults into this process itself while entered. Yields a function to which
+    all messages of the node must be given."""
     from decentnode.launch.children.messages import FaultDue, NodeJoined
     from decentnode.launch.nodes.own_strikes import OwnStrikes
 
@@ -173,7 +177,7 @@ def struck_by_itself(experiment: Experiment, task: Task, told: Teller) -> Iterat
 
 
 def on_signals(ask: Callable[[], None]) -> None:
-    """Install handlers that ask for the end."""
+    """Installs handlers: the first signal calls `ask`, the second ends this process at once."""
     from decentnode.launch.children.signals import SUSPENDING
 
     seen: list[int] = []
@@ -186,12 +190,12 @@ def on_signals(ask: Callable[[], None]) -> None:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
-    for number in SUSPENDING:  # a terminal's stop would stop the training
+    for number in SUSPENDING:  # the terminal's suspension would suspend the training
         signal.signal(number, signal.SIG_IGN)
 
 
 class Teller:
-    """Prints the progress of one node as lines. `tell` never blocks, whatever the terminal does."""
+    """Prints the progress of one node as lines. `tell` never blocks, even if the terminal does."""
 
     def __init__(self, uid: int, facts: Facts, quiet: bool, join: bool) -> None:
         from decentnode.cli.output import Output
@@ -222,7 +226,7 @@ class Teller:
             self.errors.put(f"error: {message.text}\n", OutputKind.ERROR)
 
     def warn(self, text: str) -> None:
-        """Say something on stderr before this process can say no more. Blocking for WARN_SECONDS at most."""
+        """Prints a text to stderr just before this process is killed or suspended. Blocks for at most WARN_SECONDS."""
         from decentnode.cli.output import OutputKind
 
         self.errors.put(f"{text}\n", OutputKind.ERROR)
@@ -233,8 +237,8 @@ class Teller:
             self.lines.put(f"{stamp(clock.wall())}  {text}\n", kind)
 
     def drain(self) -> None:
-        """Wait until all text is written, or Ctrl-C; what is told later is lost. Blocking; to be called when the node
-        has ended."""
+        """Waits until all text is written, or Ctrl-C; later text is lost. Blocking; to be called when the node has
+        ended."""
         signal.signal(signal.SIGINT, signal.default_int_handler)
         with contextlib.suppress(KeyboardInterrupt):
             self.lines.drain()

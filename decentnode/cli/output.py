@@ -1,8 +1,8 @@
-"""Text for a terminal, pipe or file that may block: a thread of its own writes it.
+"""Writes text to a terminal, pipe or file that may block, in a thread of its own.
 
-A terminal held with Ctrl-S, a pager or a full pipe blocks whoever writes to it, a closed one raises. Neither reaches
-the caller here, which watches over a run: progress is dropped, the rest waits, in order, and errors go to a second
-stream where the first is closed.
+A terminal held with Ctrl-S, a pager or a full pipe blocks its writer, and a closed one raises. Neither affects the
+caller here, which supervises a run: progress is dropped, other text is queued in order, and errors go to a second
+stream if the first is closed.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from collections.abc import Iterator
 from typing import TextIO
 
 PROGRESS_CHARACTERS = 1 << 16
-"""While this many characters wait, progress is dropped."""
+"""While more characters than this are queued, progress is dropped."""
 KEPT_CHARACTERS = 1 << 20
-"""While this many characters wait, all but errors and results is dropped."""
+"""While more characters than this are queued, everything except errors and results is dropped."""
 
 
 class OutputKind(enum.Enum):
-    """The kind of a text, which decides whether it is dropped when it cannot be written at once."""
+    """The kind of a text, which determines whether it is dropped when it cannot be written at once."""
 
     PROGRESS = enum.auto()
-    """Dropped while PROGRESS_CHARACTERS wait."""
+    """Dropped while more than PROGRESS_CHARACTERS are queued."""
     LINE = enum.auto()
-    """Dropped while KEPT_CHARACTERS wait."""
+    """Dropped while more than KEPT_CHARACTERS are queued."""
     RESULT = enum.auto()
     """Always kept."""
     ERROR = enum.auto()
-    """Always kept, and written to the second stream when the first is closed."""
+    """Always kept, and written to the second stream if the first is closed."""
 
 
 class Output(io.TextIOBase):
     """A text file whose `write` never blocks and never raises. Any thread may write."""
 
     def __init__(self, stream: TextIO, instead: TextIO | None = None) -> None:
-        """instead: where errors go when `stream` is closed, unless both are the same."""
+        """instead: the stream for errors if `stream` is closed, unless both are the same file."""
         self._stream, self._instead = stream, instead
         self._number = _descriptor(stream)
         self._broken = self._over = False
@@ -49,7 +49,7 @@ class Output(io.TextIOBase):
         self._characters = 0
         """Characters in the queue and in the text that is being written."""
         self._left_out = 0
-        """Lines dropped since the last text was written."""
+        """Lines dropped since the last text was queued."""
         self._changed = threading.Condition()
         threading.Thread(target=self._write_all, name="output", daemon=True).start()
 
@@ -57,7 +57,7 @@ class Output(io.TextIOBase):
 
     @contextlib.contextmanager
     def writing(self, kind: OutputKind) -> Iterator[None]:
-        """Give texts that `write` takes in this block this kind. For one thread at a time."""
+        """Assigns this kind to all text that `write` gets within the block. For one thread at a time."""
         before, self._kind = self._kind, kind
         try:
             yield
@@ -69,7 +69,7 @@ class Output(io.TextIOBase):
         return len(text)
 
     def put(self, text: str, kind: OutputKind) -> None:
-        """Queue a text. Does not wait; any thread may call it."""
+        """Queues a text. Does not block; any thread may call it."""
         most = {OutputKind.PROGRESS: PROGRESS_CHARACTERS, OutputKind.LINE: KEPT_CHARACTERS}.get(kind)
         with self._changed:
             if most is not None and self._characters > most:
@@ -88,25 +88,25 @@ class Output(io.TextIOBase):
 
     @property
     def behind(self) -> bool:
-        """Whether text waits to be written."""
+        """Whether some text is not written yet."""
         return self._characters > 0
 
     @property
     def foreground(self) -> bool:
-        """Returns False for a terminal whose foreground job is another one than this."""
+        """Returns False if the stream is a terminal and this process is not in its foreground."""
         try:
             return self._number is None or os.tcgetpgrp(self._number) == os.getpgrp()
-        except OSError:  # no terminal
+        except OSError:  # not a terminal
             return True
 
     def drain(self, timeout_seconds: float | None = None) -> bool:
-        """Wait until all text is written or the stream is closed. Blocking for at most `timeout_seconds` (None: without
-        end). Returns whether it came to that."""
+        """Waits until all text is written or the stream is closed, for at most `timeout_seconds` (None: without limit).
+        Returns whether all text was handled in time."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._characters, timeout_seconds)
 
     def close(self, timeout_seconds: float = 0.0) -> None:
-        """End the thread once all text is written; later text is lost. Blocking for at most `timeout_seconds`."""
+        """Ends the thread once all text is written; later text is lost. Blocks for at most `timeout_seconds`."""
         self.drain(timeout_seconds)
         with self._changed:
             self._over = True
@@ -147,15 +147,15 @@ class Output(io.TextIOBase):
             try:
                 self._into(self._stream, text)
                 return
-            except (OSError, ValueError):  # closed: a pipe's reader ended, or the terminal is gone
+            except (OSError, ValueError):  # closed: the reader of the pipe ended, or the terminal is gone
                 self._broken = True
         if kind is OutputKind.ERROR and self._instead is not None and not _same(self._stream, self._instead):
             with contextlib.suppress(OSError, ValueError):
                 self._into(self._instead, text)
 
     def _into(self, stream: TextIO, text: str) -> None:
-        """Blocking. The descriptor is written to, not the stream: a thread stuck in a stream's lock when the
-        interpreter ends is a fatal error."""
+        """Writes a text; blocking. It uses the descriptor, not the stream: if the thread hung inside the stream's lock
+        while the interpreter ends, Python would abort with a fatal error."""
         number = _descriptor(stream)
         if number is None:
             stream.write(text)
@@ -165,7 +165,7 @@ class Output(io.TextIOBase):
         while data:
             try:
                 data = data[os.write(number, data) :]
-            except BlockingIOError:  # somebody made the terminal non-blocking
+            except BlockingIOError:  # another program made the terminal non-blocking
                 poll = select.poll()
                 poll.register(number, select.POLLOUT)
                 poll.poll()

@@ -1,4 +1,4 @@
-"""`decentnode plan`: what graphs, rules, codecs, local steps and batches would cost, before anything is trained."""
+"""`decentnode plan`: predicts the costs of graphs, rules, codecs, local steps and batches without training."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def command(
 
 
 def table(found: Sequence[Prediction], best: Sequence[bool], target: float) -> str:
-    """A row per candidate; a tilde stands before measured consensus."""
+    """Returns a table with a row per candidate; a tilde marks measured consensus."""
     heads = ["", "graph", "sharing", "codec", "H", "batch", "round", "steps", "sent/node", "samples/s", "rate",
              "rounds", f"to {target:g}", "memory", "busiest link"]  # fmt: skip
     rows = [heads]
@@ -142,7 +142,7 @@ def _bytes(value: float) -> str:
 
 
 def _write(path: Path, config: str, overrides: list[str], name: str) -> None:
-    """Write the experiment with its candidate's keys, which `load` reads from any folder."""
+    """Writes the experiment with the candidate's keys, in a form that `load` can read from any folder."""
     from decentnode.experiment import load
     from decentnode.system import write_atomic
 

@@ -1,4 +1,4 @@
-"""`decentnode plot`: what runs did, as a picture."""
+"""`decentnode plot`: plots what runs recorded."""
 
 from __future__ import annotations
 
@@ -97,14 +97,14 @@ def command(
 
 
 def _tell(said: Sequence[str], target: Path) -> None:
-    """Prints what the reader has to know, on stderr, and which file was written."""
+    """Prints the notes to stderr, and the path of the written file to stdout."""
     for line in said:
         click.echo(line, err=True)
     click.echo(str(target))
 
 
 def _dumps(runs: Sequence[str], output: Path | None) -> Path:
-    """Draws the dumps of one run. Returns the file."""
+    """Plots the dumps of one run. Returns the file."""
     from decentnode.launch.files.run_dir import resolve
     from decentnode.report.pictures.dumps import plot
 
@@ -118,7 +118,7 @@ def _dumps(runs: Sequence[str], output: Path | None) -> Path:
 def _preset(
     name: str, drawn: list[Line], metric: str, axis: str, paper: bool, output: Path | None, run: Path
 ) -> Path:
-    """Draw a figure of PRESETS. Returns where it is."""
+    """Draws a preset figure. Returns the file."""
     from decentnode.report.pictures.plots import write
     from decentnode.report.pictures.presets import draw
     from decentnode.report.reading.runs import overview

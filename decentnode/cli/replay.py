@@ -1,4 +1,4 @@
-"""`decentnode replay`: a run, repeated from what its nodes recorded, with everything that failed in it."""
+"""`decentnode replay`: repeats a run from its nodes' records, including everything that failed in it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Differs(DecentnodeError):
-    """The replay, or the record itself, is not what the run's nodes must have done."""
+    """The replay differs from the records, or the records contradict each other."""
 
     exit_code = 1
 
@@ -102,7 +102,7 @@ def refuse(experiment: Experiment, lives: Lives) -> None:
 
 
 def warnings(experiment: Experiment, lives: Lives) -> list[str]:
-    """Returns why a replay may differ though nothing is wrong."""
+    """Returns reasons for which a correct replay may differ."""
     import torch
 
     from decentnode.launch.reporting.header import other_code
@@ -144,7 +144,7 @@ def _repeated(experiment: Experiment, lives: Lives, folder: Path) -> dict[str, A
     files = checkpoints_of(folder, lives)
     logger = logging.getLogger("decentnode")
     level, threads = logger.level, min(int(life.header.get("threads", 1)) for each in lives.values() for life in each)
-    logger.setLevel(logging.ERROR)  # nodes say again what they said in the run
+    logger.setLevel(logging.ERROR)  # nodes repeat the log lines of the run
     try:
         with native.torch_threads(threads):
             world, found = run_again(experiment, lives, files)
@@ -158,8 +158,8 @@ def _repeated(experiment: Experiment, lives: Lives, folder: Path) -> dict[str, A
 
 
 def _compared_models(world: ReplayWorld, folder: Path) -> int:
-    """How many nodes' models at the end of the run were compared with the replay's: no record has them after the last
-    exchange. Raises Violation."""
+    """Compares the final models of the run with those of the replay, as no record covers them after the last exchange.
+    Returns how many were compared. Raises Violation."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 

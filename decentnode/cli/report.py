@@ -1,4 +1,4 @@
-"""`decentnode report`: runs as one HTML file that explains them."""
+"""`decentnode report`: writes an HTML report of runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`decentnode run`: all nodes of an experiment on this machine."""
+"""`decentnode run`: runs all nodes of an experiment on this machine."""
 
 from __future__ import annotations
 

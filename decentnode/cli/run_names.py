@@ -1,4 +1,4 @@
-"""What the shell proposes where a command takes a run."""
+"""Completes the names of runs in the shell."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 
 def run_names(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem[Any]]:  # noqa: ARG001
-    """Returns the experiments in runs/ that begin with what was typed, and `latest`; files and folders where none
-    does."""
+    """Returns the experiments in runs/ that begin with what was typed, and `latest`; if none does, files and
+    folders."""
     from click.shell_completion import CompletionItem
 
     folder = Path("runs")

@@ -1,4 +1,4 @@
-"""`decentnode schema`: what an editor needs to complete and check experiment files."""
+"""`decentnode schema`: writes the JSON Schema with which editors complete and check experiment files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`decentnode simulate`: all nodes of an experiment in one process."""
+"""`decentnode simulate`: simulates all nodes of an experiment in one process."""
 
 from __future__ import annotations
 

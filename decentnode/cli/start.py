@@ -1,4 +1,4 @@
-"""Options and steps that `run`, `launch` and `node` share."""
+"""Options and steps that `run`, `launch`, `simulate`, `node` and other commands share."""
 
 from __future__ import annotations
 
@@ -29,11 +29,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def since_start() -> float:
-    """Returns seconds since this program was started: by the shell, or by eval/run.sh once it has installed its
+    """Returns the seconds since this program was started by the shell, or by eval/run.sh once it has installed its
     environment.
 
-    A script that becomes this program (exec) keeps the age of its process, a minute of pip included; it leaves the
-    time in DECENTNODE_STARTED. One that is older than the process was meant for another.
+    A script that replaces itself by this program (exec) has a process that is older than the program, by a minute of
+    pip. Such a script sets DECENTNODE_STARTED to the time; a time before the start of the process was meant for another
+    program and is ignored.
     """
     age = _process_age()
     with contextlib.suppress(ValueError):
@@ -44,7 +45,7 @@ def since_start() -> float:
 
 
 def _process_age() -> float:
-    """Returns seconds since this process was started; 0 where the system does not say."""
+    """Returns the seconds since this process was started; 0 if the system does not say."""
     try:
         with open("/proc/self/stat", encoding="utf-8") as file:
             started = int(file.read().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
@@ -72,7 +73,7 @@ def options(function: F) -> F:
 
 
 def watched(function: F) -> F:
-    """Decorator: adds the options of a page that shows the run."""
+    """Decorator: adds the options for a page that shows the run."""
     for option in (
         click.option("--dashboard-port", type=click.IntRange(0, 65535),
                      help="Port of --dashboard. Default: 8765, or any free port if that is taken."),
@@ -83,7 +84,8 @@ def watched(function: F) -> F:
 
 
 def page_of(wanted: bool, port: int | None) -> Child | None:
-    """Returns the page of the options that `watched` adds; it listens already. Raises EnvironmentFault."""
+    """Returns the page that the options of `watched` ask for; it is listening already. None without --dashboard. Raises
+    EnvironmentFault."""
     if not wanted:
         if port is not None:
             raise click.UsageError("--dashboard-port needs --dashboard")
@@ -101,8 +103,8 @@ def resuming(function: F) -> F:
 
 
 def resumed(config: str | None, resume: str | None) -> tuple[str | None, str | None]:
-    """Returns (config, run to resume) of what was typed: the run's own config where none was given, the run itself
-    where it stands in the config's place, and a file that --resume took for a run in its own."""
+    """Returns (config, run to resume) for the given arguments. Without CONFIG, the run's own config is used; a run
+    given as CONFIG is the run to resume; a file given to --resume is the config."""
     if resume is None:
         return config, None
     if config is None and resume:
@@ -119,16 +121,16 @@ def all_overrides(overrides: Sequence[str], run_dir: str | None, name: str | Non
 
 
 def default_config() -> str:
-    """Returns the path of the quickstart config that comes with the package."""
+    """Returns the path of the quickstart config in the package."""
     return str(files("decentnode").joinpath("quickstart.yaml"))
 
 
 def config_of(given: str, variables: dict[str, str]) -> tuple[str, dict[str, str]]:
     """Returns the config file that a user names, and the environment variables that it reads.
 
-    A run's folder (or that of an experiment, its latest run) stands for that run with every value it had: the
-    environment of today changes nothing, --set does. What becomes of a run that was copied without the folder of its
-    experiment stands beside it too. Raises UsageError for another folder.
+    A run's folder stands for that run with all its values, an experiment's folder for its latest run: present
+    environment variables change nothing, --set does. If a run was copied without the folder of its experiment, new runs
+    are created beside it too. Raises UsageError for any other folder.
     """
     if not os.path.isdir(given):
         if os.path.exists(os.path.join(os.path.dirname(given), "task.json")):
@@ -150,7 +152,8 @@ def environ() -> dict[str, str]:
 
 
 def arguments(request: Request, without: str = "") -> list[str]:
-    """Returns arguments that change the same keys of the config, those that the environment changed included.
+    """Returns --set arguments that change the same keys of the config as the request does, those changed by environment
+    variables included.
 
     without: a key that is left out.
     """
@@ -161,11 +164,11 @@ def arguments(request: Request, without: str = "") -> list[str]:
 
 
 def again(request: Request, outcome: Outcome) -> list[str]:
-    """Returns arguments of the command that is most likely the next.
+    """Returns the arguments of the command that the user is most likely to give next.
 
-    Of a run that finished, that for the same run with twice the rounds, which goes on where it did so itself; after an
-    early stop, for all of them. Of one that was stopped or failed, that which goes on from its checkpoints; nothing
-    where it has none of all nodes.
+    For a finished run: the same run with twice the rounds, resumed if it was resumed itself; after an early stop, the
+    run without early stopping. For a run that was stopped or failed: the command that resumes it; an empty list if no
+    checkpoint of all nodes exists.
     """
     from decentnode.cli.console import shown
     from decentnode.launch.files.run_dir import has_checkpoint
@@ -177,7 +180,7 @@ def again(request: Request, outcome: Outcome) -> list[str]:
         going_on = [command, shown(outcome.run_dir), "--resume"] if kept else []
     if outcome.exit_code:
         return going_on
-    if request.one_round:  # a dry run: then the run itself
+    if request.one_round:  # a dry run: suggest the run itself
         return [command, *([] if request.config == default_config() else [request.config]), *arguments(request)]
     rounds = max(1, 2 * max(outcome.summary["rounds_planned"], outcome.summary.get("rounds") or 0))
     if going_on and outcome.summary.get("ended") != "early_stop":
@@ -192,14 +195,14 @@ def again(request: Request, outcome: Outcome) -> list[str]:
 
 def start(request: Request, *, plain: bool, quiet: bool, as_json: bool, dry_run: bool = False,
           page: Child | None = None) -> int:  # fmt: skip
-    """Run this machine's share to its end and print its progress and results. Returns the exit code. Blocking.
+    """Runs this machine's share to its end and prints its progress and results. Returns the exit code. Blocking.
 
-    page: shows the run, for as long as it goes on.
+    page: shows the run while it is in progress.
     """
     started = clock.now() - since_start()
     from decentnode.launch.children import forkserver
 
-    forkserver.start(request)  # imports torch while this process gets ready
+    forkserver.start(request)  # imports torch while this process prepares the run
     from decentnode.cli.console import ConsoleObserver, program
     from decentnode.cli.output import Output, OutputKind
     from decentnode.launch.supervisor import supervise
@@ -211,7 +214,7 @@ def start(request: Request, *, plain: bool, quiet: bool, as_json: bool, dry_run:
     share = " ".join(filter(None, [launcher, shlex.quote(request.config), changes, "--machine"]))
     live = False if plain else None
     observer = ConsoleObserver(output, started=started, share=share, live=live, quiet=quiet, page=page)
-    interrupted = signal.signal(signal.SIGINT, signal.SIG_IGN)  # `supervise` listens to it; after it nobody until below
+    interrupted = signal.signal(signal.SIGINT, signal.SIG_IGN)  # `supervise` handles it; then ignored until `drain`
     try:
         outcome = supervise(
             request, observer, command=shlex.join([program(), *sys.argv[1:]]), started=started, dry_run=dry_run
@@ -228,8 +231,8 @@ def start(request: Request, *, plain: bool, quiet: bool, as_json: bool, dry_run:
 
 
 def drain(interrupted: Any, *outputs: Output) -> None:
-    """Wait until all is printed. Nothing runs any more: the reader may take its time, and Ctrl-C ends the wait with the
-    command's own exit code.
+    """Waits until everything is printed. Nothing runs any more, so the reader may take its time; Ctrl-C ends the wait
+    with the command's own exit code.
 
     interrupted: the handler of Ctrl-C from now on.
     """

@@ -1,4 +1,4 @@
-"""`decentnode status`: where the nodes of a run stand, and who waits for whom."""
+"""`decentnode status`: shows what each node of a run is doing and which nodes it waits for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`decentnode sweep`: an experiment with many values of some keys, and a table of what they make of it."""
+"""`decentnode sweep`: runs an experiment for many values of some keys and tabulates the results."""
 
 from __future__ import annotations
 
@@ -93,10 +93,10 @@ def _keys(given: str | None) -> tuple[str, ...]:
 
 
 def _sweep(plan: Plan, *, plain: bool, quiet: bool, as_json: bool) -> int:
-    """Run a sweep to its end, and print what it came to. Returns the exit code. Blocking."""
+    """Runs a sweep to its end and prints its results. Returns the exit code. Blocking."""
     from decentnode.launch.children import forkserver
 
-    forkserver.start(plan.request)  # imports torch while this process gets ready
+    forkserver.start(plan.request)  # imports torch while this process prepares the sweep
     from decentnode.cli.console import shown
     from decentnode.cli.output import Output, OutputKind
     from decentnode.cli.sweeping import ConsoleWatcher
@@ -109,7 +109,7 @@ def _sweep(plan: Plan, *, plain: bool, quiet: bool, as_json: bool) -> int:
     result = Output(sys.stdout, sys.stderr)
     output = Output(sys.stderr) if as_json else result
     watcher = ConsoleWatcher(output, live=False if plain else None, quiet=quiet)
-    interrupted = signal.signal(signal.SIGINT, signal.SIG_IGN)  # `conduct` listens to it; after it nobody until below
+    interrupted = signal.signal(signal.SIGINT, signal.SIG_IGN)  # `conduct` handles it; then ignored until `drain`
     try:
         state = conduct(sweep, watcher)
         watcher.end()

@@ -17,11 +17,11 @@ from decentnode.sweeps.progress import left, line, live_table
 from decentnode.words import duration, plural, stamp
 
 LINE_SECONDS = 60.0
-"""Longest time without a line in the plain form."""
+"""Longest time without a line in plain output."""
 
 
 class ConsoleWatcher(Watcher):
-    """Shows a live table on a terminal, and a line per point elsewhere. Failing points have a line in both."""
+    """Shows a live table on a terminal, and a line per point elsewhere. Failed points get a line in both."""
 
     def __init__(self, output: Output, live: bool | None = None, quiet: bool = False) -> None:
         self.output = output
@@ -34,7 +34,7 @@ class ConsoleWatcher(Watcher):
         self._refresh_seconds = REFRESH_SECONDS
 
     def say(self, text: str, style: str = "", kind: OutputKind = OutputKind.LINE) -> None:
-        """Print a line: with the time before it, where there is no live table and it says how far the sweep is."""
+        """Prints a line. Without a live table, lines about progress and errors begin with the time."""
         if not self.quiet or kind is OutputKind.ERROR:
             if not self.live and kind in (OutputKind.PROGRESS, OutputKind.ERROR):
                 text = f"{stamp(clock.wall())}  {text}"
@@ -95,7 +95,7 @@ class ConsoleWatcher(Watcher):
         self._begin()
 
     def end(self) -> None:
-        """Remove the live table. Idempotent."""
+        """Removes the live table. Idempotent."""
         if self._live is not None:
             live, self._live = self._live, None
             live.stop()

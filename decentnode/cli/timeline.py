@@ -1,4 +1,5 @@
-"""`decentnode timeline`: when every node begins and ends each round in a described world, and who waits for whom."""
+"""`decentnode timeline`: computes when nodes start and finish each round at given speeds and links, and who waits for
+whom."""
 
 from __future__ import annotations
 
@@ -86,7 +87,7 @@ def _summary(found: TimeLine, experiment: Experiment) -> dict[str, Any]:
 
 
 def _tell(summary: dict[str, Any], links: bool) -> None:
-    """links: whether something describes them."""
+    """Prints the summary. links: whether the links are described; without a description they are unlimited."""
     click.echo(f"{plural(summary['nodes'], 'node')}, {plural(summary['rounds'], 'round')}, {summary['schedule']}: "
                f"{summary['total_seconds']:.4g} virtual seconds")  # fmt: skip
     click.echo(f"a round takes {1e3 * summary['round_seconds']:.4g} ms; of these a node computes for "

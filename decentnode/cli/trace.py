@@ -1,4 +1,4 @@
-"""`decentnode trace`: the time line of a run, for Perfetto and chrome://tracing."""
+"""`decentnode trace`: writes the timeline of a run for Perfetto and chrome://tracing."""
 
 from __future__ import annotations
 

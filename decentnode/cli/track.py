@@ -1,4 +1,4 @@
-"""`decentnode track`: tells a tracker of a run that is there, or that goes on."""
+"""`decentnode track`: sends a recorded run, or one in progress, to a tracker."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def command(run: str, tracker: str, follow: bool) -> None:
 
 
 def _section(text: str) -> dict[str, Any]:
-    """Returns a tracker's section, of a name or of YAML. Raises UsageError."""
+    """Returns a tracker's section, given as a name or as YAML. Raises UsageError."""
     import yaml
 
     try:

@@ -1,4 +1,4 @@
-"""`decentnode validate`: every problem of an experiment before anything starts."""
+"""`decentnode validate`: reports every problem of an experiment before anything starts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 
 def check_machine(experiment: Experiment, machine: str, config: str) -> None:
-    """Check what the nodes of this machine check at their start. Raises MappingError, EnvironmentFault, UsageError."""
+    """Checks what the nodes of this machine check when they start. Raises MappingError, EnvironmentFault,
+    UsageError."""
     from decentnode.build import devices_of
     from decentnode.communication.zeromq.sockets.security import load_keyring, read_secret
     from decentnode.launch.supervising.prepare import check_memory, choose_machine
