@@ -1,4 +1,4 @@
-"""Runs a script of Decent-DP with nothing but the import changed; eval/compat.sh starts it under torchrun."""
+"""Runs a script of Decent-DP with only the import changed; eval/compat.sh starts it under torchrun."""
 
 import runpy
 import sys

@@ -1,10 +1,10 @@
-"""Digits with your own training loop on several processes, with five ways of working together.
+"""Digits with your own training loop on several processes, with five ways of parallel training.
 
     torchrun --nproc_per_node=4 eval/ddp_digits.py --parallel decent
 
 decent: DecentralizedDataParallel; ddp: PyTorch's DistributedDataParallel; easgd, lsgd: CommOptimizer; none: every rank
-for itself. Every rank has an equal part of the samples. Prints the accuracy on the test set (of the averaged model, of
-rank 0's for none and ddp, of the center for easgd) and the time of a step beside that of a step alone.
+trains alone. Every rank has an equal part of the samples. Prints the accuracy on the test set (of the averaged model;
+of rank 0's for none and ddp, of the center for easgd) and the time of a step relative to a step without communication.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
 def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Training images and labels, test images and labels: 8 x 8 pixels in [0, 1]."""
+    """Returns training images and labels, test images and labels: 8 x 8 pixels in [0, 1]."""
     data = np.load(Path(decentnode.__file__).parent / "data" / "digits.npz")
     found = []
     for part in ("train", "test"):
@@ -44,7 +44,7 @@ def network(hidden: int) -> nn.Module:
 
 
 def step_alone(hidden: int, x: Tensor, y: Tensor, batch: int) -> float:
-    """Median seconds of a step of all ranks at once that do not talk to each other."""
+    """Returns the median seconds of a step of all ranks at once without communication."""
     model = network(hidden)
     optimizer, times = SGD(model.parameters()), []
     for i in range(40):

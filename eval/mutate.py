@@ -1,4 +1,5 @@
-"""Small mistakes in the code, one at a time, and whether the tests notice; eval/mutate.sh says how to call it."""
+"""Mutation testing: makes small mistakes in the code, one at a time, and checks whether the tests notice. See
+eval/mutate.sh."""
 
 from __future__ import annotations
 
@@ -34,19 +35,19 @@ ELSEWHERE = {"communication/shared_memory/cuda_ipc.py": "needs a GPU"}
 """Files whose tests do not run here."""
 CORE = {"communication": ("receive/test_exchange", "zeromq/test_tree_collectives",
                           "torch_distributed/test_group_collective", "test_faults", "test_limits")}  # fmt: skip
-"""Rooms whose tests take long: beside the tests that name a file, these alone run for it."""
+"""Rooms whose tests take long: for a mutant only these tests run, and those that name its file."""
 WARM = ("torch", "torch._dynamo", "torch.distributed", "numpy", "hypothesis", "pytest", "zmq", "msgpack", "networkx",
         "pydantic", "yaml", "safetensors.torch")  # fmt: skip
-"""What every test run imports: once here, for the processes that are forked for the runs."""
+"""What every test run imports: imported once here, as the runs are forked from this process."""
 
 
 @dataclass(frozen=True)
 class Mutant:
     file: str
-    """Below decentnode/."""
+    """Relative to decentnode/."""
     line: int
     operator: str
-    """cosmic-ray's name of it."""
+    """cosmic-ray's name of the operator."""
     occurrence: int
 
     @property
@@ -55,7 +56,7 @@ class Mutant:
 
     @cache  # noqa: B019
     def code(self) -> str:
-        """The whole file with the mistake in it."""
+        """Returns the whole file with the mistake in it."""
         found = mutate_code(source_of(self.file), make_operator(self.operator), self.occurrence)
         assert found is not None
         return str(found)
@@ -70,7 +71,7 @@ class Mutant:
 
 @cache
 def source_of(file: str) -> str:
-    """Read once: the working tree may change while the tests run."""
+    """Returns a file's source; cached, as the working tree may change while the tests run."""
     return (ROOT / "decentnode" / file).read_text()
 
 
@@ -82,8 +83,8 @@ Span = tuple[tuple[int, int], tuple[int, int]]
 
 
 def spared(source: str) -> list[Span]:
-    """Where a mistake changes nothing that right code does: annotations, what is logged, imports for type checkers, and
-    what guards against our own mistakes: assert, zip(strict=True), dataclass(frozen=True)."""
+    """Returns the places where a mistake does not change correct behavior: annotations, log calls, imports for type
+    checkers, and guards against bugs (assert, zip(strict=True), dataclass(frozen=True))."""
     found: list[ast.AST] = []
     for node in ast.walk(ast.parse(source)):
         found += [each for each in (getattr(node, "annotation", None), getattr(node, "returns", None)) if each]
@@ -97,7 +98,7 @@ def spared(source: str) -> list[Span]:
 
 
 def mutants_of(file: str) -> Iterator[tuple[tuple[int, int], Mutant]]:
-    """(place, mutant): all that cosmic-ray can do to a file."""
+    """Yields (place, mutant) for everything that cosmic-ray can do to a file."""
     source = source_of(file)
     tree = get_ast(source)
     spans = spared(source)
@@ -113,8 +114,8 @@ def mutants_of(file: str) -> Iterator[tuple[tuple[int, int], Mutant]]:
 
 
 def drawn(count: int, rooms: list[str], seed: int) -> list[Mutant]:
-    """Equal parts from all rooms; in a room every place in the code is as likely as any other, however many mistakes
-    can be made there."""
+    """Returns randomly drawn mutants, equally many from each room. Within a room every place in the code is equally
+    likely, however many mistakes are possible there."""
     chosen = []
     for number, room in enumerate(rooms):
         places: dict[tuple[str, tuple[int, int]], list[Mutant]] = {}
@@ -131,7 +132,7 @@ def drawn(count: int, rooms: list[str], seed: int) -> list[Mutant]:
 
 
 def compiles(mutant: Mutant) -> bool:
-    """cosmic-ray takes the ** of {**x} for a power."""
+    """Returns whether a mutant's code compiles: cosmic-ray takes the ** of {**x} for a power."""
     try:
         ast.parse(mutant.code())
     except SyntaxError:
@@ -140,7 +141,8 @@ def compiles(mutant: Mutant) -> bool:
 
 
 def tests_of(file: str) -> list[str]:
-    """The room's tests, or in a room of CORE some of them, those first that name the file's module oftenest."""
+    """Returns the room's tests, or for a room in CORE some of them; tests that name the file's module most often come
+    first."""
     room, stem = file.split("/")[0], Path(file).stem
     if stem == "__init__":
         return [f"tests/{room}"]
@@ -154,7 +156,7 @@ def tests_of(file: str) -> list[str]:
 
 
 def copy_tree() -> Path:
-    """The files of the working tree that git does not ignore, in a folder of their own."""
+    """Copies the files of the working tree that git does not ignore into a new folder, and returns it."""
     folder = Path(tempfile.mkdtemp(prefix="mutate-"))
     listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=ROOT, capture_output=True,
                             text=True, check=True).stdout  # fmt: skip
@@ -166,7 +168,8 @@ def copy_tree() -> Path:
 
 
 def run_tests(folder: Path, tests: list[str], log: Path, seconds: float) -> tuple[int | None, float]:
-    """(pytest's exit code, None after `seconds`; seconds it took), in a forked process whose children end with it."""
+    """Runs tests in a forked process, whose children are killed with it. Returns (pytest's exit code, None after
+    `seconds`; the seconds it took)."""
     started = time.monotonic()
     process = os.fork()
     if process == 0:
@@ -196,7 +199,7 @@ def run_tests(folder: Path, tests: list[str], log: Path, seconds: float) -> tupl
 
 
 def tried(mutant: Mutant, folders: SimpleQueue[Path], seconds: float) -> tuple[bool, str]:
-    """(whether the tests noticed, how). seconds: how long they may take; one that never ends is noticed."""
+    """Tries a mutant. Returns (whether the tests noticed, how). seconds: time limit; exceeding it counts as noticed."""
     folder = folders.get()
     path, log = folder / "decentnode" / mutant.file, folder / "log.txt"
     try:

@@ -1,8 +1,8 @@
-"""Runs scripts of checkouts that you have, on a CPU and in small, with the import changed; eval/compat.sh starts it.
+"""Runs scripts of your checkouts on a CPU at a small size, with only the import changed; eval/compat.sh starts it.
 
-No file of a checkout is changed: scripts run in a copy. What the machine lacks is stood in for (eval/stand_ins), sizes
-are options of the scripts' own, data is drawn. For each script: whether it ended well, its losses, and whether the file
-that it saved can be loaded.
+No file of a checkout is changed: scripts run in a copy. What the machine lacks is replaced by stand-ins
+(eval/stand_ins), sizes are set by the scripts' own options, and data is generated. Prints for each script whether it
+ended successfully, its losses, and whether the file that it saved can be loaded.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import torch
 HERE = Path(__file__).resolve().parent
 RANKS, SECONDS = 2, 900.0
 PATIENCE = 45.0
-"""Seconds: torchrun gives its ranks 30 to end."""
+"""Seconds that a stopped script gets to end its ranks; torchrun gives them 30."""
 
 
 @dataclass(frozen=True)
@@ -40,19 +40,19 @@ class Original:
     """The name of its checkout's option."""
     name: str
     folder: str
-    """Where it is started, in the checkout."""
+    """The working directory, relative to the checkout."""
     command: Sequence[str]
-    """After `python`."""
+    """The arguments of `python`."""
     loss: str
-    """Finds the training losses in its output and in `files`."""
+    """A pattern that finds the training losses in its output and in `files`."""
     prepare: Callable[[Path], None] = lambda _: None
-    """Writes its configuration and data; takes the folder."""
+    """Writes its configuration and data into the given folder."""
     files: str = ""
-    """Files with losses: a pattern below the folder."""
+    """Files with losses: a glob pattern relative to the folder."""
     saved: str = ""
     """The file that it saves."""
     settings: dict[str, str] = field(default_factory=dict)
-    """Environment variables that it wants."""
+    """Environment variables that it needs."""
 
 
 def toml(path: Path, tables: dict[str, object]) -> None:
@@ -66,7 +66,7 @@ def toml(path: Path, tables: dict[str, object]) -> None:
 
 
 def digits(folder: Path, name: str = "MNIST") -> None:
-    """Drawn images as files, which torchvision reads where it is installed."""
+    """Writes generated images as files that torchvision, if installed, can read."""
     raw = folder / name / "raw"
     raw.mkdir(parents=True)
     draw = np.random.default_rng(0)
@@ -168,7 +168,7 @@ def environment() -> dict[str, str]:
 
 
 def saved_values(path: Path) -> int:
-    """How many numbers the model in a file has. Raises where it cannot be loaded, or one of them is not finite."""
+    """Returns how many numbers the model in a file has. Raises if it cannot be loaded, or one of them is not finite."""
     found = torch.load(path, weights_only=True)
     model = next((found[key] for key in ("model_state_dict", "model") if key in found), found)
     if not all(torch.isfinite(value).all() for value in model.values()):
@@ -177,8 +177,8 @@ def saved_values(path: Path) -> int:
 
 
 def started_and_ended(command: Sequence[str], where: Path) -> tuple[int, str]:
-    """Runs a command; returns its exit code and what it said. Raises TimeoutExpired. Where that or Ctrl-C ends it, it
-    is given time to end the ranks that it has started."""
+    """Runs a command. Returns its exit code and output. Raises TimeoutExpired. If a time-out or Ctrl-C ends it, it gets
+    time to end the ranks that it has started."""
     with subprocess.Popen(command, cwd=where, env=environment(), text=True, stdout=subprocess.PIPE,
                           stderr=subprocess.STDOUT, start_new_session=True) as process:  # fmt: skip
         try:
@@ -194,7 +194,8 @@ def started_and_ended(command: Sequence[str], where: Path) -> tuple[int, str]:
 
 
 def run(original: Original, checkout: Path) -> bool:
-    """Prints a line; returns whether the script ended well, with a loss that fell and a file that can be loaded."""
+    """Runs a script and prints a line. Returns whether it ended successfully, with a loss that fell and a file that can
+    be loaded."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "checkout"
         shutil.copytree(checkout, copy, ignore=shutil.ignore_patterns(".git"), symlinks=True)

@@ -1,10 +1,10 @@
-"""One node slowed down among eight: how many rounds the others make per second, and what is learned in equal time.
+"""One slow node among eight: the rounds per second of the other nodes, and what is learned in equal time.
 
-Every schedule runs twice, without and with the slow node, for about the same time: local steps take a given time
-(paced.py), so that nodes do not wait for each other's cores. `all-reduce` is the synchronous schedule on the complete
-graph, as data parallel training does it; `PyTorch DDP` is that itself (ddp_paced.py, gloo under torchrun), with the
-same model, samples of each node, batches and optimizer, for as long. Loss and accuracy are the merged model's on the
-test set at the end.
+Every schedule runs twice, without and with the slow node, for about the same time. Local steps take a given time
+(paced.py), so that nodes do not compete for cores. `all-reduce` is the synchronous schedule on the complete graph,
+equivalent to data-parallel training; `PyTorch DDP` is the real DistributedDataParallel (ddp_paced.py, gloo under
+torchrun) with the same model, samples per node, batches and optimizer, for the same time. Loss and accuracy are those
+of the merged model on the test set at the end.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ SYNCHRONOUS = ("all-reduce", "sequential", "overlapped")
 
 
 def run(arm: str, options: argparse.Namespace, factor: float) -> dict[str, float]:
-    """Returns rounds per second of the others, and the figures of the merged model. factor: by which the slow node
-    takes longer; 1 for none."""
+    """Returns the rounds per second of the other nodes and the figures of the merged model. factor: how many times
+    longer the slow node takes; 1 for no slow node."""
     rounds = max(3, round(options.seconds / options.pace / (factor if arm in SYNCHRONOUS else 1.0)))
     training = (f"training={{name: 'paced:Paced', batch_size: 16, local_steps: 1, pace_seconds: {options.pace:g}, "
                 f"slow_node: {SLOW}, slow_factor: {factor:g}, "
@@ -61,7 +61,8 @@ def run(arm: str, options: argparse.Namespace, factor: float) -> dict[str, float
 
 
 def checked(command: list[str]) -> str:
-    """Returns what a command prints; ends the script where it fails. It finds the modules beside this one."""
+    """Returns the output of a command, which can import the modules beside this one; ends the script if the command
+    fails."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -70,7 +71,7 @@ def checked(command: list[str]) -> str:
 
 
 def rates(latest: Path) -> list[float]:
-    """Returns the rounds per second of each node but the slow one."""
+    """Returns the rounds per second of each node except the slow one."""
     found = []
     for path in sorted(latest.glob("nodes/*/metrics.jsonl")):
         records = [json.loads(line) for line in path.read_text().splitlines()]

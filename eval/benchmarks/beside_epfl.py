@@ -1,11 +1,10 @@
-"""PATH CASE NODES BATCH SECONDS: node-updates of EPFL's Decentralized Learning Simulator, per second and per
+"""PATH CASE NODES BATCH SECONDS: prints node-updates of EPFL's Decentralized Learning Simulator per second and per
 second of CPU.
 
-PATH: folders, with colons between them, that hold its checkout and what it imports (dataclasses-json, networkx). Of
-its models only the one of CIFAR-10 is among the cases (gn_lenet). One process per core runs what its workers run,
-`train` of every node and then `aggregate` of a node's model with those of four others, on random images in place of
-downloaded ones. What its coordinator and brokers do beside (the events, models as messages) is left out, to its
-advantage.
+PATH: folders separated by colons that hold its checkout and its dependencies (dataclasses-json, networkx). Of its
+models only the one for CIFAR-10 is among the cases (gn_lenet). One process per core runs what its workers run: `train`
+of every node and then `aggregate` of a node's model with those of four others, on random images instead of downloaded
+ones. The work of its coordinator and brokers (events, models as messages) is left out, to its advantage.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ DEGREE = 4
 
 
 class Images:
-    """A node's share: random images, in the form in which its trainer takes batches."""
+    """The samples of a node: random images, in the form in which its trainer takes batches."""
 
     def __init__(self, count: int) -> None:
         import torch
@@ -45,7 +44,7 @@ class Shares:
 
 
 def stand_in(name: str, *members: str) -> None:
-    """For a module that is imported for downloads and augmentation alone."""
+    """Installs an empty module in place of one that is imported only for downloads and augmentation."""
     made: Any = types.ModuleType(name)
     for member in members:
         setattr(made, member, object)

@@ -1,10 +1,10 @@
-"""PATH CASE NODES BATCH SECONDS: node-updates of EXO Gym per second, and per second of CPU. PATH: folders, with
-colons between them, that hold the package exogym and what it imports.
+"""PATH CASE NODES BATCH SECONDS: prints node-updates of EXO Gym per second and per second of CPU. PATH: folders
+separated by colons that hold the package exogym and its dependencies.
 
-It has a process per node, which averages its model with all others by gloo's all_reduce after every step (its
-FedAvgStrategy with H = 1). A fit of N steps and one of more are timed, and the difference taken, so that the start of
-the processes does not count; nothing is logged, and evaluated at its beginning and end alone. It asks gloo for macOS's
-loopback interface by name; on Linux it is given that of Linux.
+EXO Gym has a process per node, which averages its model with all others by gloo's all_reduce after every step (its
+FedAvgStrategy with H = 1). A fit of N steps and a longer one are timed and subtracted, so that the start of the
+processes does not count; nothing is logged, and evaluation happens only at the beginning and the end. EXO Gym asks gloo
+for macOS's loopback interface by name; on Linux it gets that of Linux instead.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 PATH, CASE, *NUMBERS = sys.argv[1:]
 sys.path[:0] = PATH.split(":")
-os.environ["OMP_NUM_THREADS"] = "1"  # processes are more than cores
+os.environ["OMP_NUM_THREADS"] = "1"  # there are more processes than cores
 
 import exogym.trainer as trainer_module  # noqa: E402
 import torch  # noqa: E402
@@ -42,7 +42,8 @@ def network(case: str) -> nn.Module:
 
 
 def init_process_group(backend: str, rank: int, world_size: int) -> None:
-    """In place of its own, whose interface Linux does not have. Every process imports this file."""
+    """Replaces EXO Gym's own function, which asks for an interface that Linux lacks. Every process imports this
+    file."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
     torch.distributed.init_process_group(backend, rank=rank, world_size=world_size)
 
@@ -51,7 +52,7 @@ trainer_module.init_process_group_portsafe = init_process_group
 
 
 class Lossy(nn.Module):
-    """A model as EXO Gym takes it: from a batch to its loss."""
+    """A model in the form that EXO Gym expects: it maps a batch to its loss."""
 
     def __init__(self, case: str) -> None:
         super().__init__()
@@ -69,7 +70,7 @@ def free_port() -> int:
 
 
 def cost_of(steps: int, nodes: int, batch: int) -> tuple[float, float]:
-    """(seconds, CPU seconds) of a whole fit, with the start of its processes."""
+    """Returns (seconds, CPU seconds) of a whole fit, including the start of its processes."""
     from exogym.strategy import FedAvgStrategy, OptimSpec
 
     torch.manual_seed(1)
@@ -83,7 +84,7 @@ def cost_of(steps: int, nodes: int, batch: int) -> tuple[float, float]:
 
 
 def cpu_seconds() -> float:
-    """Of this process and of those that it has waited for."""
+    """Returns the CPU seconds of this process and of the children that it has waited for."""
     used = os.times()
     return used.user + used.system + used.children_user + used.children_system
 

@@ -1,8 +1,8 @@
-"""PATH CASE NODES BATCH SECONDS: prints the node-updates per second, and per second of CPU, of the package gossipy
-in the folder PATH.
+"""PATH CASE NODES BATCH SECONDS: prints node-updates of the package gossipy in the folder PATH per second and per
+second of CPU.
 
-One process: gossipy has no more. Every node sends its model once per round to a random peer, which merges and makes one
-step, as `MERGE_UPDATE` does; nothing is evaluated in the rounds that count.
+It uses one process, as gossipy has no more. Every node sends its model once per round to a random peer, which merges it
+and makes one step (`MERGE_UPDATE`); nothing is evaluated in the timed rounds.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def main() -> None:
     path, case, *numbers = sys.argv[1:]
     nodes, batch, seconds = int(numbers[0]), int(numbers[1]), float(numbers[2])
     sys.path[:0] = path.split(":")
-    if importlib.util.find_spec("torchvision") is None:  # imported for its downloads alone
+    if importlib.util.find_spec("torchvision") is None:  # imported only for its downloads
         sys.modules["torchvision"] = types.ModuleType("torchvision")
     import torch
     from gossipy import LOG

@@ -1,10 +1,11 @@
-"""Hosts on cables with a rate and a latency: network namespaces that a switch in this process joins (needs root).
+"""Emulates hosts on cables with a rate and a latency: network namespaces connected by a switch in this process (needs
+root).
 
-The kernel's own emulation of latency (netem) is missing on many machines, so packets are forwarded here. Every host
-has one TUN interface. A packet takes size / rate of its sender's cable, then the latency of both cables, then size /
-rate of its receiver's. The switch takes the next packet of a host only when its cable is free, so that the sender's
-kernel sees a busy interface as on a real one; what comes for a receiver faster than its cable waits in a queue, and is
-lost where the queue is full.
+The kernel's own emulation of latency (netem) is missing on many machines, so packets are forwarded here. Every host has
+one TUN interface. A packet takes size / rate of its sender's cable, then the latency of both cables, then size / rate
+of its receiver's. The switch takes the next packet of a host only when its cable is free, so that the sender's kernel
+sees a busy interface as on a real one. Packets that arrive faster than the receiver's cable passes them wait in a
+queue, and are lost if it is full.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ from overlap import ip
 
 TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
 MTU = 9000
-"""Bytes; a packet of so many takes .7 ms at 100 Mbit/s."""
+"""Bytes; a packet of this size takes .7 ms at 100 Mbit/s."""
 QUEUE_SECONDS = 0.05
-"""What waits for a receiver's cable, beyond one round trip's worth."""
+"""Length of the queue before a receiver's cable, beyond one round trip."""
 LATE_SECONDS = 0.002
-"""How late the switch may wake up without a cable losing that time."""
+"""How late the switch may wake up without a loss of the cable's time."""
 
 
 @dataclass
 class Cable:
-    """One host's, with its own clock for each direction."""
+    """The cable of one host, with a clock for each direction."""
 
     descriptor: int
     bytes_per_second: float
@@ -42,18 +43,18 @@ class Cable:
     up_free_at: float = 0.0
     down_free_at: float = 0.0
     lost: int = field(default=0)
-    """Packets that found the receiver's queue full."""
+    """Packets that were lost because the receiver's queue was full."""
 
 
 class Switch(threading.Thread):
-    """Forwards packets between cables until `stop`."""
+    """A thread that forwards packets between cables until `stop`."""
 
     def __init__(self, cables: dict[bytes, Cable]) -> None:
         """cables: by the host's IPv4 address, four bytes."""
         super().__init__(daemon=True)
         self._cables = cables
         self._arriving: list[tuple[float, int, int, bytes]] = []
-        """(when, number, descriptor, packet), the next one first."""
+        """A heap of (arrival time, number, descriptor, packet)."""
         self._number = 0
         self._wake, self._woken = os.pipe()
 
@@ -65,7 +66,7 @@ class Switch(threading.Thread):
 
     def run(self) -> None:
         with contextlib.suppress(PermissionError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), -10)  # a late switch is a slower network
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), -10)  # a late switch would be a slower network
         poll, listening, busy = select.epoll(), dict[int, Cable](), list[tuple[float, int]]()
         poll.register(self._wake, select.EPOLLIN)
         for cable in self._cables.values():
@@ -75,7 +76,7 @@ class Switch(threading.Thread):
             now = time.monotonic()
             while self._arriving and self._arriving[0][0] <= now:
                 _, _, to, packet = heapq.heappop(self._arriving)
-                with contextlib.suppress(OSError):  # an interface that is down takes nothing
+                with contextlib.suppress(OSError):  # an interface that is down accepts nothing
                     os.write(to, packet)
             while busy and busy[0][0] <= now:
                 poll.modify(heapq.heappop(busy)[1], select.EPOLLIN)
@@ -92,7 +93,7 @@ class Switch(threading.Thread):
                     heapq.heappush(busy, (cable.up_free_at, descriptor))
 
     def _take(self, source: Cable, packet: bytes) -> None:
-        """A packet that has left a host."""
+        """Schedules the arrival of a packet that has left a host."""
         now = time.monotonic()
         source.up_free_at = max(source.up_free_at, now - LATE_SECONDS) + len(packet) / source.bytes_per_second
         target = self._cables.get(packet[16:20]) if packet[0] >> 4 == 4 else None
@@ -112,7 +113,7 @@ class Switch(threading.Thread):
 def hosts(mbit: Sequence[float], latency_seconds: float) -> Iterator[list[tuple[str, str, str]]]:
     """Yields (namespace, address, interface) of hosts.
 
-    mbit: of each host's cable, in each direction. latency_seconds: from any host to any other, one way.
+    mbit: rate of each host's cable, in each direction. latency_seconds: from any host to any other, one way.
     """
     mark, net = f"dn{os.getpid() % 100000}", os.getpid() % 250
     made = [(f"{mark}h{n}", f"10.79.{net}.{n + 1}", f"{mark}n{n}") for n in range(len(mbit))]

@@ -1,9 +1,9 @@
-"""What batches and all_reduce of torch.distributed cost beside their bytes: the keys of simulate.links.calls, fitted.
+"""Measures the fixed costs of batches and all_reduce of torch.distributed and fits the keys of simulate.links.calls.
 
 Ranks are processes of this machine, with gloo on CPUs or, with --backend nccl, one on each GPU. All call at once, after
-a barrier; a time is the median over repetitions of the longest of the ranks. A batch sends to the next d ranks and
-receives from the d before; its time is taken to be call + peer d + hop, that of all_reduce among n ranks
-call + 2 (n - 1) hop, and the three are fitted by least squares, none below zero.
+a barrier; a time is the median over repetitions of the longest time of a rank. A batch sends to the next d ranks and
+receives from the d ranks before; its time is modeled as call + peer d + hop, that of all_reduce among n ranks as call +
+2 (n - 1) hop. The three are fitted by least squares, none below zero.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ import torch.multiprocessing as mp
 from common import machine
 
 SMALL, LARGE = 256, 4_000_000
-"""Elements: 1 KB, whose bytes count for nothing, and 16 MB."""
+"""Elements: 1 KB, whose transfer time is negligible, and 16 MB."""
 Times = dict[tuple[str, int, int], float]
 """(operation, neighbors, elements) -> seconds"""
 
 
 def timed(call: Callable[[], None], repeats: int, device: torch.device) -> float:
-    """Median over repetitions of the longest time of a rank."""
+    """Returns the median over repetitions of the longest time of a rank."""
     found = torch.zeros(repeats, device=device)
     for number in range(-3, repeats):
         dist.barrier()
@@ -80,12 +80,12 @@ def measure(size: int, backend: str, repeats: int) -> Times:
 
 
 def terms(operation: str, neighbors: int) -> tuple[float, float, float]:
-    """How often (call, peer, hop) are in a time."""
+    """Returns the coefficients of (call, peer, hop) in the time of an operation."""
     return (1.0, neighbors, 1.0) if operation == "batch" else (1.0, 0.0, 2.0 * neighbors)
 
 
 def fitted(rows: list[tuple[str, int, float]]) -> np.ndarray:
-    """(call, peer, hop) in seconds, by least squares of relative errors; what would be negative is 0."""
+    """Returns (call, peer, hop) in seconds, by least squares of relative errors; negative ones are set to 0."""
     a = np.array([terms(operation, d) for operation, d, _ in rows])
     b = np.array([seconds for *_, seconds in rows])
     a, b = a / b[:, None], np.ones(len(b))

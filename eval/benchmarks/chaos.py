@@ -1,7 +1,7 @@
-"""What faults cost a run of 16 nodes, and what they leave behind: the scenarios behind `bash eval/chaos.sh`.
+"""The scenarios of `bash eval/chaos.sh`: what faults cost a run of 16 nodes, and whether anything is left behind.
 
 Each scenario is a run of its own with `faults` in its YAML, so that the history of its payloads is checked at its end.
-While it runs, its processes, their memory and open files are counted; afterwards nothing of it may be left.
+During the run, its processes, memory and open files are sampled; afterwards nothing of it may be left.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ STRUCK, SPARED = tuple(range(8)), tuple(range(8, NODES))
 ENDLESS = 10_000_000
 """Rounds of a run that is stopped after some seconds."""
 STOP_SECONDS = 60.0
-"""Longest time that a run may take to its end after Ctrl-C."""
+"""Longest time from Ctrl-C to the end of a run."""
 ENDING_SECONDS = 10.0
 FAULT_FREE: list[dict[str, Any]] = []
 
 
 @dataclass
 class Watched:
-    """A run, and what was seen of it."""
+    """A run and what was observed of it."""
 
     exit_code: int
     folder: Path
@@ -55,19 +55,19 @@ class Watched:
     seconds: float
     """From the first round on."""
     left: list[str]
-    """What it left behind: processes, folders, shared memory."""
+    """What the run left behind: processes, folders, shared memory."""
     memory: list[float] = field(default_factory=list)
     """MB of all its processes, once per second."""
     files: list[int] = field(default_factory=list)
-    """Open files of all its processes, likewise."""
+    """Open files of all its processes, once per second."""
 
     def rounds(self, uid: int) -> list[tuple[float, int]]:
-        """(time, round) of a node's rounds."""
+        """Returns (time, round) of a node's rounds."""
         path = self.folder / "nodes" / f"{uid:03d}" / "metrics.jsonl"
         return [(float(each["time"]), int(each["round"])) for each in read_kind(path, "round")]
 
     def rate(self, uids: Sequence[int] = SPARED) -> float:
-        """Rounds per second of these nodes, between the first and the last."""
+        """Returns the mean rounds per second of these nodes between their first and last round."""
         found = []
         for uid in uids:
             times = self.rounds(uid)
@@ -76,8 +76,8 @@ class Watched:
         return statistics.mean(found) if found else 0.0
 
     def out_of_order(self, uids: Sequence[int] = SPARED) -> tuple[int, int, int]:
-        """Of these nodes: how many rounds were skipped, of how many the local steps were made twice, and of how many
-        they were made."""
+        """Returns for these nodes: the number of skipped rounds, of rounds whose local steps were repeated, and of
+        rounds with local steps."""
         skipped = repeated = made = 0
         for uid in uids:
             events = self.folder / "nodes" / f"{uid:03d}" / "events.jsonl"
@@ -87,11 +87,11 @@ class Watched:
         return skipped, repeated, made
 
     def longest_gap(self, uids: Sequence[int]) -> float:
-        """Seconds between two rounds of a node, at most."""
+        """Returns the longest time between two rounds of a node, in seconds."""
         return max(b - a for uid in uids for (a, _), (b, _) in itertools.pairwise(self.rounds(uid)))
 
     def recoveries(self) -> list[float]:
-        """Seconds from each kill of a node to the end of its next round."""
+        """Returns the seconds from each kill of a node to the end of its next round."""
         found = []
         for uid in STRUCK:
             events = read_kind(self.folder / "nodes" / f"{uid:03d}" / "events.jsonl", "fault")
@@ -103,18 +103,18 @@ class Watched:
         return found
 
     def distances(self) -> list[float]:
-        """Consensus distances of the evaluations, as node SPARED[0] saw them."""
+        """Returns the consensus distances of the evaluations, as recorded by node SPARED[0]."""
         path = self.folder / "nodes" / f"{SPARED[0]:03d}" / "metrics.jsonl"
         return [each["consensus_distance"] for each in read_kind(path, "evaluation") if "consensus_distance" in each]
 
     @property
     def accuracy(self) -> float:
-        """Of the merged model, in percent."""
+        """Accuracy of the merged model, in percent."""
         return 100 * float(self.summary.get("accuracy_merged") or 0.0)
 
     @property
     def checked(self) -> int:
-        """Payloads that were proved to be what their sources sent; -1 where they were not."""
+        """Number of payloads that were verified to be what their sources sent; -1 if the check failed."""
         return int((self.summary.get("checked") or {}).get("payloads", -1))
 
 
@@ -129,7 +129,7 @@ def config(folder: Path, name: str, faults: list[dict[str, Any]], **sections: An
 
 
 class Sampler(threading.Thread):
-    """Counts processes, memory, files, and notes what may have to be removed."""
+    """A thread that samples the number of processes, memory and files of a run, and remembers its processes."""
 
     def __init__(self, pid: int) -> None:
         super().__init__(daemon=True)
@@ -154,7 +154,8 @@ class Sampler(threading.Thread):
         self.files.append(files)
 
     def close(self) -> list[str]:
-        """Blocking for ENDING_SECONDS at most: what is left of its processes. The fork server ends after the run."""
+        """Stops sampling and returns the processes that are still running after at most ENDING_SECONDS, as the fork
+        server ends only after the run. Blocking."""
         self._over.set()
         self.join()
         deadline = time.monotonic() + ENDING_SECONDS
@@ -164,7 +165,7 @@ class Sampler(threading.Thread):
 
 
 def _lives(process: psutil.Process) -> bool:
-    """Not of one that has ended, and that nobody has taken note of: who did not start it cannot."""
+    """Returns whether a process is running; a zombie has ended, as only its parent could reap it."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:
@@ -173,7 +174,7 @@ def _lives(process: psutil.Process) -> bool:
 
 @contextlib.contextmanager
 def temporary() -> Iterator[Path]:
-    """A folder for runs, and for what they put into the folder for temporary files."""
+    """Yields a folder for runs and for their temporary files, and removes it."""
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))
     (folder / "tmp").mkdir()
     try:
@@ -183,10 +184,10 @@ def temporary() -> Iterator[Path]:
 
 
 def watch(folder: Path, path: Path, seconds: float | None) -> Watched:
-    """Run an experiment, with Ctrl-C after so many seconds of rounds (None: to its end). Blocking."""
+    """Runs an experiment, interrupted by Ctrl-C after `seconds` of rounds (None: to its end). Blocking."""
     place = folder / "tmp"
     buffers = {each.name for each in BUFFERS.glob(f"{PREFIX}*")}
-    (folder / "runs" / path.stem / "latest").unlink(missing_ok=True)  # else the run before is taken for this one
+    (folder / "runs" / path.stem / "latest").unlink(missing_ok=True)  # else the previous run is taken for this one
     command = [sys.executable, "-m", "decentnode", "run", str(path), "--plain", "--quiet"]
     environ = {**os.environ, "TMPDIR": str(place)}
     with (folder / "out.txt").open("ab") as out:
@@ -219,7 +220,7 @@ def watch(folder: Path, path: Path, seconds: float | None) -> Watched:
 
 
 def _begun(runs: Path, child: subprocess.Popen[bytes]) -> Path:
-    """The run's folder, once a node has finished a round."""
+    """Waits until a node has finished a round. Returns the run's folder."""
     while child.poll() is None:
         for metrics in sorted((runs / "latest" / "nodes").glob(f"{SPARED[0]:03d}/metrics.jsonl")):
             if any(each.get("kind") == "round" for each in read(metrics)):
@@ -242,7 +243,7 @@ class Row:
 
 
 class Suite:
-    """The scenarios, and what they share."""
+    """The scenarios, with their results."""
 
     def __init__(self, folder: Path, scale: float) -> None:
         self.folder, self.scale = folder, scale
@@ -254,7 +255,7 @@ class Suite:
         print(line(self.rows[-1]), flush=True)
 
     def watch(self, name: str, faults: list[dict[str, Any]], seconds: float | None, **sections: Any) -> Watched:
-        """Run, and check what holds in every scenario."""
+        """Runs an experiment and checks what must hold in every scenario."""
         found = watch(self.folder, config(self.folder, name, faults, **sections), seconds)
         wanted = 0 if seconds is None else 130
         if found.exit_code != wanted or not found.summary:
@@ -266,7 +267,7 @@ class Suite:
         return found
 
     def fault_free(self, seconds: float = 30.0) -> float:
-        """Rounds per second without faults, measured again beside each scenario; the mean so far."""
+        """Measures the rounds per second without faults again, beside a scenario; returns the mean so far."""
         self.calm.append(self.watch("calm", FAULT_FREE, seconds * max(self.scale, 0.3)))
         return statistics.mean(each.rate() for each in self.calm)
 
@@ -297,7 +298,7 @@ class Suite:
         self.kills(3, 120, 0.7)
 
     def interrupt(self) -> None:
-        """Ctrl-C, early, and while a node comes back."""
+        """Interrupts runs early, and while a node comes back."""
         kills = [{"do": "kill", "nodes": list(STRUCK), "count": 1, "every_seconds": 1.0, "until_seconds": 60}]
         for seconds in (0.0, 0.7, 2.3):
             found = self.watch("interrupt", kills, seconds)
@@ -332,7 +333,7 @@ class Suite:
                  "in the band of without", last <= 1.5 * band)  # fmt: skip
 
     def both(self) -> None:
-        """As `cut`, but both sides train on, and their models become one after it."""
+        """Partitions the network as `cut` does, but both sides train on, and their models must merge afterwards."""
         seconds = max(60 * self.scale, 12.0)
         sides = [list(range(5)), list(range(5, NODES))]
         zeromq: dict[str, Any] = {"communication": {"name": "zeromq"}, "node": {"evaluate_every": 25}}
@@ -370,7 +371,7 @@ class Suite:
         self.add("1 % corrupted, 5 % dropped", f"{sum(same)} of {NODES} models the same to the bit", "all", all(same))
 
     def thousand(self) -> None:
-        """Several at once, so that it takes a quarter of an hour; as many as leave a majority."""
+        """Kills nodes 1,000 times, several at once to save time, but never so many that no majority is left."""
         count, together, every = max(int(1000 * self.scale), 20), 4, 3.0
         seconds = every * count / together
         found = self.watch("thousand", [{"do": "kill", "nodes": list(STRUCK), "count": together, "every_seconds": every,
@@ -414,7 +415,7 @@ def main() -> int:
     unknown = sorted({*wanted} - {*QUICK, *LONG})
     if unknown:
         parser.error(f"there is no scenario {unknown[0]}; there are {', '.join((*QUICK, *LONG))}")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # else its run, in a session of its own, goes on for ever
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # else its run, in a session of its own, never ends
     about = [machine(), "torchft: 82.3 % of steps with a kill per 60 s on 30 groups (its own figure); decentralizepy "
              "stops for ever with the first kill", ""]  # fmt: skip
     print("\n".join(about))
@@ -426,7 +427,7 @@ def main() -> int:
             before = len(suite.rows)
             try:
                 scenario()
-            except (OSError, LookupError, ValueError) as error:  # a run that failed has not the files that are compared
+            except (OSError, LookupError, ValueError) as error:  # a failed run lacks the files that are compared
                 suite.add(name, f"not measured: {error!r}"[:64], "a run to its end", False)
             found[name] = suite.rows[before:]
     for name, scenarios in {"chaos": QUICK, **{f"chaos_{each}": (each,) for each in LONG}}.items():

@@ -1,10 +1,10 @@
-"""What a checkpoint costs the training thread, in copies of the state, and the thread that writes it.
+"""Measures the cost of a checkpoint for the training thread, in copies of the state, and for the thread that writes it.
 
-python eval/benchmarks/checkpoints.py [HIDDEN] [CHECKPOINTS]
+    python eval/benchmarks/checkpoints.py [HIDDEN] [CHECKPOINTS]
 
-A node with Adam and an MLP with HIDDEN units in two layers: a state of three times its parameters. A copy of the state
-is what cloning each of its tensors takes, in the same process right after each checkpoint. While a checkpoint is
-written, the training goes on: its rounds are timed with and without.
+One node with Adam and an MLP with HIDDEN units in two layers: its state has three times the size of its parameters. The
+time of a copy is that of cloning each tensor of the state, in the same process right after each checkpoint. Training
+continues while a checkpoint is written: its rounds are timed with and without the writer.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 
 
 def node_of(hidden: int) -> Node:
-    """A node whose optimizer has its state."""
+    """Returns a node whose optimizer state exists."""
     keys = ["graph={name: ring, nodes: 3}", "mapping={nodes_per_machine: 3}", "communication=inproc", "weights=null",
             f"model={{name: mlp, hidden: [{hidden}, {hidden}]}}", "training.optimizer={name: adam}"]  # fmt: skip
     node = build_in_process(load(CONFIG, keys))[0]

@@ -1,10 +1,9 @@
-"""torch.distributed's gloo through decentnode beside gloo alone, and whole rounds by every way.
+"""Compares torch.distributed's gloo through decentnode with gloo alone, and whole rounds with each transport.
 
-Two processes, each sending and receiving one model at a time. Raw gloo and every way of ours take turns round by round
-between the same two processes, each with buffers of its own and in an order drawn anew each time, so that what else the
-machine does and what lies in its caches hits all alike. Ours includes the header, chunks,
-counters and the hand-over to the training thread; the model lies where `acquire_slot` put it, as in a real round.
-Nothing is mixed.
+Two processes each send and receive one model at a time. Raw gloo and our variants alternate round by round between the
+same two processes, each with buffers of its own and in a newly drawn order, so that other load and the contents of
+caches affect all alike. Our times include the header, chunks, counters and the hand-over to the training thread; the
+model is in the slot that `acquire_slot` returned, as in a real round. Nothing is mixed.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from decentnode.payload import Payload, TensorSpec
 SIZES = {"100 MB": (25_000_000, 20), "4 MB": (1_000_000, 200), "4 KB": (1000, 1000)}
 """name: (elements, repetitions)"""
 PIECE = 1 << 20
-"""Elements of one piece where raw gloo sends the model in pieces, as ours does: 4 MiB."""
+"""Elements per piece if raw gloo sends the model in pieces, as ours does: 4 MiB."""
 WAYS = ("raw gloo, one tensor", "raw gloo, 4 MiB pieces", "ours", "ours, batched")
 RUNS = {
     "collective": "collective",
@@ -56,7 +55,7 @@ def open_node(uid: int, elements: int, folder: Path, batched: bool, pipe: Connec
 
 
 def raw_exchange(uid: int, pipe: Connection, elements: int) -> Callable[[int], Callable[[], None]]:
-    """piece -> one exchange of models with the other process, cut into pieces of so many elements."""
+    """Returns a function: piece -> one exchange of models with the other process, in pieces of this many elements."""
     store = listen("127.0.0.1", 30) if uid == 0 else None
     if store is not None:
         pipe.send(store.port)
@@ -81,7 +80,7 @@ def raw_exchange(uid: int, pipe: Connection, elements: int) -> Callable[[int], C
 
 
 class OwnExchange:
-    """One exchange of a round per call, up to its last slice."""
+    """Performs the exchange of one round per call, up to its last slice."""
 
     def __init__(self, node: Collective, elements: int) -> None:
         self.node, self.x, self.round = node, torch.ones(elements), 0
@@ -90,13 +89,13 @@ class OwnExchange:
         other = 1 - self.node.uid
         flying = self.node.exchange(self.round, {other: Payload({"x": self.x})}, (other,))
         assert sum(arrival.stop - arrival.start for arrival in flying.arrivals(60)) == self.x.numel()
-        place = self.node.acquire_slot(self.x, 60)  # as a round does: the next model goes where it can be sent from
+        place = self.node.acquire_slot(self.x, 60)  # as in a round: the next model is put where it can be sent from
         self.x = self.x if place is None else place
         self.round += 1
 
 
 def take_turns(elements: int, repeats: int, folder: Path) -> Callable[[int, Connection], dict[str, float]]:
-    """Median seconds per exchange of every way."""
+    """Returns a function for both processes, which returns the median seconds per exchange of every variant."""
 
     def work(uid: int, pipe: Connection) -> dict[str, float]:
         raw = raw_exchange(uid, pipe, elements)
@@ -106,7 +105,7 @@ def take_turns(elements: int, repeats: int, folder: Path) -> Callable[[int, Conn
         draw = random.Random(1)
         for _ in range(repeats + 3):
             for name, exchange in draw.sample(list(ways.items()), len(ways)):
-                pipe.send(None)  # both begin together
+                pipe.send(None)  # both start together
                 pipe.recv()
                 started = time.perf_counter()
                 exchange()
@@ -119,7 +118,7 @@ def take_turns(elements: int, repeats: int, folder: Path) -> Callable[[int, Conn
 
 
 def rounds(way: str, count: int, graph: str = "{name: regular, nodes: 8, degree: 4}") -> float:
-    """Seconds per round of 8 nodes with an MLP of 1.0 M parameters."""
+    """Returns the seconds per round of 8 nodes with an MLP of 1.0 M parameters."""
     overrides = [f"graph={graph}", "mapping.nodes_per_machine=8",
                  "model={name: mlp, hidden: [325]}", f"node.rounds={count}", f"communication={way}"]  # fmt: skip
     return run_rounds(overrides, 8).round_seconds

@@ -1,4 +1,5 @@
-"""What the benchmarks share: the machine's description, its ceilings, and rounds of real runs beside their floor."""
+"""Shared parts of the benchmarks: description of the machine, its ceilings, and real runs beside their compute
+floor."""
 
 from __future__ import annotations
 
@@ -34,8 +35,8 @@ def cores() -> int:
 
 
 def workers(count: int, **options: Any) -> ProcessPoolExecutor:
-    """Returns a pool of processes that begin anew, and that end with this one however it ends: they would go on with
-    runs of minutes. options: of the executor."""
+    """Returns a pool of spawned processes that end with this process however it ends, as they would continue with runs
+    of minutes. options: of the executor."""
     return ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), initializer=die_with_parent,
                                initargs=(os.getpid(),), **options)  # fmt: skip
 
@@ -48,7 +49,7 @@ def machine() -> str:
 
 
 def checkout_at(text: str) -> Path:
-    """The type of an argument that names a checkout of another commit."""
+    """The argparse type of a checkout of another commit."""
     folder = Path(text).resolve()
     if not (folder / "decentnode").is_dir():
         raise argparse.ArgumentTypeError(f"{folder} is no checkout: it has no decentnode/")
@@ -56,7 +57,7 @@ def checkout_at(text: str) -> Path:
 
 
 def commit_of(folder: Path) -> str:
-    """Of a checkout; of a copy of one without its history, or where there is no git, "unknown"."""
+    """Returns the commit of a checkout; "unknown" for a copy without its history, or without git."""
     try:
         commit, changes = (
             subprocess.run(["git", *arguments], capture_output=True, text=True, cwd=folder, check=True).stdout.strip()
@@ -68,7 +69,7 @@ def commit_of(folder: Path) -> str:
 
 
 def memory_ceilings() -> dict[str, float]:
-    """GB/s of one thread: copy of 100 MB, and x += w y over 100 MB (counting the 100 MB averaged)."""
+    """Returns GB/s of one thread: a copy of 100 MB, and x += w y over 100 MB (counting the 100 MB averaged)."""
     import torch
 
     torch.set_num_threads(1)
@@ -86,19 +87,20 @@ def memory_ceilings() -> dict[str, float]:
 
 
 def floor_seconds(overrides: list[str], nodes: int, rounds: int, processes: int | None = None) -> float:
-    """Seconds per round of the slowest of so many processes (one per core), all started together."""
+    """Returns the seconds per round of the slowest of `processes` processes (None: one per core), all started
+    together."""
     count = processes or cores()
     shares = [nodes // count + (number < nodes % count) for number in range(count)]
     return max(_floors(overrides, [(share, 1) for share in shares if share], rounds))
 
 
 def separate_seconds(overrides: list[str], nodes: int, rounds: int) -> float:
-    """Seconds per round of one process per node, all started together, without any exchange."""
+    """Returns the seconds per round of one process per node, all started together, without any exchange."""
     return max(_floors(overrides, [(nodes, nodes)], rounds))
 
 
 def _floors(overrides: list[str], shares: list[tuple[int, int]], rounds: int) -> list[float]:
-    """(nodes, processes) of each floor process; the seconds per round that each prints."""
+    """Returns the seconds per round that each floor process prints. shares: (nodes, processes) of each."""
     started, first = [], 0
     for count, processes in shares:
         command = [sys.executable, str(HERE / "floor.py"), str(CONFIG), str(count), str(first), str(rounds),
@@ -120,7 +122,7 @@ def _floors(overrides: list[str], shares: list[tuple[int, int]], rounds: int) ->
 
 
 def node_processes(overrides: list[str]) -> int:
-    """In how many processes the nodes of a run are (`mapping.nodes_per_process`)."""
+    """Returns the number of processes that the nodes of a run share (`mapping.nodes_per_process`)."""
     from decentnode.build import processes_of
     from decentnode.experiment import load
 
@@ -128,7 +130,7 @@ def node_processes(overrides: list[str]) -> int:
 
 
 def planned_mb(overrides: list[str]) -> float:
-    """What a node's memory is planned to be, beside Python's and torch's own: model, gradient, two publish slots."""
+    """Returns the planned memory of a node besides Python and torch: model, gradient, two publish slots."""
     import torch
 
     from decentnode.experiment import load
@@ -148,28 +150,27 @@ class Run:
     wait_share: float
     bytes_per_node_round: float
     pss_mb: float
-    """Proportional set size of all node processes, per node: the median of the samples taken while rounds were
-    turned."""
+    """Proportional set size of all node processes, per node: the median of the samples during the rounds."""
     peak_mb: float
-    """The largest sample of the whole run, with start and closing evaluation."""
+    """The largest sample of the whole run, including start and closing evaluation."""
     threads: int
     descriptors: int
-    """Most threads and open descriptors of the median node process in any sample."""
+    """Maximum over the samples of the median node process's threads and open descriptors."""
 
 
 class _Memory(threading.Thread):
-    """Samples the memory of the nodes of a run."""
+    """A thread that samples the memory of the nodes of a run."""
 
     def __init__(self, pid: int, nodes: int, processes: int) -> None:
         super().__init__(daemon=True)
         self._root, self._nodes, self._processes = psutil.Process(pid), nodes, processes
         self.samples: list[tuple[float, float]] = []
-        """Seconds since the epoch, MB per node."""
+        """(seconds since the epoch, MB per node)."""
         self.threads = self.descriptors = 0
         self.stop = threading.Event()
 
     def run(self) -> None:
-        with contextlib.suppress(OSError):  # as root: many busy nodes leave it next to no time
+        with contextlib.suppress(OSError):  # works as root; otherwise many busy nodes leave this thread next to no time
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), -10)
         while not self.stop.wait(0.5):
             try:
@@ -178,7 +179,7 @@ class _Memory(threading.Thread):
                 return
             began = time.time()
             found = sorted(((self._pss(pid), pid) for pid in pids), reverse=True)[: self._processes]
-            if len(found) == self._processes:  # which takes seconds where many nodes keep the cores busy
+            if len(found) == self._processes:  # starting them takes seconds if many nodes keep the cores busy
                 self.samples.append(((began + time.time()) / 2, sum(size for size, _ in found) / self._nodes))
                 with contextlib.suppress(psutil.Error):
                     nodes = [psutil.Process(pid) for _, pid in found]
@@ -195,17 +196,17 @@ class _Memory(threading.Thread):
 
 
 def round_records(latest: Path) -> Iterator[list[dict[str, Any]]]:
-    """Every node's records of its rounds without the first two, from the folder of a run."""
+    """Yields every node's records of its rounds, except the first two, from the folder of a run."""
     for path in sorted(latest.glob("nodes/*/metrics.jsonl")):
         records = [json.loads(line) for line in path.read_text().splitlines()]
         yield [record for record in records if record["kind"] == "round"][2:]
 
 
 def run_rounds(overrides: list[str], nodes: int, look: bool = True) -> Run:
-    """A real run by the command line, in a throwaway directory.
+    """Makes a real run with the command line, in a temporary directory.
 
-    look: whether to sample its memory, which takes a tenth of two cores' time from 16 nodes: for runs that are not
-    timed. Without it the figures of memory, threads and descriptors are NaN and 0.
+    look: whether to sample its memory, which takes a tenth of two cores' time from 16 nodes: not for timed runs.
+    Without it the figures of memory, threads and descriptors are NaN and 0.
     """
     with tempfile.TemporaryDirectory() as folder:
         sets = [part for override in overrides for part in ("--set", override)]

@@ -1,4 +1,5 @@
-"""CPU seconds of a dashboard that nobody looks at, beside those of its run of 64 nodes (eval/dashboard.sh)."""
+"""Compares the CPU seconds of a dashboard that nobody looks at with those of its run of 64 nodes
+(eval/dashboard.sh)."""
 
 from __future__ import annotations
 
@@ -16,13 +17,13 @@ LOOK_SECONDS = 0.1
 
 
 class Spent:
-    """CPU seconds of a process and all below it, as they were last seen: of one that lived shorter than LOOK_SECONDS
-    nothing is known, which makes the run look cheaper than it was."""
+    """CPU seconds of a process and all its descendants, as last seen. Processes that lived less than LOOK_SECONDS are
+    missed, which makes the run look cheaper than it was."""
 
     def __init__(self, pid: int) -> None:
         self._top = psutil.Process(pid)
         self.page: dict[int, float] = {}
-        """By process: of the dashboard."""
+        """Processes of the dashboard: pid -> CPU seconds."""
         self.run: dict[int, float] = {}
         self._is_page: dict[int, bool] = {}
 

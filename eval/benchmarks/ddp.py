@@ -1,13 +1,13 @@
-"""Step times of data parallel training on one host: alone, PyTorch's DDP, DecentralizedDataParallel.
+"""Step times of data-parallel training on one host: alone, with PyTorch's DDP, and with DecentralizedDataParallel.
 
-Same model, data and fused optimizer; one thread per rank, gloo. "alone" is all ranks training at once without talking.
-Where the package decent-dp is installed (pip install --no-deps decent-dp loguru) it is measured beside, over its
-one-peer-exp: as it ships, with its own Adam, and with the fused one. All ways take turns in the same processes; ratios
-are medians over turns. Cases: optimizer (AccumAdam's step beside torch's fused Adam), transformer and mlp (10 M
+Same model, data and fused optimizer; one thread per rank, gloo. "alone": all ranks train at once without communication.
+If the package decent-dp is installed (pip install --no-deps decent-dp loguru), it is measured too, over its
+one-peer-exp: as it ships, with its own Adam, and with the fused one. All variants take turns in the same processes;
+ratios are medians over turns. Cases: optimizer (AccumAdam's step beside torch's fused Adam), transformer and mlp (10 M
 parameters, 2 and 4 ranks), tiny (1,000 small parameters, 2 ranks), link (4 ranks whose links are limited to 1 Gbit/s
-and 5 ms), straggler (4 ranks, one of them at random held up in every step: loss after the same time). Rows "with
-regroup" are the way above them with missing="regroup" and nobody dying; a process may have one such wrapper, so the
-second of them is measured in processes of its own, beside the same way without.
+and 5 ms), straggler (4 ranks, one of them at random delayed in every step: loss after the same time). Rows "with
+regroup" are the variant above them with missing="regroup" and no failures; a process may have only one such wrapper, so
+the second of them is measured in processes of its own, beside the same variant without it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ ADAM = partial(torch.optim.Adam, lr=1e-3, fused=True)
 
 
 class Transformer(nn.Module):
-    """About 10 M parameters."""
+    """A Transformer with about 10 M parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +67,8 @@ class Transformer(nn.Module):
 
 
 class Tiny(nn.Module):
-    """1,000 parameters of 16 or 320 elements and a few more, some of which fill no vector of the processor."""
+    """A network of 1,000 parameters of 16 or 320 elements and a few more, some of which do not fill a vector
+    register."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +98,7 @@ def _by_names(optimizer: Callable[..., Any], named: list[tuple[str, Tensor]]) ->
 
 
 def wrap(model: nn.Module, way: str, optimizer: Callable[..., Any], link: DelayedLink | None) -> tuple[nn.Module, Any]:
-    """(the module to call, the optimizer to step if the module does not do it itself)."""
+    """Returns (the module to call, the optimizer to step if the module does not step one itself)."""
     if way in ("alone", "ddp"):
         own = optimizer(model.parameters())
         if way == "ddp":
@@ -126,7 +127,7 @@ def join(rank: int, world: int, folder: str) -> None:
 
 
 class Runner:
-    """One way of training a model, and how long its steps took."""
+    """One variant of training a model, with the times of its steps."""
 
     def __init__(self, name: str, way: str, limited: bool = False) -> None:
         model, self.x, self.y = make(name)
@@ -134,7 +135,7 @@ class Runner:
         self.steps = 0
 
     def step(self) -> float:
-        """Seconds that it took."""
+        """Makes a step and returns its seconds."""
         started = time.perf_counter()
         nn.functional.cross_entropy(self.model(self.x).flatten(0, -2), self.y).backward()
         if self.optimizer is not None:
@@ -144,7 +145,7 @@ class Runner:
         return time.perf_counter() - started
 
     def figures(self) -> tuple[float, float]:
-        """Exposed communication and memory passes per step."""
+        """Returns the exposed communication and the memory passes per step."""
         if not isinstance(self.model, DecentralizedDataParallel):
             return 0.0, 0.0
         metrics = self.model.metrics
@@ -152,7 +153,7 @@ class Runner:
 
 
 def train(rank: int, world: int, folder: str, pipe: Any, name: str, way: str) -> None:
-    """Behind a slow link, or alone; sends the mean seconds of a step."""
+    """Trains over a slow link, or alone; sends the mean seconds of a step."""
     join(rank, world, folder)
     runner = Runner(name, way, limited=way != "alone")
     times = [runner.step() for _ in range(STEPS + WARM)]
@@ -162,8 +163,8 @@ def train(rank: int, world: int, folder: str, pipe: Any, name: str, way: str) ->
 
 
 def take_turns(rank: int, world: int, folder: str, pipe: Any, name: str, turns: int, ways: Sequence[str]) -> None:
-    """All `ways` in the same processes, some steps of each by turns; sends {way: (seconds per turn, figures)}, and as
-    COPY the seconds in which all ranks at once copy as many bytes as the parameters have."""
+    """Runs all `ways` in the same processes, some steps of each in turn. Sends {way: (seconds per turn, figures)}, and
+    as COPY the seconds in which all ranks at once copy as many bytes as the parameters have."""
     join(rank, world, folder)
     runners = {way: Runner(name, way) for way in ways}
     times: dict[str, list[float]] = {way: [] for way in (*ways, COPY)}
@@ -172,7 +173,7 @@ def take_turns(rank: int, world: int, folder: str, pipe: Any, name: str, turns: 
     for turn in range(-1, turns):
         for way, runner in runners.items():
             dist.barrier()
-            time.sleep(REST_SECONDS)  # what the way before has in flight is over
+            time.sleep(REST_SECONDS)  # lets operations of the previous variant that are in flight end
             taken = [runner.step() for _ in range(1 + TURN_STEPS)][1:]
             if turn >= 0:
                 times[way].append(statistics.median(taken))
@@ -192,7 +193,8 @@ def _copy(flat: Tensor) -> float:
 
 
 def straggle(rank: int, world: int, folder: str, pipe: Any, way: str, seconds: float) -> None:
-    """Train digits for so long, one random rank held up in every step; sends (steps, loss of the mean model)."""
+    """Trains digits for `seconds`, with one random rank delayed in every step; sends (steps, loss of the mean
+    model)."""
     join(rank, world, folder)
     images, labels, _, _ = digits()
     torch.manual_seed(0)
@@ -214,7 +216,7 @@ def straggle(rank: int, world: int, folder: str, pipe: Any, way: str, seconds: f
         step += 1
         if not kept and time.perf_counter() - started > seconds:
             kept, taken = [p.detach().clone() for p in inner.parameters()], step
-            if rank == 0:  # ranks are a few steps apart at most; everybody goes on to the same one
+            if rank == 0:  # ranks are at most a few steps apart; all continue to the same step
                 (Path(folder) / "new").write_text(str(step + 4 * world))
                 (Path(folder) / "new").rename(stop)
         if last == 1 << 60 and stop.exists():
@@ -232,7 +234,7 @@ def straggle(rank: int, world: int, folder: str, pipe: Any, way: str, seconds: f
 
 
 def on_ranks(world: int, work: Callable[..., None], *args: Any) -> list[Any]:
-    """What every rank sends, by rank."""
+    """Runs `work` on every rank and returns what each sends, by rank."""
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
         for rank in range(world):
@@ -249,7 +251,8 @@ def on_ranks(world: int, work: Callable[..., None], *args: Any) -> list[Any]:
 
 
 def optimizer_steps() -> dict[str, float]:
-    """Seconds of one optimizer step on 10 M parameters, one thread: median of windows of 4 steps, taken by turns."""
+    """Returns the seconds of one optimizer step on 10 M parameters, one thread: medians over windows of 4 steps, in
+    turn."""
     torch.set_num_threads(1)
     params = [torch.randn(1000, 1000, requires_grad=True) for _ in range(10)]
     for p in params:
@@ -285,7 +288,7 @@ def show_steps(name: str, worlds: Sequence[int], turns: int) -> None:
 
 
 def _show_ways(name: str, world: int, ranks: Sequence[Any], ways: Sequence[str]) -> None:
-    """One row for each way. ranks: what `take_turns` sends."""
+    """Prints one row for each variant. ranks: what `take_turns` sends."""
     times = {way: [max(each) for each in zip(*(found[way][0] for found in ranks), strict=True)]
              for way in (*ways, COPY)}  # fmt: skip
 

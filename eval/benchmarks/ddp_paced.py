@@ -1,10 +1,10 @@
-"""PyTorch's DistributedDataParallel on the processes of torchrun, with steps that take a given time: the model, data
-and batches of a decentnode experiment. Rank r has the samples of node r. Rank 0 prints one line of JSON.
+"""PyTorch's DistributedDataParallel under torchrun with steps of a given duration: model, data and batches are those of
+a decentnode experiment. Rank r has the samples of node r. Rank 0 prints one line of JSON.
 
     torchrun --standalone --nproc_per_node=8 eval/benchmarks/ddp_paced.py CONFIG --seconds 10 --set KEY=VALUE ...
 
-The training of the experiment is `paced:Paced`; a step ends when the gradients of all are averaged and the slowest has
-taken its time. All stop after the step in which rank 0's time is over.
+The training of the experiment is `paced:Paced`. A step ends when the gradients of all ranks are averaged and the
+slowest rank has taken its time. All ranks stop after the step in which rank 0's time has elapsed.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ def main() -> None:
     began, steps, over = clock.now(), 0, torch.zeros(1)
     while not over:
         started = clock.now()
-        for inputs, targets in training.share.batches(config.local_steps or 1):  # those that the node's own steps take
+        for inputs, targets in training.share.batches(config.local_steps or 1):  # the batches of the node's own steps
             loss = nn.functional.cross_entropy(model(inputs), targets)
             optimizer.zero_grad()
-            # the slow one computes before it sends: DDP's buckets leave during the backward pass
+            # the slow rank computes before it sends: DDP's buckets are sent during the backward pass
             clock.sleep(max(0.0, started + pace - clock.now()))
             loss.backward()
             optimizer.step()
@@ -62,7 +62,7 @@ def main() -> None:
         print(json.dumps({"rate": steps / seconds, "loss": found.metrics["loss"],
                           "accuracy": found.metrics["accuracy"], "consensus": 0.0}), flush=True)  # fmt: skip
     dist.barrier()
-    os._exit(0)  # a thread of gloo that is still there as Python ends would abort the process
+    os._exit(0)  # a thread of gloo that is still alive when Python ends would abort the process
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""A slow network for benchmarks on one host: operations of torch.distributed that take as long as a link would.
+"""A slow network for benchmarks on one host: operations of torch.distributed that take as long as over a given link.
 
 Every rank has a full-duplex link: bytes leave one after the other at its rate and arrive `latency_seconds` later. The
-real operation, over gloo, starts when the modelled one would be over.
+real operation, over gloo, starts at the moment when the modeled one would end.
 """
 
 import queue
@@ -17,20 +17,20 @@ from torch import Tensor
 
 
 class Later:
-    """The handle of an operation that another thread does."""
+    """The handle of an operation that another thread performs."""
 
     def __init__(self) -> None:
         self.done = threading.Event()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Raises RuntimeError when the operation takes longer than `timeout`."""
+        """Waits for the operation. Raises RuntimeError if it takes longer than `timeout`."""
         if not self.done.wait(None if timeout is None else timeout.total_seconds()):
             raise RuntimeError("the operation timed out")
         return True
 
 
 class DelayedLink:
-    """One rank's link; made by all ranks together, after the process group."""
+    """One rank's link; to be created by all ranks together, after the process group."""
 
     def __init__(self, bits_per_second: float, latency_seconds: float) -> None:
         self.bytes_per_second, self.latency_seconds = bits_per_second / 8, latency_seconds
@@ -46,12 +46,13 @@ class DelayedLink:
             job()
 
     def _post(self, size_bytes: float, latencies: int, job: Callable[[], None]) -> None:
-        """Do `job` when `size_bytes` would have left and the last of them come after so many latencies."""
+        """Runs `job` at the moment when `size_bytes` would have left and the last of them arrived, `latencies`
+        latencies later."""
         self._free_at = max(time.monotonic(), self._free_at) + size_bytes / self.bytes_per_second
         self._jobs.put((self._free_at + latencies * self.latency_seconds, job))
 
     def batch_isend_irecv(self, operations: list[dist.P2POp]) -> list[Any]:
-        """In place of torch.distributed's."""
+        """Replaces torch.distributed's function of this name."""
         return [self._send(o) if o.op is dist.isend else dist.irecv(o.tensor, o.peer) for o in operations]
 
     def _send(self, operation: dist.P2POp) -> Later:
@@ -65,9 +66,9 @@ class DelayedLink:
         return later
 
     def hook(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # noqa: ARG002
-        """A communication hook of DistributedDataParallel: what it does by itself, as a ring all-reduce on such links.
+        """A communication hook of DistributedDataParallel: its default, timed as a ring all-reduce over such links.
 
-        Of each bucket every rank sends 2 (n - 1) / n, in 2 (n - 1) messages that wait for each other.
+        For each bucket every rank sends 2 (n - 1) / n of it, in 2 (n - 1) messages that depend on each other.
         """
         n, gradient = dist.get_world_size(), bucket.buffer()
         future: torch.futures.Future[Tensor] = torch.futures.Future()

@@ -1,7 +1,7 @@
-"""The setting of the digits table in an independent NumPy simulation, in terms of this package.
+"""Reproduces the setting of an independent NumPy simulation of the digits table with the components of this package.
 
-The same train and test images, shares, initial parameters and minibatches, so that what is left is what the rules and
-the arithmetic (float32 here, float64 there) make of them. Used by digits_table.py.
+Train and test images, shares, initial parameters and minibatches are the same, so that differences come only from the
+rules and the arithmetic (float32 here, float64 there). Used by digits_table.py.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ from decentnode.training.supervised_config import SupervisedConfig
 NODES, HIDDEN, BATCH, ROUNDS, ALPHA = 16, 32, 16, 1500, 0.1
 LAYERS = ((64, HIDDEN), (HIDDEN,), (HIDDEN, 10), (10,))
 CHECKSUM = 0x50D0E248
-"""crc32 of the train images and labels in order, as scikit-learn 1.9 gives them."""
+"""crc32 of the train images and labels in order, as produced with scikit-learn 1.9."""
 
 
 def all_digits() -> tuple[np.ndarray, np.ndarray]:
-    """[1797, 64] images and labels as scikit-learn's load_digits has them: the package's file is that, shuffled."""
+    """Returns [1797, 64] images and the labels in the order of scikit-learn's load_digits; the package's file has them
+    shuffled."""
     path = Path(decentnode.data.__file__).with_name("digits.npz")
     with np.load(path) as file:
         images = np.concatenate([file["train_images"], file["test_images"]]).reshape(-1, 64)
@@ -42,7 +43,7 @@ def all_digits() -> tuple[np.ndarray, np.ndarray]:
 
 
 def _apportioned(counts: np.ndarray, total: int, draws: np.random.RandomState) -> np.ndarray:
-    """`total` dealt to classes by size, the rest to the largest remainders, ties by lot."""
+    """Returns `total` apportioned to classes by size: the rest goes to the largest remainders, ties are drawn."""
     shares = counts / counts.sum() * total
     dealt = np.floor(shares)
     rest = shares - dealt
@@ -56,10 +57,8 @@ def _apportioned(counts: np.ndarray, total: int, draws: np.random.RandomState) -
 
 
 def split(labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Positions of train_test_split(test_size=.25, random_state=0, stratify=labels): the same draws in the same order.
-
-    Raises RuntimeError where the images are not those of scikit-learn's own split.
-    """
+    """Returns the indices of train_test_split(test_size=.25, random_state=0, stratify=labels), by the same draws in the
+    same order."""
     draws, counts = np.random.RandomState(0), np.bincount(labels)
     tests = -(-len(labels) // 4)
     train_counts = _apportioned(counts, len(labels) - tests, draws)
@@ -74,7 +73,8 @@ def split(labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def train_and_test() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Images [1347, 64], labels, images [450, 64], labels. Raises RuntimeError where they are not the reference's."""
+    """Returns images [1347, 64], labels, images [450, 64], labels. Raises RuntimeError if they are not the
+    reference's."""
     images, labels = all_digits()
     train, test = split(labels)
     found = images[train], labels[train], images[test], labels[test]
@@ -87,7 +87,8 @@ def train_and_test() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
 
 
 def shares(labels: np.ndarray, seed: int) -> list[np.ndarray]:
-    """Per node the positions of its training samples: labels by Dirichlet, drawn again until nobody has under 10."""
+    """Returns the indices of every node's training samples: labels by Dirichlet, redrawn until every node has 10 or
+    more."""
     draws = np.random.default_rng(seed)
     while True:
         parts: list[list[int]] = [[] for _ in range(NODES)]
@@ -101,12 +102,13 @@ def shares(labels: np.ndarray, seed: int) -> list[np.ndarray]:
 
 
 def initial(draws: np.random.Generator) -> list[np.ndarray]:
-    """Per layer: weights of variance 2 / inputs, biases of zero; every one is drawn."""
+    """Returns the initial parameters per layer: weights of variance 2 / inputs, biases of zero; all consume draws."""
     return [draws.normal(size=shape) * ((2 / shape[0]) ** 0.5 if len(shape) > 1 else 0.0) for shape in LAYERS]
 
 
 def write(folder: Path, seed: int, rounds: int) -> None:
-    """data.npz (samples, share after share), model.npz, and batches of 16 nodes and of one that has them all."""
+    """Writes data.npz (samples, share after share), model.npz, and the batches of 16 nodes and of one node with all
+    samples."""
     images, labels, test_images, test_labels = train_and_test()
     parts = shares(labels, seed)
     order, sizes = np.concatenate(parts), np.array([len(part) for part in parts])
@@ -125,7 +127,7 @@ class SharesConfig(Config):
 
 
 class Shares(Partition):
-    """Node k gets the samples with key k; one node alone gets all."""
+    """Node k gets the samples with key k; a single node gets all."""
 
     Config = SharesConfig
 
@@ -141,7 +143,7 @@ class Shares(Partition):
 
 class NetConfig(Config):
     file: Path
-    """Weights [inputs, outputs] and biases by layer."""
+    """A file with weights [inputs, outputs] and biases by layer."""
 
 
 class Net(Model):
@@ -162,7 +164,7 @@ class Net(Model):
 
 class GivenBatchesConfig(SupervisedConfig):
     batches: Path
-    """[rounds, nodes, batch_size] positions in a node's own share."""
+    """A file with [rounds, nodes, batch_size] positions in a node's own share."""
 
 
 class _Given(Sampler):
@@ -177,7 +179,7 @@ class _Given(Sampler):
 
 
 class GivenBatches(Supervised):
-    """Supervised learning on minibatches that a file gives, which draws every one anew and so may repeat samples."""
+    """Supervised learning on minibatches from a file, each drawn independently, so that samples may repeat."""
 
     Config = GivenBatchesConfig
 

@@ -1,8 +1,8 @@
-"""bash eval/bench.sh digits_table [ARM...]: the digits table beside an independent NumPy simulation of it.
+"""bash eval/bench.sh digits_table [ARM...]: compares the digits table with an independent NumPy simulation of it.
 
-Every arm is its file in configs/compare, all nodes in this process, with the simulation's images, shares, initial
-parameters and minibatches (digits_reference.py), seeds 0 to 2. Per arm: means over the seeds, what the simulation gave,
-and the difference, which is asked to be within .6 points (3 for Adam) of local and merged accuracy.
+Every arm is its file in configs/compare, with all nodes in this process and the simulation's images, shares, initial
+parameters and minibatches (digits_reference.py), seeds 0 to 2. Printed per arm: means over the seeds, the simulation's
+values, and the difference, which must be within .6 points (3 for Adam) for local and merged accuracy.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ REFERENCE: dict[str, tuple[float | None, float | None, float | None]] = {
     "ring_dadam": (90.61, 94.37, 0.184), "hypercube_dadam": (93.26, 94.22, None),
     "ring_accumadam": (89.95, 94.52, 0.245), "hypercube_accumadam": (92.52, 93.48, None),
 }  # fmt: skip
-"""Arm -> local and merged accuracy in percent and consensus rms of the simulation, where it is known."""
+"""Arm -> local and merged accuracy in percent and consensus rms of the simulation; None if unknown."""
 
 
 def run(arm: str, seed: int, rounds: int = ROUNDS) -> Figures:
-    """(local, merged, consensus rms) of one run."""
+    """Makes one run. Returns (local, merged, consensus rms)."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
@@ -55,7 +55,7 @@ def run(arm: str, seed: int, rounds: int = ROUNDS) -> Figures:
 
 
 def line(arm: str, runs: list[Figures]) -> str:
-    """One row: ours, the simulation's, and the difference of both accuracies."""
+    """Returns one row: our values, the simulation's, and the difference of both accuracies."""
     asked = 3.0 if "adam" in arm else 0.6
     cells, worst = [], 0.0
     for ours, theirs, digits in zip(zip(*runs, strict=True), REFERENCE[arm], (2, 2, 3), strict=True):

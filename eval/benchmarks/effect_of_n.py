@@ -1,9 +1,9 @@
-"""bash eval/bench.sh effect_of_n [GRAPH...]: what the number of nodes does to consensus and accuracy, graph by graph.
+"""bash eval/bench.sh effect_of_n [GRAPH...]: the effect of the number of nodes on consensus and accuracy, by graph.
 
-Runs configs/scale/effect_of_n.yaml with 16 to 4,096 nodes on every graph by the engine batched, in this process on one
-core, and evaluates after the last round. Every node has as many samples of its own, whatever their number: with more
-nodes there is more to be learned, and it has a longer way to go. Writes tables/effect_of_n.txt and
-pictures/effect_of_n.png in --docs.
+Runs configs/scale/effect_of_n.yaml with 16 to 4,096 nodes on every graph with the batched engine, in this process on
+one core, and evaluates after the last round. Every node has the same number of samples of its own, so that more nodes
+have more samples in total, which have to travel farther. Writes tables/effect_of_n.txt and pictures/effect_of_n.png in
+--docs.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ MARKS = dict(zip(GRAPHS, "osD^vP", strict=True))
 
 @dataclass(frozen=True)
 class Reached:
-    """One run's end."""
+    """The final figures of one run."""
 
     graph: str
     nodes: int
@@ -55,14 +55,14 @@ class Reached:
     merged: float
     """Accuracy of the mean model."""
     distance: float
-    """Consensus distance, relative to the size of the mean model."""
+    """Consensus distance, relative to the norm of the mean model."""
     megabytes: float
-    """That the mean node sent."""
+    """Sent per node on average."""
     seconds: float
 
 
 class Silent(Sink):
-    """Keeps nothing."""
+    """Discards all records."""
 
     def take_round(self, found: RoundOfAll) -> None: ...
 
@@ -89,7 +89,7 @@ def run(graph: str, nodes: int, more: Sequence[str]) -> Reached:
 
 
 def table(found: Sequence[Reached]) -> str:
-    """A table of reStructuredText."""
+    """Returns a table in reStructuredText."""
     rows = [["graph", "nodes", "consensus distance", "local %", "merged %", "MB per node"]]
     rows += [[LABELS[each.graph], f"{each.nodes:,}", f"{each.distance:.4f}", f"{100 * each.local:.1f}",
               f"{100 * each.merged:.1f}", f"{each.megabytes:.2f}"] for each in found]  # fmt: skip
@@ -100,14 +100,14 @@ def table(found: Sequence[Reached]) -> str:
 
 
 def draw(found: Sequence[Reached], path: Path) -> None:
-    """Consensus distance and accuracies against the number of nodes, a line per graph."""
+    """Plots consensus distance and accuracies against the number of nodes, a line per graph."""
     figure = Figure(figsize=(9, 3.9), layout="constrained")
     panels = figure.subplots(1, 2)
     for graph in dict.fromkeys(each.graph for each in found):
         own = [each for each in found if each.graph == graph]
         at = [each.nodes for each in own]
         style: dict[str, Any] = {"color": COLORS[graph], "marker": MARKS[graph], "markersize": 5, "linewidth": 1.6}
-        # an exact average has a distance of 1e-8 that no scale should show
+        # exact averages have a distance of about 1e-8, which would stretch the scale
         panels[0].plot(at, [max(each.distance, 1e-3) for each in own], label=LABELS[graph], **style)
         panels[1].plot(at, [100 * each.local for each in own], **style)
         panels[1].plot(at, [100 * each.merged for each in own], color=COLORS[graph], linestyle=":", linewidth=1.2)

@@ -1,9 +1,11 @@
-"""The compute floor of a run: the same local steps without any exchange.
+"""Measures the compute floor of a run: the same local steps without any exchange.
 
-python eval/benchmarks/floor.py CONFIG NODES FIRST ROUNDS PROCESSES [key=value ...]: says "ready", waits for a line on
-standard input, runs ROUNDS rounds of its nodes' local steps, prints the seconds per round. With PROCESSES 1 this
-process steps all its nodes; with PROCESSES equal to NODES every node has a forked process of its own, as in a real
-run: what the processes cost each other (caches, page tables) without a single message.
+    python eval/benchmarks/floor.py CONFIG NODES FIRST ROUNDS PROCESSES [key=value ...]
+
+Prints "ready", waits for a line on standard input, runs ROUNDS rounds of its nodes' local steps, and prints the seconds
+per round. With PROCESSES 1 this process steps all its nodes. With PROCESSES equal to NODES every node has a forked
+process of its own, as in a real run: this includes what the processes cost each other (caches, page tables) without a
+single message.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ def measure(trainings: list[Any], rounds: int) -> float:
 
 
 def in_own_processes(config: str, overrides: list[str], uids: range, rounds: int) -> float:
-    """Mean seconds per round of one forked process per node; children wait until a pipe is closed."""
+    """Returns the mean seconds per round of one forked process per node; the children start when a pipe is closed."""
     begin_read, begin_write = os.pipe()
     ready_read, ready_write = os.pipe()
     done_read, done_write = os.pipe()
@@ -52,7 +54,7 @@ def in_own_processes(config: str, overrides: list[str], uids: range, rounds: int
     for uid in uids:
         if os.fork() == 0:
             os.close(begin_write)
-            gc.enable()  # which the preload has turned off
+            gc.enable()  # the preload has disabled it
             trainings = prepare(config, overrides, range(uid, uid + 1))
             os.write(ready_write, b"!")
             os.read(begin_read, 1)

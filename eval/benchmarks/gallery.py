@@ -1,8 +1,8 @@
-"""bash eval/gallery.sh: the figures of docs/gallery.rst, from the configs of configs/gallery.
+"""bash eval/gallery.sh: makes the figures of docs/gallery.rst from the configs of configs/gallery.
 
-Every figure has one config, that of a paper's method; what the paper compares it with is the same config with other
-values (`FIGURES`). Every point is one run with all nodes in one process of one thread, as many at a time as there are
-cores. Writes pictures/gallery_*.png and tables/gallery_*.txt in --docs.
+Every figure has one config, with the method of a paper; the alternatives of the comparison are the same config with
+other values (`FIGURES`). Every point is one run with all nodes in one process with one thread; as many run at a time as
+there are cores. Writes pictures/gallery_*.png and tables/gallery_*.txt in --docs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "configs" / "gallery"
 STORE = ROOT / "runs" / "gallery"
 COLUMNS = ("accuracy_mean", "accuracy_merged", "consensus_distance", "bytes_sent_per_node")
-"""Of the tables, beside what it took to come to the target."""
+"""Columns of the tables, besides the cost of the target."""
 
 
 @dataclass(frozen=True)
@@ -43,15 +43,15 @@ class Arm:
 
 @dataclass(frozen=True)
 class Shown:
-    """One figure: the method of the config first, then what it is compared with."""
+    """One figure: the method of the config first, then its alternatives."""
 
     arms: tuple[Arm, ...]
     metrics: tuple[str, ...] = ("accuracy",)
     axes: tuple[str, ...] = ("rounds", "bytes")
     bottom: float = 0.0
-    """Where the axis of the accuracy begins, in percent."""
+    """Lower end of the axis of accuracy, in percent."""
     target: float = 0.9
-    """The accuracy to which the table counts rounds and bytes."""
+    """The accuracy up to which the table counts rounds and bytes."""
 
 
 FIGURES = {
@@ -101,7 +101,7 @@ class Point:
 
 
 def run(point: Point) -> float:
-    """Returns the CPU seconds it took. Blocking; in a process of its own."""
+    """Makes a run and returns its CPU seconds. Blocking; in a process of its own."""
     import torch
 
     from decentnode.launch.children.messages import Request
@@ -131,13 +131,13 @@ def points(names: Sequence[str], seeds: int, rounds: int | None, store: Path) ->
 
 
 def done(point: Point) -> bool:
-    """Whether the run is there already, whole."""
+    """Returns whether the run has finished already."""
     found = (repeats.read(each.parent) for each in Path(point.folder).glob(f"arm{point.arm}/*/summary.json"))
     return any(each.finished and each.seed == point.seed for each in found)
 
 
 def run_all(wanted: Sequence[Point], jobs: int) -> None:
-    """Make the runs that are not there yet. Blocking."""
+    """Makes the runs that have not finished yet. Blocking."""
     left = [each for each in wanted if not done(each)]
     started = time.monotonic()
     with workers(jobs) as pool:
@@ -161,18 +161,18 @@ def runs_of(name: str, seeds: int, store: Path) -> list[list[repeats.Ran]]:
 
 
 def draw(name: str, groups: Sequence[Sequence[repeats.Ran]], where: str, path: Path) -> None:
-    """Means over seeds, with bands of one standard deviation; dashed the merged models."""
+    """Plots means over seeds with bands of one standard deviation; merged models are dashed."""
     shown = FIGURES[name]
     lines = [Line(arm.label, tuple(load(each.path) for each in group))
              for arm, group in zip(shown.arms, groups, strict=True)]  # fmt: skip
 
     def drawn() -> Figure:
         figure, _ = plots.draw(lines, shown.metrics, shown.axes)
-        if len(shown.metrics) > 1:  # one below the other they would be higher than a page
+        if len(shown.metrics) > 1:  # panels stacked at full width would be taller than a page
             figure.set_figwidth(6.4)
         if "accuracy" in shown.metrics:
             figure.axes[0].set_ylim(shown.bottom, min(101.0, figure.axes[0].get_ylim()[1]))
-        if "consensus_distance" in shown.metrics:  # the distance of exact means is rounding
+        if "consensus_distance" in shown.metrics:  # the distance of exact means is only rounding
             figure.axes[-1].set_ylim(bottom=1e-4)
         seeds = f"1 to {len(groups[0])}"
         plots.sign(figure, f"configs/gallery/{name}.yaml, seeds {seeds}; {where}")
@@ -182,14 +182,14 @@ def draw(name: str, groups: Sequence[Sequence[repeats.Ran]], where: str, path: P
 
 
 def table(name: str, groups: Sequence[Sequence[repeats.Ran]], where: str, seeds: int) -> str:
-    """A table of reStructuredText, and how it was made."""
+    """Returns a table in reStructuredText, and a line on how it was made."""
     shown = FIGURES[name]
     extra = target_columns([each for group in groups for each in group], f"accuracy={shown.target}")
-    extra = [each for each in extra if not each[0].name.startswith("seconds")]  # of this machine, and of one core
+    extra = [each for each in extra if not each[0].name.startswith("seconds")]  # these depend on the machine
     rows = [replace(row, name=arm.label) for row, arm in zip(compare.rows(groups, extra), shown.arms, strict=True)]
     kept = [figure for figure in rows[0].columns if figure.name in COLUMNS or figure.name.endswith("_to_target")]
     cells = compare.table_cells(rows, kept, compare.against_best(groups))
-    cells = [[*line[:1], *line[2:]] for line in cells]  # all have as many seeds
+    cells = [[*line[:1], *line[2:]] for line in cells]  # without the column of runs: all arms have as many seeds
     made = f"``bash eval/gallery.sh --only {name}`` on {time.strftime('%Y-%m-%d')}, seeds 1 to {seeds}: {where}."
     return f"{compare.simple_table(cells)}\n\n{made}\n"
 
@@ -205,7 +205,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--anew", action="store_true", help="make runs again that are there")
     given = parser.parse_args(words)
     names = given.only or [*FIGURES]
-    where = machine().partition(", load")[0]  # before a figure changes the tree; what else runs changes no bit of it
+    where = machine().partition(", load")[0]  # before a figure changes the tree; the load changes no result
     if given.anew:
         for name in names:
             shutil.rmtree(given.store / name, ignore_errors=True)

@@ -1,13 +1,13 @@
-"""Tests and figures of a GPU, each figure with the ceiling measured beside it; bash eval/gpu.sh runs this.
+"""Tests and benchmarks of a GPU, each figure beside a ceiling measured in the same run; bash eval/gpu.sh runs this.
 
-python eval/benchmarks/gpu.py [--tiny] [--out FILE.json] [--limit SECONDS] [CASE...]
+    python eval/benchmarks/gpu.py [--tiny] [--out FILE.json] [--limit SECONDS] [CASE...]
 
-Every case is a process of its own with a deadline, so that a kernel that hangs or a fault of the driver costs one case.
-Rows are printed, and FILE.json is written, as each is known: a run that is killed leaves what was measured. What missed
-its target is profiled when all else is done, into profiles.txt beside FILE.json. At the end all rows are printed once
-more, shortened, behind what tells most of the profiles. With --tiny sizes are tiny, on the GPU where there is one.
-Without CUDA they are tiny, too, and on the CPU: Triton's interpreter (where Triton is installed) for the kernel, gloo
-for NCCL, shared memory for CUDA IPC. Tiny figures say that the code runs, nothing else.
+Every case is a process of its own with a deadline, so that a hanging kernel or a driver fault costs only one case. Rows
+are printed, and FILE.json is written, as soon as each is known, so that a killed run leaves what it has measured. Rows
+that missed their target are profiled at the end, into profiles.txt beside FILE.json. Finally all rows are printed once
+more, shortened, after the main results of the profiles. With --tiny all sizes are tiny, on the GPU if there is one.
+Without CUDA they are tiny too, and on the CPU: Triton's interpreter (if Triton is installed) for the kernel, gloo for
+NCCL, shared memory for CUDA IPC. Tiny figures only show that the code runs.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ from gpu_waits import host, profile_host
 sys.path.insert(0, str(ROOT))
 LIMITS = {"tests": 150, "bits": 150, "host": 140, "ceilings": 30, "mixing": 60, "ipc": 50, "codecs": 40, "rounds": 120,
           "wrapper": 90, "nccl": 60, "staging": 30, "simulator": 60, "training": 120}  # fmt: skip
-"""Seconds that a case may take."""
+"""Time limit of each case in seconds."""
 TOGETHER = frozenset({"tests", "bits", "host"})
-"""Cases that say what is right, not how fast: they run at once, before all others."""
+"""Cases about correctness, not speed: they run concurrently, before all others."""
 ABSENT = {
     "several nodes under MPS": "the daemon is not started here: the line above says whether it runs",
 }
-"""What the list of wanted figures has and nothing here can measure, with the reason."""
+"""Figures that are wanted but cannot be measured here, with the reason."""
 
 
 def ceilings(tiny: bool) -> Iterator[Row]:
@@ -70,7 +70,8 @@ def ceilings(tiny: bool) -> Iterator[Row]:
 
 
 def bits(tiny: bool) -> Iterator[Row]:
-    """Models of a run over the memory of one GPU (on the CPU: shared memory) beside those of the same run inproc."""
+    """Compares the models of a run over the memory of one GPU (on the CPU: shared memory) with those of the same run
+    over inproc."""
     device = "cuda" if on_gpu() else "cpu"
     for n in (2,) if tiny else (2, 16, 8, 4):
         yield from kept("bits", f"{n} nodes on one {device}", _bits_of(n, device))
@@ -102,7 +103,7 @@ def _bits_of(n: int, device: str) -> Iterator[Row]:
 
 
 def _without_memory(latest: Path) -> str:
-    """Why payloads of a run took no shared memory, where a node's log says so."""
+    """Returns why payloads of a run were not sent by shared memory, if a node's log says so; else ""."""
     for log in sorted(latest.glob("nodes/*/log.txt")):
         for line in log.read_text().splitlines():
             for mark in ("payloads leave over ipc", "no shared memory from node"):
@@ -112,8 +113,8 @@ def _without_memory(latest: Path) -> str:
 
 
 def rounds(tiny: bool) -> Iterator[Row]:
-    """Whole rounds of 8 nodes on one GPU beside the same local steps by one process without any exchange; of small
-    kernels also with all nodes in one process, as a GPU takes the work of several in turn."""
+    """Whole rounds of 8 nodes on one GPU, beside the same local steps in one process without any exchange. With small
+    kernels also all nodes in one process, as a GPU time-slices the work of several processes."""
     gpu = on_gpu()
     nodes, count = (2, 4) if tiny else (8, 40)
     for name, batch in (("gn_lenet", 8),) if tiny else (("gn_lenet", 8), ("resnet, depth: 18", 128), ("gn_lenet", 128)):
@@ -142,7 +143,7 @@ def _round_rows(name: str, nodes: int, batch: int, count: int, gpu: bool) -> Ite
 
 
 def codecs(tiny: bool) -> Iterator[Row]:
-    """Choosing, coding of indices and quantizing, in copies of the model measured in the same process."""
+    """Selection, index coding and quantization, in multiples of a copy of the model measured in the same process."""
     import torch
 
     from decentnode.compression import CODECS, indices, select
@@ -183,7 +184,7 @@ def codecs(tiny: bool) -> Iterator[Row]:
 
 
 def staging(tiny: bool) -> Iterator[Row]:
-    """A model out to the host's memory and in again through pinned slots, beside torch's own copies."""
+    """Copies of a model to host memory and back through pinned slots, beside torch's own copies."""
     if not on_gpu():
         yield Row("staging", "pinned slots", None, note="needs a GPU")
         return
@@ -219,8 +220,8 @@ def staging(tiny: bool) -> Iterator[Row]:
 
 
 def simulator(tiny: bool) -> Iterator[Row]:
-    """Node-updates per second of the batched engine (one local step and one mixing of one node), beside bare
-    steps of SGD of one node after the other, with no data to gather, nothing mixed and nothing recorded."""
+    """Node-updates per second of the batched engine (one local step and one mixing of one node), beside bare steps of
+    SGD of one node after the other, without gathering data, mixing or recording."""
     for nodes in (16,) if tiny else (64, 1024, 256, 16, 4096):
         yield from kept("simulator", f"{nodes} nodes", _simulated(nodes, tiny))
 
@@ -257,7 +258,7 @@ def _simulated(nodes: int, tiny: bool) -> Iterator[Row]:
 
 
 def _peak(gpu: bool) -> str:
-    """The most GPU memory since the last call, as the end of a note."""
+    """Returns the peak GPU memory since the last call, as the end of a note."""
     import torch
 
     if not gpu:
@@ -271,15 +272,15 @@ CASES: dict[str, Callable[[bool], Iterator[Row]]] = {
     "tests": tests, "bits": bits, "host": host, "ceilings": ceilings, "mixing": mixing, "ipc": ipc, "wrapper": wrapper,
     "rounds": rounds, "codecs": codecs, "nccl": nccl, "staging": staging, "simulator": simulator, "training": training,
 }  # fmt: skip
-"""In the order in which they run: what matters most first, as time may end."""
+"""In the order in which they run: the most important first, as the time may run out."""
 PROFILES: dict[str, Callable[[Sequence[str], bool], Iterator[Profile]]] = {
     "mixing": profile_mixing, "ipc": profile_ipc, "wrapper": profile_wrapper, "host": profile_host,
 }  # fmt: skip
-"""Of cases whose rows ask for a speed: what profiles the work of the rows named."""
+"""For cases whose rows have a speed as target: the function that profiles the work of the named rows."""
 PROFILED = 4
-"""At most so many rows of a case."""
+"""Most rows of a case that are profiled."""
 PROFILE_SECONDS = 30.0
-"""Of a case, and of ncu."""
+"""Time limit of the profiles of a case, and of ncu."""
 NCU_METRICS = (
     "gpu__time_duration.sum", "dram__throughput.avg.pct_of_peak_sustained_elapsed", "dram__bytes_read.sum",
     "dram__bytes_write.sum", "sm__warps_active.avg.pct_of_peak_sustained_active", "launch__registers_per_thread",
@@ -290,7 +291,7 @@ END_SECONDS = 5.0
 
 
 def environment() -> list[str]:
-    """What the figures depend on, a line each; never fails."""
+    """Returns what the figures depend on, a line each. Never fails."""
     import platform
 
     import psutil
@@ -300,7 +301,7 @@ def environment() -> list[str]:
     found = [f"Python {platform.python_version()}, torch {torch.__version__}, CUDA {torch.version.cuda or 'none'}"]
     try:
         found.insert(0, machine())
-    except Exception as error:  # one line less
+    except Exception as error:  # only this line is lost
         found.append(f"machine not found out: {error}")
     for name in ("triton", "numpy"):
         there = importlib.util.find_spec(name) is not None
@@ -319,7 +320,7 @@ def environment() -> list[str]:
         asked = ["nvidia-smi", "--query-gpu=driver_version,compute_mode,clocks.sm,clocks.mem", "--format=csv,noheader"]
         said = subprocess.run(asked, capture_output=True, text=True, timeout=20)
         found += [f"nvidia-smi: {line}" for line in (said.stdout + said.stderr).splitlines()[:4]]
-    except Exception as error:  # one line less
+    except Exception as error:  # only these lines are lost
         found.append(f"not found out: {error}")
     with contextlib.suppress(Exception):
         names = [process.info["name"] for process in psutil.process_iter(["name"])]
@@ -331,7 +332,7 @@ _running: set[subprocess.Popen[str]] = set()
 
 
 def _kill(process: subprocess.Popen[str]) -> None:
-    """With all that it started."""
+    """Kills a process with all processes that it started."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -339,8 +340,8 @@ def _kill(process: subprocess.Popen[str]) -> None:
 
 
 def _run(command: list[str], limit: float, take: Callable[[str], None]) -> str:
-    """Runs a command with all that it starts, for no longer than limit seconds, and hands each line that it prints to
-    take(). Returns why it did not end in order, else ""."""
+    """Runs a command for at most `limit` seconds, kills all processes that it started, and passes each line of its
+    output to take(). Returns why it did not end normally, else ""."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     known = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
     with tempfile.TemporaryFile("w+") as errors:
@@ -354,7 +355,7 @@ def _run(command: list[str], limit: float, take: Callable[[str], None]) -> str:
             for line in lines:
                 take(line)
 
-        # In a thread: what it started and did not end may hold the other end of the pipe.
+        # In a thread: surviving children of the command may keep the other end of the pipe open
         reader = threading.Thread(target=read, daemon=True)
         reader.start()
         stopped = ""
@@ -362,8 +363,8 @@ def _run(command: list[str], limit: float, take: Callable[[str], None]) -> str:
             process.wait(limit)
         except subprocess.TimeoutExpired:
             stopped = f"stopped after {limit:.0f} s"
-        _kill(process)  # with what it left behind
-        with contextlib.suppress(subprocess.TimeoutExpired):  # one that the driver does not let go of stays
+        _kill(process)  # also the children that it left behind
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a process that hangs in the driver stays
             process.wait(END_SECONDS)
         reader.join(END_SECONDS)
         _running.discard(process)
@@ -378,7 +379,8 @@ def _this_script(*arguments: str, tiny: bool) -> list[str]:
 
 
 def run_case(name: str, tiny: bool, limit: float, add: Callable[[Row], None]) -> None:
-    """One case in a process of its own, its rows as they come; a failure is a row that says why."""
+    """Runs one case in a process of its own and adds its rows as they arrive; a failure becomes a row with the
+    reason."""
     began = time.monotonic()
 
     def take(line: str) -> None:
@@ -392,8 +394,8 @@ def run_case(name: str, tiny: bool, limit: float, add: Callable[[Row], None]) ->
 
 
 def run_all(options: argparse.Namespace, report: Report, until: float) -> None:
-    """Cases one after the other, in the order of CASES, but those of TOGETHER at once. until: of time.monotonic(); some
-    of the time before it is kept for the profiles of what has missed its target by then."""
+    """Runs the cases in the order of CASES, those of TOGETHER concurrently first. until: by time.monotonic(); some of
+    the time before it is reserved for profiling what has missed its target so far."""
     names = options.cases
 
     def run(name: str) -> None:
@@ -417,8 +419,8 @@ def run_all(options: argparse.Namespace, report: Report, until: float) -> None:
 
 
 def profile_all(options: argparse.Namespace, report: Report, until: float) -> None:
-    """Profiles what missed its target, of each case the worst, in a process per case. With tiny sizes, whose figures
-    say nothing, the first rows that have a target. until: of time.monotonic()."""
+    """Profiles the rows that missed their target, the worst of each case, in a process per case. With tiny sizes, whose
+    figures mean nothing, it takes the first rows that have a target. until: by time.monotonic()."""
     for case in PROFILES:
         asked = [row for row in report.rows if row.case == case and row.asked and row.value is not None]
         rows = asked if options.tiny else sorted((row for row in asked if row.missed), key=_share, reverse=True)
@@ -442,15 +444,15 @@ def profile_all(options: argparse.Namespace, report: Report, until: float) -> No
 
 
 def _share(row: Row) -> float:
-    """How many times what is asked a row missed it by."""
+    """Returns by which factor a row missed its target."""
     bound, reached = float(row.asked.strip("<>= ")), row.reached or 0.0
     ends = (bound, reached) if row.asked.startswith(">") else (reached, bound)
     return ends[0] / ends[1] if ends[1] else math.inf
 
 
 def _counted_by_ncu(whats: list[str], limit: float) -> Profile:
-    """What the hardware counts of one launch of the kernel, of the smallest of these rows: counting some things takes
-    several runs of it, between which the memory that it wrote is put back."""
+    """Returns the hardware counters of one launch of the kernel, for the smallest of these rows: some counters need
+    several runs of it, between which ncu restores the memory that it wrote."""
     what = min(whats, key=lambda what: float(what.split()[2]) if what[0].isdigit() else math.inf)
     said: list[str] = []
     command = ["ncu", "--clock-control", "none", "--kernel-name", f"regex:{KERNEL}", "--launch-skip", "2",
@@ -465,7 +467,7 @@ def _counted_by_ncu(whats: list[str], limit: float) -> Profile:
 def _terminated(report: Report) -> None:
     for process in list(_running):
         _kill(process)
-    os.write(1, f"\nstopped from outside\n{report.table()}\n".encode())  # print may be what was interrupted
+    os.write(1, f"\nstopped from outside\n{report.table()}\n".encode())  # not print, which may be what was interrupted
     os._exit(143)
 
 
@@ -502,7 +504,7 @@ def main() -> int:
 
 
 def _of_another(options: argparse.Namespace) -> None:
-    """What the process does that `_this_script` starts."""
+    """The main function of a process that `_this_script` starts."""
     tiny = options.tiny or not on_gpu()
     if options.case:
         name, os.environ[CASE_UNTIL] = options.case

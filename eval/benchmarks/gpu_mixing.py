@@ -1,4 +1,4 @@
-"""Cases of gpu.py about the memory's speed: mixing models, those of this process and those of others on the GPU."""
+"""Cases of gpu.py about memory bandwidth: mixing models of this process, and those of other processes on the GPU."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from gpu_rows import Row, failure, kept, milliseconds, on_gpu
 
 ARRIVALS = (1, 2, 4, 8)
 KERNEL = "_weighted_sum"
-"""As decentnode/mixing/kernel.py names it."""
+"""Its name in decentnode/mixing/kernel.py."""
 SUSTAINED_BYTES, MOST_WORKS = 1 << 30, 16
-"""Of what is written last, up to half of a cache of 50 MB is not in memory yet when the clock is stopped: a quarter of
-what a copy of 25 M elements in bfloat16 moves, but next to nothing of what mixing eight arrivals reads."""
+"""Bytes that a timed sequence of works must move, and the most works in it. Of the data written last, up to half of a
+cache of 50 MB has not reached memory when the clock stops: a quarter of what a copy of 25 M elements in bfloat16 moves,
+but almost nothing of what mixing eight arrivals reads."""
 
 
 def mixing(tiny: bool) -> Iterator[Row]:
@@ -43,8 +44,8 @@ def _mixed(elements: int, dtype: Any, what: str, gpu: bool) -> Iterator[Row]:
 
 
 def sustained(make: Callable[[], Callable[[], object]], moved: int, gpu: bool) -> float:
-    """GB/s of works that make() gives, each with memory of its own, of which as many follow each other as move
-    SUSTAINED_BYTES. moved: bytes that one reads and writes."""
+    """Returns GB/s of works made by make(), each with memory of its own, as many in sequence as together move
+    SUSTAINED_BYTES. moved: bytes that one of them reads and writes."""
     works = [make() for _ in range(min(MOST_WORKS, -(-SUSTAINED_BYTES // moved)) if gpu else 1)]
 
     def in_turn() -> None:
@@ -78,7 +79,7 @@ def _mix_of(elements: int, dtype: Any, arrivals: int) -> Callable[[], None]:
 
 
 def mix_named(what: str) -> Callable[[], None] | None:
-    """The work of a row of `mixing`; None where the row is of no models that were mixed."""
+    """Returns the work of a row of `mixing`; None if the row is not about mixed models."""
     import torch
 
     found = re.fullmatch(r"(\d+) arrivals, (\S+) M elements, (\w+)", what)
@@ -92,11 +93,12 @@ def profile_mixing(whats: Sequence[str], _tiny: bool) -> Iterator[Profile]:
         work = mix_named(what)
         if work is not None:
             yield told(trace_of(work), "mixing", what)
-        del work  # before the next one takes as much memory
+        del work  # frees its memory before the next one allocates as much
 
 
 def _launched() -> Iterator[Row]:
-    """Why the kernel cannot be launched here, where it cannot: then figures of mixing are of several passes."""
+    """Yields a failure if the kernel cannot be launched here: then the figures of mixing are those of several
+    passes."""
     import torch
 
     try:
@@ -104,12 +106,12 @@ def _launched() -> Iterator[Row]:
 
         launch_once(torch.device("cuda", torch.cuda.current_device()))
         torch.cuda.synchronize()
-    except Exception as error:  # models are mixed without it
+    except Exception as error:  # models are mixed without the kernel
         yield failure("mixing", "the Triton kernel is launched", error)
 
 
 def _interpreted() -> Iterator[Row]:
-    """The Triton kernel itself, where only its interpreter can run it."""
+    """Runs the Triton kernel with its interpreter, for machines without a GPU."""
     what = "Triton kernel by its interpreter, largest error"
     if importlib.util.find_spec("triton") is None:
         yield Row("mixing", what, None, note="absent: Triton is not installed")
@@ -125,7 +127,7 @@ def _interpreted() -> Iterator[Row]:
 
 
 def ipc(tiny: bool) -> Iterator[Row]:
-    """Mixing straight from the memory of other processes on the same GPU, beside a copy."""
+    """Mixing directly from the memory of other processes on the same GPU, beside a copy."""
     if not on_gpu():
         yield Row("ipc", "mixing from the neighbors' memory", None, note="needs a GPU")
         return
@@ -134,7 +136,7 @@ def ipc(tiny: bool) -> Iterator[Row]:
     for n, what in _crowds(tiny):
         try:
             copy, mixed = on_one_gpu(n, _elements(tiny), _mix_speed)[0]
-        except Exception as error:  # the next one may run
+        except Exception as error:  # the next one may still run
             yield failure("ipc", what, error)
         else:
             yield Row("ipc", what, mixed, "GB/s", copy, ">= .80")
@@ -157,7 +159,7 @@ def profile_ipc(whats: Sequence[str], tiny: bool) -> Iterator[Profile]:
 
 
 def _mix_speed(node: Any, device: Any) -> tuple[float, float]:
-    """(GB/s of a copy, GB/s of mixing all neighbors); node 0 alone measures."""
+    """Returns (GB/s of a copy, GB/s of mixing all neighbors); only node 0 measures."""
     import torch
 
     from decentnode.mixing import passes
@@ -178,8 +180,8 @@ def _mix_trace(node: Any, device: Any) -> list[Event]:
 
 
 def _mapped(node: Any, device: Any) -> tuple[Any, Callable[[], None], int] | None:
-    """Of node 0, when all have exchanged a model: (its model, what mixes it with all others' where these lie, how many
-    there are)."""
+    """Exchanges a model among all nodes. Returns on node 0: (its model, a function that mixes it with all others in
+    place of their memory, the number of others); None on the other nodes."""
     import torch
 
     from decentnode.communication.shared_memory.path import SharedMemoryPath
@@ -196,7 +198,7 @@ def _mapped(node: Any, device: Any) -> tuple[Any, Callable[[], None], int] | Non
     mapped = node.parts.paths.of(SharedMemoryPath)._buffer_readers
     if unread := set(others) - mapped.keys():
         raise RuntimeError(f"no CUDA IPC here: the memory of {len(unread)} of {len(others)} neighbors cannot be mapped")
-    boards = [mapped[uid].slots[0][1][0] for uid in others]  # where the first payload went, whole
+    boards = [mapped[uid].slots[0][1][0] for uid in others]  # the memory of the first payload, whole
     weighted = [(tensor, 1 / (1 + len(others))) for tensor in boards]
 
     def mix() -> None:

@@ -1,4 +1,4 @@
-"""NCCL: with itself on one GPU, two ranks on one, and what its calls cost between several."""
+"""Cases of gpu.py about NCCL: one rank with itself, two ranks on one GPU, and the costs of calls between GPUs."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from gpu_rows import CONFIGS, Row, failure, kept, milliseconds, on_gpu, run_summ
 
 
 def nccl(tiny: bool) -> Iterator[Row]:
-    """A clique of torch.distributed: NCCL to itself on one GPU, and between two ranks there; on the CPU two gloo nodes
-    by NCCL's batched path."""
+    """Runs NCCL with a world of one and with two ranks on one GPU; on the CPU two gloo nodes with NCCL's batched
+    path."""
     import torch.distributed as dist
 
     if on_gpu() and dist.is_nccl_available():
@@ -28,7 +28,7 @@ def nccl(tiny: bool) -> Iterator[Row]:
 
 
 def _two_ranks(seconds: float = 30) -> Row:
-    """Whether NCCL takes two ranks on one GPU: before 2.30 it refuses them."""
+    """Returns whether NCCL allows two ranks on one GPU: before 2.30 it refuses them."""
     import torch.multiprocessing as mp
 
     what = "two ranks on one GPU, sum of their ones"
@@ -40,7 +40,7 @@ def _two_ranks(seconds: float = 30) -> Row:
             while not context.join(0.1):
                 if time.monotonic() > until:
                     return Row("nccl", what, None, note=f"absent: nothing came of it in {seconds:g} s")
-        except Exception as error:  # refused by one of them
+        except Exception as error:  # one of the ranks was refused
             why = [line for line in str(error).splitlines() if line.strip()][-1]
             return Row("nccl", what, None, note=f"absent: refused: {why[:200]}")
         finally:
@@ -65,7 +65,7 @@ def _one_of_two(rank: int, folder: str) -> None:
 
 
 def _self_exchange(tiny: bool) -> Iterator[Row]:
-    """all_reduce, and send and receive in one batch, of a world of one, beside a copy of the same tensor."""
+    """all_reduce, and send and receive in one batch, in a world of one, beside a copy of the same tensor."""
     import torch
     import torch.distributed as dist
 
@@ -100,7 +100,8 @@ def _self_exchange(tiny: bool) -> Iterator[Row]:
 
 
 def _costs_of_calls(tiny: bool) -> Iterator[Row]:
-    """What a plan takes for NCCL's operations (simulate.links.calls), fitted between the GPUs of this machine."""
+    """Fits the costs that a plan assumes for NCCL's operations (simulate.links.calls) between the GPUs of this
+    machine."""
     import torch
 
     count = torch.cuda.device_count()

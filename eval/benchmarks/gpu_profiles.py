@@ -1,4 +1,5 @@
-"""What torch's profiler says of the work of a row that missed its target: as lines for a file, and the telling ones."""
+"""Summarizes torch profiles of the work behind rows that missed their target: lines for a file, and the main
+results."""
 
 from __future__ import annotations
 
@@ -14,16 +15,16 @@ from typing import Any
 from gpu_rows import on_gpu
 
 Event = dict[str, Any]
-"""Of a Chrome trace: "cat", "name", "ts" and "dur" in microseconds, "tid", "args"."""
+"""An event of a Chrome trace: "cat", "name", "ts" and "dur" in microseconds, "tid", "args"."""
 CALL = "one call of the work"
 CALLS, WARM = 3, 2
 SHOWN = 6
-"""Kernels, and whatever else there are many of."""
+"""Most lines of kernels, copies, waits or operators."""
 ON_DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 WAITS = re.compile(r"(cuda|cu)(Stream|Device|Event|Ctx)Synchronize|(cudaMemcpy|cuMemcpy)(?!.*Async)")
 LAUNCHES = re.compile(r"(cuda|cu)(LaunchKernel|LaunchCooperativeKernel|GraphLaunch)")
 SCALAR = "aten::_local_scalar_dense"
-"""How a scalar is read: what would wait for a GPU, where there is none."""
+"""The operator that reads a scalar: on a GPU it would wait, so it is counted on the CPU."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Profile:
 
 
 def trace_of(work: Callable[[], object], *, stacks: bool = False, calls: int = CALLS, warm: int = WARM) -> list[Event]:
-    """The trace of some calls of work() that follow each other. stacks: with the lines of Python that called."""
+    """Returns the trace of some consecutive calls of work(). stacks: include the Python lines of the callers."""
     import torch
     from torch.profiler import ProfilerActivity, profile, record_function, supported_activities
 
@@ -59,7 +60,7 @@ def trace_of(work: Callable[[], object], *, stacks: bool = False, calls: int = C
 
 
 def told(events: Sequence[Event], case: str, what: str) -> Profile:
-    """Where the time of a trace of `trace_of` went."""
+    """Returns a summary of where the time of a trace from `trace_of` went."""
     calls = [each for each in events if each["name"] == CALL and each["cat"] == "user_annotation"]
     count = max(1, len(calls))
     host = [each for each in events if each["cat"] not in ON_DEVICE
@@ -79,7 +80,8 @@ def told(events: Sequence[Event], case: str, what: str) -> Profile:
 
 
 def _on_device(device: Sequence[Event], calls: int) -> tuple[str, str, list[str]]:
-    """(how long the device did nothing, the kernel that took longest, all that it did). device: by their beginning."""
+    """Returns (the idle time of the device, the kernel that took longest, lines on all its work). device: sorted by
+    start."""
     busy, gaps, until, last = 0.0, [], device[0]["ts"], device[0]
     for each in device:
         end = each["ts"] + each["dur"]
@@ -120,7 +122,7 @@ def _on_device(device: Sequence[Event], calls: int) -> tuple[str, str, list[str]
 
 
 def _waits(host: Sequence[Event], calls: int, gpu: bool) -> tuple[str, list[str]]:
-    """(how often and how long the host waited, where)."""
+    """Returns (how often and how long the host waited, lines on where)."""
     waits = [each for each in host if (WAITS.match(each["name"]) if gpu else each["name"] == SCALAR)]
     microseconds = sum(each["dur"] for each in waits)
     what = "waits" if gpu else "reads scalars"
@@ -143,7 +145,7 @@ def _waits(host: Sequence[Event], calls: int, gpu: bool) -> tuple[str, list[str]
 
 
 def _own_times(host: Sequence[Event], calls: int) -> list[str]:
-    """Of operators on the CPU, without those that they call."""
+    """Returns lines on operators on the CPU by their own time, without the operators that they call."""
     own: Counter[str] = Counter()
     number: Counter[str] = Counter()
     open_: dict[Any, list[Event]] = defaultdict(list)

@@ -1,4 +1,4 @@
-"""What gpu.py leaves: rows as they come, profiles, and the table once more at the end, as short as a reader needs."""
+"""The report of gpu.py: rows as they arrive, profiles, and at the end a table that is as short as its reader needs."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from gpu_profiles import Profile
 from gpu_rows import Row
 
 TABLE_CHARACTERS = 11_000
-"""Of the end of what is printed a reader who is sent the end alone sees 12,000."""
+"""A reader who gets only the end of the output sees 12,000 characters."""
 NOTES = (200, 120, 80, 50, 30, 0)
-"""Longest note, and half as much of a telling line: as much as fits."""
+"""Longest note; the first value that fits is used. Main results of profiles may take twice as much and 160 more."""
 
 
 class Report:
@@ -29,11 +29,11 @@ class Report:
         self._out, self._about, self._began = out, about, time.monotonic()
         if out is not None:
             out.with_name("profiles.txt").unlink(missing_ok=True)
-        self._lock = threading.RLock()  # a signal may ask for the table while a row is added
+        self._lock = threading.RLock()  # a signal handler may ask for the table while a row is added
         self._write()
 
     def add(self, row: Row) -> None:
-        if row.value is not None and not math.isfinite(row.value):  # which JSON does not have
+        if row.value is not None and not math.isfinite(row.value):  # JSON has no NaN or infinity
             row = replace(row, value=None, note=f"failed: {row.value}")
         with self._lock:
             self.rows.append(row)
@@ -57,8 +57,8 @@ class Report:
         new.replace(self._out)
 
     def table(self) -> str:
-        """All of it in some TABLE_CHARACTERS: notes are cut, then rows are left out that neither failed nor missed what
-        is asked, then the last of those that missed."""
+        """Returns the whole report in at most TABLE_CHARACTERS: first notes are cut, then rows that neither failed nor
+        missed their target are left out, then the last of those that missed it."""
         with self._lock:
             rows, profiles = list(self.rows), list(self.profiles)
         for longest in NOTES:
@@ -78,7 +78,7 @@ def _table(about: Sequence[str], rows: Sequence[Row], profiles: Sequence[Profile
     case = ""
     for row in rows:
         if row.case == "tests" and row.value is not None and not row.missed:
-            continue  # they are one line, below
+            continue  # summed up in one line below
         if row.case == "tests" and row.note.startswith("absent"):
             continue
         if row.case != case:

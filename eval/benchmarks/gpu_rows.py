@@ -1,4 +1,4 @@
-"""What the cases of gpu.py share: a figure as a row, the clock, the device, runs by the command line."""
+"""Shared parts of the cases of gpu.py: figures as rows, timing, the device, and runs with the command line."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ class Row:
 
     @property
     def reached(self) -> float | None:
-        """What `asked` bounds."""
+        """The number that `asked` bounds."""
         return self.value / self.ceiling if self.value is not None and self.ceiling else self.value
 
     @property
     def missed(self) -> bool:
-        """Whether the figure is there and is not what is asked."""
+        """Whether the figure exists and violates its target."""
         if self.reached is None or not self.asked:
             return False
         bound = float(self.asked.strip("<>= "))
@@ -63,7 +63,7 @@ def failure(case: str, what: str, error: BaseException) -> Row:
 
 
 def kept(case: str, what: str, rows: Iterator[Row]) -> Iterator[Row]:
-    """These rows; one that says why in the place of those that an error leaves out. What comes behind them may run."""
+    """Yields these rows; an error ends them with a row that says why, so that later rows can still be measured."""
     try:
         yield from rows
     except Exception as error:
@@ -71,7 +71,7 @@ def kept(case: str, what: str, rows: Iterator[Row]) -> Iterator[Row]:
 
 
 def python_header() -> Path:
-    """Where this Python's own Python.h is, if it is there: where Triton has the C compiler look for it."""
+    """Returns where this Python's Python.h would be, which is where Triton makes the C compiler look for it."""
     scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
     return Path(sysconfig.get_paths(scheme)["include"]) / "Python.h"
 
@@ -83,11 +83,12 @@ def on_gpu() -> bool:
 
 
 AHEAD_CYCLES = 2_000_000
-"""Of the GPU's clock, some 1 ms: for so long it is kept busy while the host queues what is timed."""
+"""Cycles of the GPU's clock, about 1 ms: the GPU is kept busy this long while the host queues the timed work."""
 
 
 def cache_filler() -> Callable[[], object]:
-    """What leaves other memory in the GPU's cache, read and not written, so that nothing has to be written back."""
+    """Returns a function that fills the GPU's cache with other memory by reading it, so that nothing has to be written
+    back."""
     import torch
 
     size = getattr(torch.cuda.get_device_properties(torch.cuda.current_device()), "L2_cache_size", 0)
@@ -98,12 +99,12 @@ def cache_filler() -> Callable[[], object]:
 def milliseconds(
     work: Callable[[], object], gpu: bool, repeats: int = 20, warm: int = 3, *, queued: bool = False
 ) -> float:
-    """Median time of one call: by CUDA events on a GPU, by the host's clock elsewhere, after `warm` calls.
+    """Returns the median time of one call: by CUDA events on a GPU, by the host's clock elsewhere, after `warm` calls.
 
-    queued: the GPU's time alone, of work that the host has queued before it begins, and with nothing of its operands in
-    the GPU's cache. Without, a GPU that has nothing else to do waits for the host inside of the call, for tens of
-    microseconds before each kernel: as long as it takes to mix 25 M elements, half of which a cache of 50 MB would
-    hold of a copy in bfloat16.
+    queued: time the GPU alone, with work that the host has queued before it starts, and with none of its operands in
+    the GPU's cache. Otherwise an idle GPU waits for the host inside of the call, for tens of microseconds before each
+    kernel: as long as it takes to mix 25 M elements. And a cache of 50 MB would hold half of a copy of them in
+    bfloat16.
     """
     import torch
 
@@ -128,7 +129,8 @@ def milliseconds(
 
 
 def run_summary(overrides: list[str], folder: str, config: str) -> dict[str, Any]:
-    """summary.json of a run by the command line. Raises RuntimeError with the end of its output."""
+    """Makes a run with the command line and returns its summary.json. Raises RuntimeError with the end of its
+    output."""
     command = [sys.executable, "-m", "decentnode", "run", config, "--run-dir", folder, "--plain",
                *(part for override in overrides for part in ("--set", override))]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True)

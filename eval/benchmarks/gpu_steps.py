@@ -11,15 +11,15 @@ from gpu_profiles import Profile, told, trace_of
 from gpu_rows import Row, failure, milliseconds, on_gpu
 
 VOCABULARY, PLACES = 50257, 1024
-"""Of GPT-2."""
+"""GPT-2's sizes."""
 PRECISIONS = ("bfloat16 autocast", "float32", "float16, GradScaler")
 UNALIGNED = "ResNet-50 of 10 classes"
-"""The ten numbers at the beginning of its bucket let all weights behind them begin at odd multiples of eight bytes. In
-float32 cuDNN and the optimizer read them where they lie."""
+"""The ten biases at the start of its bucket make all weights behind them start at odd multiples of eight bytes. In
+float32, cuDNN and the optimizer read them at these addresses."""
 
 
 def _make_models(tiny: bool, gpu: bool) -> Iterator[tuple[str, Callable[[], tuple[Any, Any, Any]]]]:
-    """(name, what makes (module, inputs, loss of an output))."""
+    """Yields (name, function that makes (module, inputs, loss of an output))."""
     import torch
     from torch.nn import functional
 
@@ -46,7 +46,7 @@ def _make_models(tiny: bool, gpu: bool) -> Iterator[tuple[str, Callable[[], tupl
 
 
 def resnet50(classes: int = 1000) -> Any:
-    """[N, 3, 224, 224] to [N, classes]."""
+    """Returns a module: [N, 3, 224, 224] to [N, classes]."""
     from decentnode.models.resnet import Resnet, ResnetConfig
     from decentnode.samples import DataSpec
 
@@ -54,7 +54,7 @@ def resnet50(classes: int = 1000) -> Any:
 
 
 def gpt2_small() -> Any:
-    """Tokens [N, PLACES] to [N, PLACES, VOCABULARY]."""
+    """Returns a module: tokens [N, PLACES] to [N, PLACES, VOCABULARY]."""
     from decentnode.models.gpt import Gpt, GptConfig
     from decentnode.samples import DataSpec
 
@@ -63,7 +63,7 @@ def gpt2_small() -> Any:
 
 
 def wrapper(tiny: bool) -> Iterator[Row]:
-    """Steps of DecentralizedDataParallel in a world of one beside the same steps without it, by turns."""
+    """Steps of DecentralizedDataParallel in a world of one beside the same steps without it, in turn."""
     import torch.distributed as dist
 
     from decentnode.parallel import initialize_dist
@@ -73,13 +73,13 @@ def wrapper(tiny: bool) -> Iterator[Row]:
     for what, make, precision in _wrapped_cases(tiny, gpu):
         try:
             yield _beside(make, precision, what, tiny, gpu)
-        except Exception as error:  # the other models' figures count
+        except Exception as error:  # the figures of the other models still count
             yield failure("wrapper", what, error)
 
 
 def _wrapped_cases(tiny: bool, gpu: bool) -> Iterator[tuple[str, Callable[[], tuple[Any, Any, Any]], str]]:
     models = list(_make_models(tiny, gpu))
-    for precision in PRECISIONS:  # of all models the most usual one first
+    for precision in PRECISIONS:  # the most common precision first, for all models
         for name, make in models:
             if name == UNALIGNED and precision != "float32":
                 continue
@@ -87,7 +87,7 @@ def _wrapped_cases(tiny: bool, gpu: bool) -> Iterator[tuple[str, Callable[[], tu
 
 
 def profile_wrapper(whats: Sequence[str], tiny: bool) -> Iterator[Profile]:
-    """Of a step alone, and of the same step of the wrapper."""
+    """Profiles a step alone and the same step with the wrapper."""
     import torch.distributed as dist
 
     from decentnode.parallel import initialize_dist
@@ -101,7 +101,7 @@ def profile_wrapper(whats: Sequence[str], tiny: bool) -> Iterator[Profile]:
 
 
 def _ways(make: Callable[[], tuple[Any, Any, Any]], precision: str, gpu: bool) -> dict[str, Callable[[], None]]:
-    """What makes a step alone, and the same step by the wrapper."""
+    """Returns functions that make a step alone, and the same step with the wrapper."""
     import torch
 
     from decentnode.parallel import DecentralizedDataParallel
@@ -137,7 +137,7 @@ def _beside(make: Callable[[], tuple[Any, Any, Any]], precision: str, what: str,
     steps, turns = (2, 2) if tiny else (5, 7)
     ways = _ways(make, precision, gpu)
     times: dict[str, list[float]] = {way: [] for way in ways}
-    for turn in range(turns + 1):  # the first one is not counted
+    for turn in range(turns + 1):  # the first turn is not counted
         for way, step in ways.items():
 
             def several(step: Callable[[], None] = step) -> None:
@@ -164,13 +164,14 @@ VARIANTS = {
     "compile: true": ["training.compile=true"],
     "compile: {mode: reduce-overhead}": ["training.compile={mode: reduce-overhead}"],
 }
-"""Overrides of a configuration. CUDA graphs: cudagraphs, which needs no compiler, and reduce-overhead."""
+"""Overrides of a config. CUDA graphs: cudagraphs, which needs no compiler, and reduce-overhead."""
 COMPILED = "gn_lenet"
-"""The model that is compiled, too: of small kernels, which graphs launch together. ResNet-18 takes a minute more."""
+"""The model that is also compiled. Its small kernels are launched together by CUDA graphs. ResNet-18 would take a
+minute more."""
 
 
 def training(tiny: bool) -> Iterator[Row]:
-    """Local steps of one node beside bare steps of plain SGD of the same model and batch in float32."""
+    """Local steps of one node beside bare steps of plain SGD with the same model and batch in float32."""
     gpu = on_gpu()
     models = ((COMPILED, 8),) if tiny else ((COMPILED, 8), ("resnet, depth: 18", 128))
     variants = {"float32": [], "amp: bf16": VARIANTS["amp: bf16"]} if tiny else VARIANTS
@@ -181,7 +182,7 @@ def training(tiny: bool) -> Iterator[Row]:
                 continue
             try:
                 yield _local_steps(model, batch, extra, what, tiny, gpu)
-            except Exception as error:  # the next one may run
+            except Exception as error:  # the next one may still run
                 yield failure("training", what, error)
 
 
@@ -205,8 +206,8 @@ def _local_steps(model: str, batch: int, extra: list[str], what: str, tiny: bool
 
 
 def bare_milliseconds(model: Any, batch: int, tiny: bool, gpu: bool) -> float:
-    """Time of one step of plain SGD of one model of 32 x 32 images in color, on its device. Steps follow each other, so
-    that the host queues the next ones while the GPU computes."""
+    """Returns the time of one step of plain SGD on 32 x 32 color images, on the model's device. Steps follow each
+    other, so that the host queues the next ones while the GPU computes."""
     import torch
 
     device = next(model.parameters()).device

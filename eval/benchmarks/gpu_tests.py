@@ -1,5 +1,5 @@
-"""The GPU tests as a case of gpu.py: a process for each file, so that a fault of the driver, which spoils everything
-that its process does afterwards, costs one file; one for all where there is no GPU, and they are skipped."""
+"""The GPU tests as a case of gpu.py. Each file has a process of its own, as a driver fault breaks everything that its
+process does afterwards; without a GPU one process runs all files, and the tests are skipped."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ import psutil
 from gpu_rows import ROOT, Row, failure, on_gpu
 
 AT_ONCE = max(4, len(os.sched_getaffinity(0)) // 2)
-"""They wait for processes to start, and for CUDA's contexts, more than they compute."""
+"""More than cores would suggest: the tests wait for processes and CUDA contexts to start more than they compute."""
 CASE_UNTIL = "GPU_CASE_UNTIL"
-"""The environment variable that says when gpu.py stops the case, by time.monotonic()."""
+"""The environment variable with the time, by time.monotonic(), when gpu.py stops the case."""
 REPORT_SECONDS = 10.0
-"""So long before that a file that is not over is stopped, and what it has done is told."""
+"""A file that is still running this long before that time is stopped, and its results so far are reported."""
 LEAST_SECONDS = 10.0
-"""With less time left no file begins."""
+"""With less time left no file is started."""
 END_SECONDS = 2.0
-"""Longest wait for the end of a process that was killed: one that the driver does not let go of stays."""
+"""Longest wait for the end of a process that was killed; one that hangs in the driver stays."""
 FIRST = (
     "test_cuda_ipc.py", "test_nccl.py", "test_mixing.py", "test_runs.py", "test_members.py", "test_compat.py",
     "test_recorded.py", "test_ranks.py", "test_staging.py", "test_devices.py",
 )  # fmt: skip
-"""Begun first: what nothing but a GPU can show, and the files whose tests start processes."""
+"""Started first: tests that need a real GPU, and files whose tests start processes."""
 KEPT = 200_000
-"""Characters of the beginning, and of the end, of what pytest said of one file."""
+"""Characters kept of the beginning, and of the end, of pytest's output for one file."""
 _DONE = re.compile(r"^(\S+?::.+?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b")
 
 
@@ -43,15 +43,15 @@ def files(folder: Path = ROOT / "tests" / "gpu") -> list[Path]:
 
 
 def tests(_tiny: bool) -> Iterator[Row]:
-    """Rows: what passed of each file, and each test that failed, with why. All that pytest says goes to the file that
-    the environment variable GPU_TESTS_LOG names."""
+    """Yields rows: the tests of each file that passed, and each failed test with the reason. pytest's whole output goes
+    to the file named by the environment variable GPU_TESTS_LOG."""
     with ThreadPoolExecutor(AT_ONCE) as pool:
         until = float(os.environ[CASE_UNTIL]) - REPORT_SECONDS
         running = {pool.submit(run_files, paths, until): paths[0] for paths in groups(files(), on_gpu())}
         for done in as_completed(running):
             try:
                 text, rows = done.result()
-            except Exception as error:  # the other files' results count
+            except Exception as error:  # the results of the other files still count
                 yield failure("tests", running[done].name, error)
                 continue
             if log := os.environ.get("GPU_TESTS_LOG"):
@@ -61,13 +61,13 @@ def tests(_tiny: bool) -> Iterator[Row]:
 
 
 def groups(paths: Sequence[Path], apart: bool) -> list[Sequence[Path]]:
-    """The files of each process."""
+    """Returns the files of each process."""
     return [[path] for path in paths] if apart else [paths]
 
 
 def run_files(paths: Sequence[Path], until: float) -> tuple[str, list[Row]]:
-    """(all that pytest said, rows) of the GPU tests of some files. until: of time.monotonic(), when they are stopped;
-    what was done by then counts."""
+    """Runs the GPU tests of some files. Returns (pytest's output, rows). until: by time.monotonic(), when they are
+    stopped; tests that have ended by then count."""
     name = paths[0].name if len(paths) == 1 else f"all {len(paths)} files"
     began = time.monotonic()
     limit_seconds = until - began
@@ -94,7 +94,8 @@ def run_files(paths: Sequence[Path], until: float) -> tuple[str, list[Row]]:
 
 
 def rows_of(name: str, text: str, ended: int | None, seconds: float) -> Iterator[Row]:
-    """text: of `pytest -v -rfEs`, cut off anywhere. ended: pytest's exit code, None if it was stopped."""
+    """Yields the rows of pytest's output. text: of `pytest -v -rfEs`, possibly truncated. ended: pytest's exit code,
+    None if it was stopped."""
     lines = text.splitlines()
     outcomes = [match[2] for line in lines if (match := _DONE.match(line))]
     skipped, passed = outcomes.count("SKIPPED"), outcomes.count("PASSED")
@@ -107,10 +108,10 @@ def rows_of(name: str, text: str, ended: int | None, seconds: float) -> Iterator
             yield Row("tests", match[2].rpartition("/")[2][:58], None, note=f"failed: {(match[3] or match[1])[:300]}")
         elif match := re.match(r"SKIPPED \[(\d+)\] (\S+?):? (.*)$", line):
             yield Row("tests", f"{name}: {match[1]} skipped", None, note=f"absent: {match[3]}")
-    if ended in (0, 1, 5):  # all passed; some did not; none of them is marked gpu
+    if ended in (0, 1, 5):  # 0: all passed; 1: some failed; 5: none is marked gpu
         return
     for match in filter(None, map(_DONE.match, lines)):
-        if match[2] in ("FAILED", "ERROR") and not told:  # there is no summary
+        if match[2] in ("FAILED", "ERROR") and not told:  # the summary is missing
             yield Row("tests", match[1].rpartition("/")[2][:58], None, note=f"failed: {match[2]}")
     last = next((line for line in reversed(lines) if "::" in line and not _DONE.match(line)), "before a test began")
     how = "stopped at its limit" if ended is None else f"failed: pytest ended with {ended}"

@@ -13,7 +13,7 @@ CONFIG = str(Path(__file__).resolve().parents[2] / "configs" / "quickstart.yaml"
 NODES = 4
 WHAT = "waits of the host per node and round, "
 WAITS = {"full": 1, "choco": 7, "topk": 7}
-"""What is counted of, and expected: one wait for the loss, two to code indices, two for those of each of two neighbors
+"""Rule -> expected waits: one for the loss, two to code indices, two for the indices of each of two neighbors
 (docs/howto/gpus.rst)."""
 
 
@@ -24,7 +24,7 @@ def host(tiny: bool) -> Iterator[Row]:
     gpu = on_gpu()
     for rule in ("full",) if tiny else WAITS:
         counts = []
-        step_all(_nodes(rule, 1, gpu))  # what libraries wait for as they are loaded is no part of a round
+        step_all(_nodes(rule, 1, gpu))  # waits while libraries are loaded do not belong to a round
         for length in (4, 8):
             nodes = _nodes(rule, length, gpu)
             counts.append(_waits(lambda nodes=nodes: step_all(nodes), gpu))  # type: ignore[misc]
@@ -32,7 +32,7 @@ def host(tiny: bool) -> Iterator[Row]:
         if not all(counts):
             yield Row("host", what, None, note="absent: torch's profiler sees no calls of CUDA here")
             continue
-        # the difference of two lengths leaves out start and closing evaluation
+        # the difference of two lengths cancels start and closing evaluation
         yield Row("host", what, (counts[1] - counts[0]) / (4 * NODES), "", asked=f"<= {WAITS[rule]}",
                   note="" if gpu else "on the CPU: reads of scalars")  # fmt: skip
 
@@ -49,7 +49,7 @@ def _nodes(rule: str, rounds: int, gpu: bool) -> list[Any]:
 
 
 def profile_host(whats: Sequence[str], _tiny: bool) -> Iterator[Profile]:
-    """Of a run of 8 rounds, with its start and its closing evaluation: which lines wait."""
+    """Profiles a run of 8 rounds, including start and closing evaluation: which lines wait."""
     from decentnode.build import step_all
 
     for what in whats:
@@ -59,12 +59,12 @@ def profile_host(whats: Sequence[str], _tiny: bool) -> Iterator[Profile]:
 
 
 def _waits(work: Callable[[], object], gpu: bool) -> int:
-    """How often the host waits for the GPU in work(), a synchronization of it all among them; 0 where nothing counts
+    """Returns how often the host waits for the GPU in work(), including a final synchronization; 0 if nothing can count
     that. On the CPU: how often it reads a scalar."""
     import torch
     from torch.profiler import ProfilerActivity, profile, supported_activities
 
-    pretended = getattr(torch.cuda, "host_waits", None)  # of tests/gpu/pretended, for which there is no profiler
+    pretended = getattr(torch.cuda, "host_waits", None)  # of tests/gpu/pretended, which the profiler does not see
     if pretended is not None:
         pretended()
         work()

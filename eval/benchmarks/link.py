@@ -1,4 +1,4 @@
-"""One edge at full speed: bytes per second and latency of every transport, beside what the machine can do at all.
+"""One edge at full speed: throughput and latency of every transport, beside the limits of the machine.
 
 Two processes. Ceilings are measured in the same run: raw pyzmq (DEALER to ROUTER, messages of 1 or 4 MiB, whichever is
 faster, without a copy or a checksum; the receiver only counts), memory copy + axpy by two processes at once, and a raw
@@ -36,7 +36,7 @@ MEBIBYTE = 1 << 20
 
 
 def both(work: Callable[[int, Connection], object]) -> list[object]:
-    """work(uid, pipe to the other) in two forked processes; their results."""
+    """Runs work(uid, pipe to the other process) in two forked processes and returns their results."""
     pipes, here = Pipe(), [Pipe(), Pipe()]
     pids = []
     for uid in (0, 1):
@@ -61,7 +61,8 @@ def both(work: Callable[[int, Connection], object]) -> list[object]:
 
 
 def raw_stream(size: int, uid: int, pipe: Connection) -> list[float]:
-    """Seconds for 100 MB in messages of `size` bytes, per repetition, measured by the sender until the answer."""
+    """Returns the seconds for 100 MB in messages of `size` bytes, per repetition, measured by the sender until the
+    answer."""
     context, times = zmq.Context(), []
     chunks = -(-4 * ELEMENTS // size)
     if uid:
@@ -88,7 +89,7 @@ def raw_stream(size: int, uid: int, pipe: Connection) -> list[float]:
 
 
 def raw_pingpong(uid: int, pipe: Connection) -> list[float]:
-    """Half round trips of a 4 KB message through two DEALER -> ROUTER pairs, as decentnode has them."""
+    """Returns half round trips of a 4 KB message over two DEALER -> ROUTER pairs, as decentnode uses them."""
     context = zmq.Context()
     router, dealer = context.socket(zmq.ROUTER), context.socket(zmq.DEALER)
     pipe.send(router.bind_to_random_port("tcp://127.0.0.1"))
@@ -107,7 +108,7 @@ def raw_pingpong(uid: int, pipe: Connection) -> list[float]:
 
 
 def copy_and_axpy(uid: int, pipe: Connection) -> list[float]:
-    """What publishing and mixing cost at least: one process copies, then the other adds, 100 MB each."""
+    """Returns the minimum cost of publishing and mixing: one process copies 100 MB, then the other adds 100 MB."""
     x, y = torch.ones(ELEMENTS), torch.ones(ELEMENTS)
     times = []
     for _ in range(REPEATS + 1):
@@ -127,7 +128,7 @@ def copy_and_axpy(uid: int, pipe: Connection) -> list[float]:
 
 
 class Edge:
-    """Two nodes and the transport between them, made for one way."""
+    """Two nodes with one variant of the transport between them."""
 
     def __init__(self, way: str, elements: int, folder: Path) -> None:
         self.way, self.elements, self.folder = way, elements, folder
@@ -149,11 +150,11 @@ class Edge:
         return node
 
     def stream(self, uid: int, pipe: Connection) -> list[float]:
-        """Node 0 sends its model, node 1 mixes it; seconds from the call to the last slice mixed."""
+        """Node 0 sends its model and node 1 mixes it. Returns the seconds from the call to the last mixed slice."""
         node = self.open(uid, pipe)
         x, times = torch.ones(self.elements), []
         for r in range(REPEATS + 1):
-            place = node.acquire_slot(x, 60)  # as a round does: the model moves where it can be sent from
+            place = node.acquire_slot(x, 60)  # as in a real round: the model moves to where it can be sent from
             x = x if place is None else place.copy_(x)
             node.barrier(f"round {r}", 60)
             started = time.perf_counter()
@@ -170,7 +171,7 @@ class Edge:
         return times[1:]
 
     def pingpong(self, uid: int, pipe: Connection) -> list[float]:
-        """Half of one message there and one back."""
+        """Returns half of the time of one message there and one back."""
         node = self.open(uid, pipe)
         x, times = Payload({"x": torch.ones(self.elements)}), []
         node.barrier("go", 60)

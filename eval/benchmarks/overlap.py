@@ -1,9 +1,8 @@
 """Two machines on a slow link: how much of a round's communication is exposed, by schedule.
 
-Machines are two network namespaces, joined by a cable that passes --gbit in each direction (tc's token bucket); needs
-root, ip and tc. All schedules take turns; figures are medians over rounds and turns. Ceilings of the same run: the
-same local steps without any exchange, and what the link needs for a model; hidden behind each other, a round takes the
-longer of the two.
+The machines are two network namespaces on a cable that passes --gbit in each direction (tc's token bucket); needs root,
+ip and tc. All schedules take turns; figures are medians over rounds and turns. Ceilings of the same run: the same local
+steps without any exchange, and the transfer time of a model; with perfect overlap, a round takes the longer of the two.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ def ip(*words: str) -> None:
 
 @contextlib.contextmanager
 def hosts(gbit: float, burst: str = "1mb") -> Iterator[list[tuple[str, str]]]:
-    """(namespace, address) of two hosts with a link between them. burst: what it passes at once after a rest."""
+    """Yields (namespace, address) of two hosts with a link between them. burst: what it passes at once after a rest."""
     mark = f"dn{os.getpid() % 100000}"
     made = [(f"{mark}{side}", f"10.77.{os.getpid() % 250}.{number}") for number, side in enumerate("ab", 1)]
     try:
@@ -59,8 +58,8 @@ def hosts(gbit: float, burst: str = "1mb") -> Iterator[list[tuple[str, str]]]:
 def launch(
     where: list[tuple[str, str]], overrides: list[str], folder: str, seconds: float, modules: Path | None = None
 ) -> None:
-    """A run of CONFIG with a machine on each host, into folder/0, folder/1 ... Blocking, for so many seconds at most.
-    modules: a folder of Python modules that the config names. Raises SystemExit where a machine fails."""
+    """Runs CONFIG with a machine on each host, into folder/0, folder/1 ... Blocking, for at most `seconds`. modules: a
+    folder of Python modules that the config names. Raises SystemExit if a machine fails."""
     environment = dict(os.environ)
     if modules is not None:
         environment["PYTHONPATH"] = os.pathsep.join([str(modules), environment.get("PYTHONPATH", "")])
@@ -78,7 +77,7 @@ def launch(
 
 
 def turn(where: list[tuple[str, str]], overrides: list[str]) -> dict[str, float]:
-    """A run of one node on each host; medians over its rounds, without the first two."""
+    """Runs one node on each host. Returns medians over its rounds, without the first two."""
     with tempfile.TemporaryDirectory() as folder:
         addresses = ", ".join(address for _, address in where)
         mapping = f"{{name: linear, machines: 2, nodes_per_machine: 1, threads: 1, addresses: [{addresses}]}}"

@@ -1,4 +1,5 @@
-"""Training whose rounds take a given time, as on a machine of its own: the benchmarks of virtual time use it."""
+"""A training whose rounds take a given time, as if each node had a machine of its own; for benchmarks of virtual
+time."""
 
 from __future__ import annotations
 
@@ -12,15 +13,15 @@ class PacedConfig(SupervisedConfig):
     """Keys of `supervised`, and the pace."""
 
     pace_seconds: float = 0.1
-    """Seconds that the local steps of a round take; the rest of them is slept."""
+    """Seconds that the local steps of a round take, filled up by sleeping."""
     slow_node: int = -1
-    """A node that takes longer; none for -1."""
+    """The node that takes longer; -1 for none."""
     slow_factor: float = 1.0
-    """By which it takes longer."""
+    """How many times longer it takes."""
 
 
 class Paced(Supervised):
-    """Supervised learning that sleeps until a round's steps have taken so long."""
+    """Supervised learning that sleeps until a round's steps have taken the given time."""
 
     Config = PacedConfig
 

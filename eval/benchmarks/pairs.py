@@ -1,11 +1,11 @@
 """Rounds of this checkout beside those of another one, in turn: whether a change made rounds slower.
 
 bash eval/bench.sh pairs --before FOLDER [CASE...]: FOLDER is a checkout of the other commit (git worktree add). A pair
-is one run of either, in an order that changes from pair to pair; the ratio is this checkout's median time of a round to
-the other's. Printed are the median ratio and its 95 % interval from order statistics: with 15 pairs, the 4th and the
-12th, whatever the distribution is. The floor, the same local steps without any exchange, is measured beside. The cases
-link and ddp run each checkout's own bench of that name: the times to move 100 MB and of half a round trip over each
-transport, and of a step of the wrapper with two ranks; their own ceilings are in their output.
+is one run of each checkout, in an order that alternates from pair to pair; the ratio is this checkout's median time of
+a round to the other's. Printed are the median ratio and its 95 % interval from order statistics: with 15 pairs, the 4th
+and the 12th, whatever the distribution is. The floor, the same local steps without any exchange, is measured beside.
+The cases link and ddp run each checkout's own benchmark of that name: the times to move 100 MB and of half a round trip
+over each transport, and of a step of the wrapper with two ranks; their own ceilings are in their output.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rounds import CASES
 
 
 def interval(pairs: int, confidence: float = 0.95) -> tuple[int, int]:
-    """Indices of the smallest and largest of `pairs` sorted values between which the median lies."""
+    """Returns the indices of the smallest and largest of `pairs` sorted values between which the median lies."""
     below, k = 0.0, 0
     while k < pairs // 2 and below + math.comb(pairs, k) / 2**pairs <= (1 - confidence) / 2:
         below += math.comb(pairs, k) / 2**pairs
@@ -36,7 +36,7 @@ def interval(pairs: int, confidence: float = 0.95) -> tuple[int, int]:
 
 
 def round_seconds(checkout: Path, overrides: list[str]) -> float:
-    """Median time of a round, over the nodes' medians, of a run by that checkout's own code."""
+    """Returns the median time of a round, over the nodes' medians, of a run with that checkout's code."""
     with tempfile.TemporaryDirectory() as folder:
         sets = [part for override in overrides for part in ("--set", override)]
         command = [sys.executable, "-m", "decentnode", "run", str(CONFIG), "--run-dir", folder, "--plain", *sets]
@@ -60,7 +60,7 @@ def _output(checkout: Path, script: str, *arguments: str) -> str:
 
 
 def link_seconds(checkout: Path) -> dict[str, float]:
-    """Seconds by what was measured of one edge."""
+    """Returns the seconds of each measurement of the benchmark `link`."""
     scales: dict[str, Callable[[float], float]] = {
         "GB/s": lambda speed: 0.1 / speed, "ms": lambda ms: ms / 1e3, "us": lambda us: us / 1e6}  # fmt: skip
     rows = json.loads(_output(checkout, "link", "--json"))["rows"]
@@ -68,7 +68,7 @@ def link_seconds(checkout: Path) -> dict[str, float]:
 
 
 def ddp_seconds(checkout: Path) -> dict[str, float]:
-    """Seconds of a step by model and way, with two ranks."""
+    """Returns the seconds of a step by model and transport, with two ranks."""
     text = _output(checkout, "ddp", "transformer", "mlp", "--ranks", "2", "--turns", "3")
     found = re.findall(r"^(transformer|mlp) +2 +(collective|shared_memory) +([\d.]+) ms", text, re.M)
     return {f"{name}, {way}": float(ms) / 1e3 for name, way, ms in found}
@@ -82,7 +82,7 @@ def told(seconds: float) -> str:
 
 
 def pairs_of_bench(name: str, here: Path, before: Path, pairs: int, as_json: bool) -> None:
-    """Print a row for each figure of a bench of its own."""
+    """Prints a row for each figure of a checkout's own benchmark."""
     first, last = interval(pairs)
     runs: dict[Path, list[dict[str, float]]] = {here: [], before: []}
     for pair in range(pairs):

@@ -1,11 +1,12 @@
-"""What it costs to run many nodes on a machine, by how many share a process: CPU time per local step beside that of the
-bare steps, memory, threads and open files per node, and the start.
+"""The cost of many nodes on one machine, by the number of nodes per process: CPU time per local step beside that of
+bare steps, memory, threads and open files per node, and the time to start.
 
-python eval/benchmarks/processes.py [NODES] [SECONDS] [NODES_PER_PROCESS...]   (64, 30, 1 and auto)
+    python eval/benchmarks/processes.py [NODES] [SECONDS] [NODES_PER_PROCESS...]   (64, 30, 1 and auto)
 
-The bare steps are those of the same nodes without any exchange, a process per core, all at once, and are measured for
-SECONDS before and after each way. Each way runs for SECONDS after its first rounds, then is stopped. CPU time changes
-less with what else the machine does than the seconds of the start, but changes with it: caches and memory are shared.
+Bare steps are those of the same nodes without any exchange, a process per core, all at once; they are measured for
+SECONDS before and after each variant. Each variant runs for SECONDS after its first rounds and is then stopped. CPU
+time depends less on other load of the machine than wall-clock time does, but still depends on it: caches and memory are
+shared.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from decentnode.launch.children.forkserver import MALLOC
 
 
 def bare(first: str, count: str, seconds: str, *overrides: str) -> None:
-    """In a process of its own: print the CPU seconds of a local step of so many nodes, which are stepped in turn; waits
-    for a line on standard input first."""
+    """Waits for a line on standard input, then prints the CPU seconds per local step of `count` nodes that are stepped
+    in turn. The main function of a process of its own."""
     torch.set_num_threads(1)
     trainings = prepare(str(CONFIG), list(overrides), range(int(first), int(first) + int(count)))
     print("ready", flush=True)
@@ -45,7 +46,8 @@ def bare(first: str, count: str, seconds: str, *overrides: str) -> None:
 
 
 def bare_seconds(overrides: list[str], nodes: int, seconds: float) -> float:
-    """Mean CPU seconds of a bare local step, of all nodes by one process per core, all at once."""
+    """Returns the mean CPU seconds of a bare local step, with all nodes divided among one process per core, all at
+    once."""
     shares = [range(nodes)[core :: cores()] for core in range(min(cores(), nodes))]
     started, first = [], 0
     for share in shares:
@@ -65,7 +67,7 @@ def bare_seconds(overrides: list[str], nodes: int, seconds: float) -> float:
 
 
 def status(folder: Path) -> list[dict[str, int]]:
-    """What every node says of itself."""
+    """Returns the status file of every node."""
     found = []
     for path in folder.glob("*/latest/nodes/*/status.json"):
         with contextlib.suppress(ValueError, OSError):
@@ -74,15 +76,15 @@ def status(folder: Path) -> list[dict[str, int]]:
 
 
 def look(folder: Path) -> tuple[float, int]:
-    """(CPU seconds of all node processes, rounds of all nodes) so far."""
+    """Returns (CPU seconds of all node processes, rounds of all nodes) so far."""
     pids = {node["pid"] for node in status(folder)}
     seconds = sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids)
-    records = folder.glob("*/latest/nodes/*/metrics.jsonl")  # what a node says of itself is up to a second old
+    records = folder.glob("*/latest/nodes/*/metrics.jsonl")  # status files are up to a second old
     return seconds, sum(path.read_bytes().count(b'"kind":"round"') for path in records)
 
 
 def sizes(folder: Path, nodes: int) -> str:
-    """Memory, threads and files per node."""
+    """Returns memory, threads and files per node, as text."""
     pids = {node["pid"] for node in status(folder)}
     lines = [line for pid in pids for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()]
     pss = sum(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 1024

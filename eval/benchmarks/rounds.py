@@ -1,4 +1,4 @@
-"""Time per round of real runs beside the compute floor of the same minute, and decentralizepy's measured figures."""
+"""Time per round of real runs, beside the compute floor of the same minute and decentralizepy's measured figures."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CASES = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    usual = [case for case in CASES if case != "lenet-256"]  # which takes minutes
+    usual = [case for case in CASES if case != "lenet-256"]  # it takes minutes
     parser.add_argument("cases", nargs="*", default=usual, help=f"any of {', '.join(CASES)}")
     parser.add_argument("--set", action="append", default=[], dest="overrides", help="passed on to the runs")
     parser.add_argument("--repeats", type=int, default=3, help="floor, apart and run take turns so often")
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 TIMED = ("round_seconds", "start_seconds", "wait_share")
-"""What is taken from the timed runs."""
+"""Figures taken from the timed runs."""
 
 
 def measure(name: str, options: argparse.Namespace) -> None:

@@ -1,8 +1,8 @@
-"""bash eval/bench.sh scale [CONFIG...]: memory and speed of simulations of many nodes, as the command line makes them.
+"""bash eval/bench.sh scale [CONFIG...]: memory and speed of simulations of many nodes with the command line.
 
-Runs `decentnode simulate` with each config (configs/scale/gn_lenet_1000.yaml and logistic_10000.yaml) in a folder that
-is removed afterwards, and looks at the memory of all its processes twice a second. PSS is what they hold, with what
-several of them share counted once. A node-update is one local step and one mixing of one node.
+Runs `decentnode simulate` with each config (configs/scale/gn_lenet_1000.yaml and logistic_10000.yaml) in a temporary
+folder, and samples the memory of all its processes twice a second. PSS is their memory, with memory that several of
+them share counted once. A node-update is one local step and one mixing of one node.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ USUAL = ("gn_lenet_1000", "logistic_10000")
 
 @dataclass(frozen=True)
 class Scale:
-    """What one run took."""
+    """The costs of one run."""
 
     nodes: int
     rounds: int
@@ -48,8 +48,8 @@ class Scale:
 
 
 def look(root: psutil.Process, cpu: dict[int, float]) -> float:
-    """Returns the proportional set size of a process and all below it, in MB. Their seconds of CPU so far go to `cpu`,
-    by process."""
+    """Returns the proportional set size of a process and all its descendants in MB. Writes their CPU seconds so far to
+    `cpu`, by process."""
     total = 0
     for process in [root, *root.children(recursive=True)]:
         with contextlib.suppress(OSError, psutil.Error):  # it has ended

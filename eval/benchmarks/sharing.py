@@ -1,7 +1,8 @@
-"""bash eval/bench.sh sharing [PARAMETERS [RULE...]]: rules and codecs, as multiples of one memory copy of the model.
+"""bash eval/bench.sh sharing [PARAMETERS [RULE...]]: costs of rules and codecs in multiples of a memory copy of the
+model.
 
-Per line: making the payload for all neighbors (encode), taking in one neighbor's (decode), mixing it, and bytes per
-parameter on the wire. One thread; the copy is measured beside every line, so that a busy machine shows in both.
+Per line: making the payload for all neighbors (encode), unpacking one neighbor's (decode), mixing it, and bytes per
+parameter on the wire. One thread; the copy is measured again for every line, so that other load affects both.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def timed(work: Callable[[], object]) -> float:
 
 
 class Ceiling:
-    """Seconds of one copy of the model, measured again for every line."""
+    """Measures the seconds of one copy of the model, again for every line."""
 
     def __init__(self, parameters: int) -> None:
         self.source, self.target = torch.ones(parameters), torch.ones(parameters)
@@ -109,7 +110,7 @@ def rule(options: dict[str, object], shapes: list[tuple[int, ...]], model: Tenso
         mixed = timed(lambda: nodes[0].mix(models[0], {1: got[0]}, seen[0]))  # noqa: B023
         theirs = sent[0][1]
         nodes[1].mix(models[1], {0: theirs if slices else nodes[1].unpack(theirs, 0, seen[1])}, seen[1])
-        if r:  # the first round begins copies and replicas
+        if r:  # the first round creates copies and replicas
             encode.append(seconds)
             decode.append(received)
             mix.append(mixed)
@@ -122,7 +123,7 @@ def rule(options: dict[str, object], shapes: list[tuple[int, ...]], model: Tenso
 
 
 def mixing(model: Tensor, ceiling: Ceiling) -> None:
-    """Passes over memory, as counted and as the clock has them: a copy is two."""
+    """Prints the passes over memory, as counted and as timed: a copy makes two."""
     for arrivals in (1, 2, 4):
         received = [(torch.ones_like(model), 0.5 / arrivals) for _ in range(arrivals)]
         out, lines = torch.empty_like(model), []

@@ -1,16 +1,16 @@
 """bash eval/bench.sh simulate [--gossipy PATH] [--epfl PATH] [--exo PATH] [CASE...]: node-updates per second of
-simulated runs, in turns.
+simulated runs, in turn.
 
 100 nodes on a random regular graph of degree 4, batch 8, one local step per round, all cores. A node-update is one
-local step and one mixing of one node. `engine` is whole rounds of the engine batched with its records written to files,
-`steps` its local steps alone, `W X` its mixing alone, `rest` what is neither. Beside it in the same run, in turns:
+local step and one mixing of one node. `engine`: whole rounds of the batched engine, with its records written to files;
+`steps`: its local steps alone; `W X`: its mixing alone; `rest`: everything else. Beside it in the same run, in turn:
 `vmap`, a bare loop of torch.func.vmap(grad) and plain SGD over the stacked parameters; `bare`, a bare loop of forward,
-backward and SGD, one process per core. Behind the node-updates per second of wall-clock time are those per second of
-CPU, of all processes: on a busy machine the ones to compare.
+backward and SGD, one process per core. After the node-updates per second of wall-clock time come those per second of
+CPU of all processes: on a busy machine these are the ones to compare.
 
---gossipy, --epfl, --exo PATH: folders, with colons between them, that hold gossipy, EPFL's Decentralized Learning
-Simulator or EXO Gym, and what it imports; beside_NAME.py says what of it is run. EXO Gym has a process per node, and
-runs with 8 nodes.
+--gossipy, --epfl, --exo PATH: folders separated by colons that hold gossipy, EPFL's Decentralized Learning Simulator or
+EXO Gym, and their dependencies; beside_NAME.py says what of it is run. EXO Gym has a process per node, and runs with 8
+nodes.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Engine:
         self._sink.take_round(self.engine.step())
 
     def parts(self, seconds: float) -> tuple[Cost, Cost]:
-        """What a round's local steps alone cost, and W X alone."""
+        """Returns the costs of a round's local steps alone, and of W X alone."""
         torch.set_num_threads(self.threads)
         exchange, at = self.engine.exchange, self.engine.round
         assert isinstance(exchange, StackedExchange)
@@ -93,21 +93,21 @@ class Engine:
 
 @dataclass(frozen=True)
 class Cost:
-    """What one round of all nodes takes."""
+    """The cost of one round of all nodes."""
 
     seconds: float
     cpu: float
-    """Seconds of CPU of all processes that compute it."""
+    """CPU seconds of all processes that compute it."""
 
 
 def cpu_seconds() -> float:
-    """Returns the seconds of CPU of this process and those that it started, with the forks of the engine."""
+    """Returns the CPU seconds of this process and its children, among them the engine's forks."""
     own = psutil.Process()
     return sum(sum(each.cpu_times()[:2]) for each in (own, *own.children(recursive=True)))
 
 
 def rate(work: Callable[[], object], seconds: float) -> Cost:
-    """Returns the mean cost of `work`, called for so long."""
+    """Returns the mean cost of `work`, called repeatedly for `seconds`."""
     work()
     count, started, before = 0, time.perf_counter(), cpu_seconds()
     while (taken := time.perf_counter() - started) < seconds or not count:
@@ -117,7 +117,8 @@ def rate(work: Callable[[], object], seconds: float) -> Cost:
 
 
 def vmap_loop(case: str) -> Callable[[], object] | None:
-    """A bare loop: gradients of all nodes by torch.func, plain SGD, no data to gather, nothing mixed or written."""
+    """Returns a bare loop: gradients of all nodes by torch.func and plain SGD, without gathering data, mixing or
+    writing."""
     config = experiment(case)
     spec = config.open_data().spec
     module = make_model(config, spec)
@@ -144,7 +145,7 @@ def vmap_loop(case: str) -> Callable[[], object] | None:
 
 
 def bare_share(case: str, nodes: int, seconds: float, ready: Any, results: Any) -> None:
-    """One process of the bare loop: these nodes' steps, one after the other, on one thread."""
+    """One process of the bare loop: the steps of its nodes, one after the other, on one thread."""
     die_with_parent(getattr(multiprocessing.parent_process(), "pid", None))
     torch.set_num_threads(1)
     keep_freed_memory()
@@ -167,7 +168,7 @@ def bare_share(case: str, nodes: int, seconds: float, ready: Any, results: Any) 
 
 
 def bare_cost(case: str, seconds: float) -> Cost:
-    """What a round of all nodes costs in the bare loop on all cores."""
+    """Returns the cost of a round of all nodes in the bare loop on all cores."""
     context = multiprocessing.get_context("spawn")
     ready, results = context.Barrier(cores()), context.Queue()
     started = [context.Process(target=bare_share, args=(case, NODES // cores(), seconds, ready, results))
@@ -182,11 +183,11 @@ def bare_cost(case: str, seconds: float) -> Cost:
 
 
 PEERS = {"gossipy": (("logistic", "mlp"), NODES), "epfl": (("gn_lenet",), NODES), "exo": (tuple(CASES), 8)}
-"""The other simulators: (cases that they have, nodes they run with)."""
+"""The other simulators: (the cases that they support, the number of nodes they run with)."""
 
 
 def peer_cost(name: str, case: str, path: str, seconds: float) -> Cost:
-    """What as many node-updates as a round of all nodes has cost another simulator."""
+    """Returns what as many node-updates as a round of all nodes has cost another simulator."""
     words = [sys.executable, str(HERE / f"beside_{name}.py"), path, case, str(PEERS[name][1]), str(BATCH), str(seconds)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=600)
     if done.returncode:

@@ -2,12 +2,12 @@
 
 Every rank is a machine of its own, a network namespace, whose cable to a common switch passes --mbit in each direction
 (tc's token bucket; with --latency a switch of our own, cables.py); needs root, ip and tc. All ranks train the same
-network on the handwritten digits, in turn by each way, for --seconds each; sorted by class, they are dealt in two
-shards to each rank, so that most ranks lack most classes. Told are the seconds of a step, the bytes that a rank sends
-in it, when the mean of all models first classified --target of the test images, also in steps and as a part of DDP's
-time, and what it and the worst rank's own model classify at the end. Models are kept as they were at some steps and
-looked at after the training: looking costs none of the time, and nothing is sent for free meanwhile. Ceilings of the
-same run: steps that exchange nothing, and what a cable needs for the parameters once.
+network on the handwritten digits, with each variant in turn, for --seconds each. The samples are sorted by class and
+dealt in two shards to each rank, so that most ranks lack most classes. Printed are the seconds of a step; the bytes
+that a rank sends in it; when the mean of all models first classified --target of the test images correctly, also in
+steps and relative to DDP's time; and the final accuracy of the mean model and of the worst rank's own model. Models are
+saved at some steps and evaluated after the training, so that evaluation costs no time and nothing is sent meanwhile.
+Ceilings of the same run: steps without any exchange, and the transfer time of the parameters over a cable.
 """
 
 from __future__ import annotations
@@ -67,15 +67,15 @@ WAYS: dict[str, dict[str, Any]] = {
                                           "every": 8}},
     "every 8, largest 2 %": {"sharing": {"name": "choco", "fraction": 0.02, "every": 8}},
 }  # fmt: skip
-"""Ways of training; "alone" exchanges nothing. Of torch are those without a `sharing`."""
+"""Variants of training; "alone" exchanges nothing. Those without a `sharing` are torch's."""
 AHEAD = 4
-"""Steps that no rank is ahead of another, times those between two exchanges."""
+"""The most steps by which ranks are apart, in multiples of those between two exchanges."""
 BURST = "64kb"
 
 
 @contextlib.contextmanager
 def hosts(mbit: list[float]) -> Iterator[list[tuple[str, str, str]]]:
-    """Yields (namespace, address, interface) of hosts that a switch joins, whose cables have these rates."""
+    """Yields (namespace, address, interface) of hosts on a common switch, whose cables have these rates."""
     mark = f"dn{os.getpid() % 100000}"
     switch, net = f"{mark}s", f"10.78.{os.getpid() % 250}"
     made = [(f"{mark}h{rank}", f"{net}.{rank + 1}", f"{mark}n{rank}") for rank in range(len(mbit))]
@@ -103,7 +103,7 @@ def hosts(mbit: list[float]) -> Iterator[list[tuple[str, str, str]]]:
 
 
 def wrap(model: nn.Module, way: str) -> tuple[nn.Module, Any]:
-    """Returns the module to call, and the optimizer to step if the module does not do it itself."""
+    """Returns the module to call, and the optimizer to step if the module does not step one itself."""
     options = dict(WAYS[way])
     if "sharing" in options:
         return DecentralizedDataParallel(model, optimizer=SGD, topology="one-peer-exp", **options), None
@@ -113,10 +113,10 @@ def wrap(model: nn.Module, way: str) -> tuple[nn.Module, Any]:
         return model, PostLocalSGDOptimizer(optim=optimizer, averager=averager)
     if way == "alone":
         return model, optimizer
-    # with several buckets PowerSGD's operations wait inside gloo's two threads for others that would need these
+    # with several buckets, PowerSGD's operations in gloo's two threads wait for others that need these threads
     one = {"bucket_cap_mb": 1000.0} if options.get("hook") == "powersgd" else {}
     parallel = nn.parallel.DistributedDataParallel(model, **one)
-    if options.get("hook") == "float16":  # torch's hook for bfloat16 wants NCCL
+    if options.get("hook") == "float16":  # torch's hook for bfloat16 requires NCCL
         parallel.register_comm_hook(dist.group.WORLD, default_hooks.fp16_compress_hook)
     if options.get("hook") == "powersgd":
         state = powerSGD_hook.PowerSGDState(dist.group.WORLD, matrix_approximation_rank=2, start_powerSGD_iter=3)
@@ -125,7 +125,7 @@ def wrap(model: nn.Module, way: str) -> tuple[nn.Module, Any]:
 
 
 def bytes_of(namespace: str) -> int:
-    """Bytes that have left a host, by its cable's counter."""
+    """Returns the bytes that have left a host, by its interface's counter."""
     for line in Path("/proc/net/dev").read_text().splitlines():
         name, _, counters = line.partition(":")
         if name.strip().endswith(namespace):
@@ -134,7 +134,7 @@ def bytes_of(namespace: str) -> int:
 
 
 def train(way: str, rank: int, ranks: int, seconds: float, hidden: int, folder: Path, cable: str) -> None:
-    """One rank: writes the times at which models were kept, the models, and the bytes that left."""
+    """Trains as one rank; writes the saved models with their times, and the bytes that were sent."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     images, labels, _, _ = digits()
@@ -172,7 +172,7 @@ def train(way: str, rank: int, ranks: int, seconds: float, hidden: int, folder: 
 
 @dataclass
 class Found:
-    """What one way of training gave."""
+    """The results of one variant of training."""
 
     step_seconds: float
     step_bytes: float
@@ -180,7 +180,8 @@ class Found:
     """(seconds, steps, accuracy of the mean of all models, accuracy of the worst rank's own)."""
 
     def until(self, target: float) -> tuple[float, float]:
-        """The seconds and steps after which the mean model first reached an accuracy; infinity where it has not."""
+        """Returns the seconds and steps after which the mean model first reached an accuracy; infinity if it never
+        did."""
         never = float("inf"), float("inf")
         return next(((seconds, steps) for seconds, steps, accuracy, _ in self.curve if accuracy >= target), never)
 
@@ -198,7 +199,7 @@ def judge(hidden: int) -> Callable[[np.ndarray], float]:
 
 
 def turn(way: str, where: list[tuple[str, str, str]], options: argparse.Namespace, port: int) -> Found:
-    """All ranks train by one way. Blocking. Raises SystemExit where a rank fails."""
+    """Trains all ranks with one variant. Blocking. Raises SystemExit if a rank fails."""
     ranks = len(where)
     with tempfile.TemporaryDirectory() as text:
         folder = Path(text)
@@ -250,7 +251,7 @@ def main() -> None:
         parser.add_argument(hidden, help=argparse.SUPPRESS)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # hosts are taken down
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the hosts are removed at exit
     if options.way:
         train(options.way, options.rank, options.ranks, options.seconds, options.hidden, Path(options.folder),
               options.cable)  # fmt: skip
@@ -272,7 +273,7 @@ def main() -> None:
                 until, steps = found.until(options.target)
                 first = until if way == "DDP" else first
                 _, _, accuracy, worst = found.curve[-1]
-                ratio = until / first if math.isfinite(first) else math.nan  # of a time that is not known
+                ratio = until / first if math.isfinite(first) else math.nan  # DDP's time is unknown otherwise
                 print(f"{way:24} {1e3 * found.step_seconds:6.0f} ms {found.step_bytes / 1e6:8.2f} MB {until:9.1f} s "
                       f"{steps:9.0f} {ratio:7.2f} {accuracy:11.1%} {worst:7.1%}", flush=True)
 

@@ -1,10 +1,10 @@
-"""What whole commands cost, from their first line to their exit: seconds, and CPU seconds of all their processes.
+"""Cost of whole commands from start to exit: seconds, and CPU seconds of all their processes.
 
 bash eval/bench.sh start [CASE...] [--before FOLDER]... [--turns 5]: FOLDER is a checkout of another commit (git
-worktree add). All checkouts run each case in turn, in an order that changes from turn to turn, and medians are printed,
+worktree add). All checkouts run each case in turn, in an order that changes from turn to turn; medians are printed,
 with the range of the seconds. The floor of a command that trains is one process that imports PyTorch and forks one
-process per node, each of which prepares its data and model and makes the same local steps without any exchange; of the
-other commands, a process that imports PyTorch.
+process per node, each of which prepares its data and model and makes the same local steps without any exchange; the
+floor of other commands is a process that imports PyTorch.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PR_SET_CHILD_SUBREAPER = 36  # prctl(2)
 
 class Case(NamedTuple):
     arguments: list[str]  # of `python -m decentnode`
-    nodes: int = 0  # whose local steps are the floor; 0 where the command trains nothing
+    nodes: int = 0  # whose local steps are the floor; 0 if the command trains nothing
     rounds: int = 0
     overrides: tuple[str, ...] = ()
 
@@ -60,10 +60,10 @@ class Cost(NamedTuple):
 
 
 def cost(command: list[str], checkout: Path, folder: str) -> Cost:
-    """Cost of a command. Processes that it leaves behind, such as a fork server that ends by itself, are waited for
-    too, as this process adopts them; their time counts as CPU only."""
+    """Returns the cost of a command. Processes that outlive it, such as a fork server that ends by itself, are adopted
+    by this process and waited for too; their time counts as CPU only."""
     environment = {**os.environ, "PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
-    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # what Python compiles is kept, as a user's Python does
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # Python caches compiled files, as a user's does
     output = Path(folder) / "output.txt"
     wall = cpu = 0.0
     began = time.perf_counter()
@@ -76,7 +76,7 @@ def cost(command: list[str], checkout: Path, folder: str) -> Cost:
     with contextlib.suppress(ChildProcessError):  # no child is left
         while True:
             pid, status, used = os.wait4(-1, 0)
-            cpu += used.ru_utime + used.ru_stime  # of the process and of those that it waited for
+            cpu += used.ru_utime + used.ru_stime  # of the process and the children that it waited for
             if pid == process.pid:
                 wall = time.perf_counter() - began
                 process.returncode = os.waitstatus_to_exitcode(status)
@@ -86,7 +86,7 @@ def cost(command: list[str], checkout: Path, folder: str) -> Cost:
 
 
 def command_cost(case: Case, checkout: Path) -> Cost:
-    """Cost of the case's command, by that checkout's code."""
+    """Returns the cost of the case's command with that checkout's code."""
     with tempfile.TemporaryDirectory() as folder:
         sets = [part for override in case.overrides for part in ("--set", override)]
         run = ["--run-dir", folder, "--plain"] if case.nodes else []
@@ -94,7 +94,7 @@ def command_cost(case: Case, checkout: Path) -> Cost:
 
 
 def floor_cost(case: Case) -> Cost:
-    """Cost of what the case cannot do without: PyTorch's import, and the local steps."""
+    """Returns the cost of the indispensable part of a case: PyTorch's import, and the local steps."""
     command = [sys.executable, "-c", IMPORT]
     if case.nodes:
         numbers = [str(case.nodes), "0", str(case.rounds), str(case.nodes)]
@@ -126,7 +126,7 @@ def main() -> None:
     for name in options.cases or CASES:
         case = CASES[name]
         costs: dict[Path | None, list[Cost]] = {way: [] for way in ways}
-        for turn in range(-1, options.turns):  # the first turn compiles Python's files and reads them from the disk
+        for turn in range(-1, options.turns):  # turn -1 warms up: it compiles Python's files and reads them from disk
             for way in ways[turn % len(ways) :] + ways[: turn % len(ways)]:
                 found = floor_cost(case) if way is None else command_cost(case, way)
                 if turn >= 0:

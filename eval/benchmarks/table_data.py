@@ -1,8 +1,8 @@
-"""Small files in the formats of LEAF's datasets and of MovieLens, with something to learn in them.
+"""Small generated files in the formats of LEAF's datasets and of MovieLens, with something to learn in them.
 
-They stand for the real files where those are not at hand: what is learned from them says that reader, model and task
-fit, not what the real data would give. `write(folder, scale)` makes folder/femnist, celeba, movielens and reddit, and
-shakespeare from the text of real plays where that is given.
+They replace the real files if these are not available: learning from them shows that reader, model and task work
+together, not what the real data would give. `write(folder, scale)` creates folder/femnist, celeba, movielens and
+reddit, and shakespeare from the text of real plays if that is given.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Users = Iterator[tuple[str, Samples]]
 
 
 def write_users(folder: Path, users: Iterable[tuple[str, Samples]]) -> None:
-    """folder/data.json in LEAF's form: the samples of each user."""
+    """Writes folder/data.json in LEAF's format: the samples of each user."""
     found = dict(users)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "data.json").write_text(json.dumps({
@@ -35,7 +35,7 @@ def write_users(folder: Path, users: Iterable[tuple[str, Samples]]) -> None:
 
 
 def divide(folder: Path, users: Users, test_every: int = 5) -> None:
-    """folder/train and folder/test: every fifth sample of each user is for testing."""
+    """Writes folder/train and folder/test: every fifth sample of each user is for testing."""
     found = list(users)
     for part, tested in (("train", False), ("test", True)):
         write_users(folder / part, ((name, tuple(  # type: ignore[misc]
@@ -44,7 +44,8 @@ def divide(folder: Path, users: Users, test_every: int = 5) -> None:
 
 
 def femnist(folder: Path, writers: int, copies: int) -> None:
-    """Every character so many times by every writer: a font, a slant, a size and a pressure of his own, and noise."""
+    """Every writer draws every character `copies` times, with a font, slant, size and pressure of their own, and
+    noise."""
     from matplotlib import get_data_path
 
     rng = np.random.default_rng(0)
@@ -77,7 +78,7 @@ def femnist(folder: Path, writers: int, copies: int) -> None:
 
 
 def celeba(folder: Path, people: int, photos: int) -> None:
-    """Drawn faces: skin, hair, background and place differ by person and photo; half of them smile."""
+    """Drawn faces: skin and hair differ by person, background and position by photo; half of the faces smile."""
     rng = np.random.default_rng(1)
     images = folder / "img_align_celeba"
     images.mkdir(parents=True, exist_ok=True)
@@ -115,7 +116,7 @@ def _face(rng: np.random.Generator, skin: tuple[int, ...], hair: tuple[int, ...]
 
 
 def movielens(folder: Path, users: int, films: int) -> None:
-    """Tastes in three dimensions, a mean per user and per film, and half stars from .5 to 5."""
+    """Ratings with tastes in three dimensions, a mean per user and per film, in half stars from .5 to 5."""
     rng = np.random.default_rng(2)
     tastes, kinds = rng.normal(0, 0.6, (users, 3)), rng.normal(0, 0.6, (films, 3))
     kindness, quality = rng.normal(0, 0.4, users), rng.normal(0, 0.5, films)
@@ -129,7 +130,7 @@ def movielens(folder: Path, users: int, films: int) -> None:
 
 
 def shakespeare(folder: Path, plays: Path, speakers: int, characters: int) -> None:
-    """The speakers with the most to say, so many characters of each: 80 characters and the one behind them."""
+    """The speakers with the longest text, `characters` of each: a sample is 80 characters and the one that follows."""
     said: dict[str, list[str]] = {}
     for paragraph in plays.read_text().split("\n\n"):
         name, colon, text = paragraph.partition(":\n")
@@ -140,7 +141,7 @@ def shakespeare(folder: Path, plays: Path, speakers: int, characters: int) -> No
     def part(first: float, last: float, step: int) -> Users:
         for name in loudest:
             text = " ".join(said[name])[:characters]
-            # What is tested was said after what is trained on, so that no window of the one overlaps the other.
+            # Test windows are later in the text than training windows, so that they do not overlap
             places = range(int(first * len(text)), int(last * len(text)) - 80, step)
             yield name, ([text[n : n + 80] for n in places], [text[n + 80] for n in places])
 
@@ -149,7 +150,7 @@ def shakespeare(folder: Path, plays: Path, speakers: int, characters: int) -> No
 
 
 def reddit(folder: Path, users: int, comments: int, words: int = 200) -> None:
-    """Comments in LEAF's sequences of ten words: each word has three that mostly follow it, and users have topics."""
+    """Comments in LEAF's sequences of ten words: each word has three frequent successors, and users have topics."""
     rng = np.random.default_rng(3)
     names = [f"{first}{last}" for first in "bdfgklmnprst" for last in ("a", "e", "ie", "o", "u", "an", "er", "is")]
     vocabulary = [first + last for first in names for last in names[::7]][:words]
@@ -176,8 +177,8 @@ def reddit(folder: Path, users: int, comments: int, words: int = 200) -> None:
 
 
 def write(folder: Path, plays: Path | None = None, scale: float = 1) -> None:
-    """All datasets, each once: one that is there stays. scale: of the numbers of users and samples, which stay large
-    enough for the configs of configs/tables."""
+    """Creates all datasets; existing ones stay. scale: of the numbers of users and samples, which remain large enough
+    for the configs of configs/tables."""
 
     def count(number: int, least: int) -> int:
         return max(round(scale * number), least)

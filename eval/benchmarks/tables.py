@@ -1,8 +1,8 @@
-"""bash eval/tables.sh: the tables of docs/results.rst, from the configs of configs/tables.
+"""bash eval/tables.sh: makes the tables of docs/results.rst from the configs of configs/tables.
 
-Every point is one run with all nodes in one process of one thread, as many at a time as there are cores. Its figures
-are those of `decentnode run`: the mean over the nodes, the model averaged over the nodes (merged), and the payload that
-one node sent. What one gets without learning stands beside them.
+Every point is one run with all nodes in one process with one thread; as many run at a time as there are cores. Its
+figures are those of `decentnode run`: the mean over the nodes, the model averaged over the nodes (merged), and the
+payload bytes that one node sent. The result of predicting without learning is shown beside them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TASKS = ("femnist", "celeba", "shakespeare", "reddit", "movielens")
 
 @dataclass(frozen=True)
 class Point:
-    """One run: a config, what is set in it, and what came of it."""
+    """One run: a config and its overrides."""
 
     config: str
     overrides: tuple[str, ...]
@@ -47,8 +47,8 @@ class Point:
 
 @dataclass(frozen=True)
 class Reached:
-    """Main metric of the task as it is (.5 is 50 %), MB of 10^6 bytes that one node sent, CPU seconds of the whole run
-    (all nodes in one thread), which other programs on the machine change little."""
+    """Main metric of the task as a fraction (.5 is 50 %), MB of 10^6 bytes that one node sent, CPU seconds of the whole
+    run (all nodes in one thread), which other programs on the machine change little."""
 
     metric: str
     local: float
@@ -58,7 +58,7 @@ class Reached:
 
 
 def run(point: Point) -> Reached:
-    """Blocking; in a process of its own."""
+    """Makes a run. Blocking; in a process of its own."""
     import torch
 
     from decentnode.experiment import load
@@ -77,8 +77,8 @@ def run(point: Point) -> Reached:
 
 
 def centralized(point: Point) -> Point:
-    """The same budget of samples and steps in one place: one node has all samples, and batches as large as those of all
-    nodes together."""
+    """Returns the same budget of samples and steps in one place: one node has all samples, and its batches are as large
+    as those of all nodes together."""
     from decentnode.experiment import load
 
     experiment = load(CONFIGS / f"{point.config}.yaml", list(point.overrides))
@@ -87,8 +87,8 @@ def centralized(point: Point) -> Point:
 
 
 def untrained(point: Point, metric: str) -> float:
-    """The metric of who answers the same to everything, from how often the training samples have each answer, or from
-    their mean; on all test samples of the nodes."""
+    """Returns the metric of a constant prediction, from the frequencies of the training targets or their mean, on all
+    test samples of the nodes."""
     from decentnode.experiment import load
 
     experiment = load(CONFIGS / f"{point.config}.yaml", list(point.overrides))
@@ -107,7 +107,7 @@ def untrained(point: Point, metric: str) -> float:
 
 
 class Store:
-    """What was reached, by commit: appended as it comes, read when a stopped run goes on."""
+    """Results of points by commit: appended as they arrive, and read when an interrupted script is repeated."""
 
     def __init__(self, commit: str) -> None:
         self.path = STORE / "points.jsonl"
@@ -127,7 +127,7 @@ class Store:
 
 
 def reach(points: Sequence[Point], store: Store) -> dict[Point, Reached]:
-    """All points, from the store where it has them. Blocking; a line per point."""
+    """Returns the results of all points, from the store if it has them. Blocking; prints a line per point."""
     todo = [point for point in dict.fromkeys(points) if point.key not in store.found]
     started = time.monotonic()
     with workers(cores(), max_tasks_per_child=1) as pool:
@@ -175,8 +175,8 @@ JUDGES = 5_000
 
 
 def with_enough_tests(folder: Path) -> Path:
-    """A folder with at least JUDGES test images: `folder`, or one with the same images, of which the last JUDGES are
-    for testing. With 2,000, two models that are equally good differ by more than a point by chance alone."""
+    """Returns a folder with at least JUDGES test images: `folder`, or one with the same images, of which the last
+    JUDGES are for testing. With 2,000, two equally good models differ by more than a point by chance alone."""
     test = folder / "test_batch.bin"
     if test.stat().st_size >= JUDGES * IMAGE:
         return folder
@@ -190,9 +190,11 @@ def with_enough_tests(folder: Path) -> Path:
 
 
 def paired_table(folder: Path, seeds: int, more: Sequence[str], store: Store) -> list[list[str]]:
-    """Merged minus centralized by seed, the mean and its 95 % interval (Student's t); an exchange after every step.
+    """Returns merged minus centralized by seed, the mean and its 95 % interval (Student's t), with an exchange after
+    every step.
 
-    Both let the learning rate fall to zero: at a constant one the centralized model's last steps move it by points.
+    Both let the learning rate fall to zero: at a constant rate the last steps would move the centralized model by
+    points.
     """
     more = ("training.lr_schedule={name: cosine, T_max: 800, every: step}", *more)
     where = f"data.folder={with_enough_tests(folder)}"
@@ -235,7 +237,7 @@ def tasks_table(folders: dict[str, Path], seeds: int, more: Sequence[str], store
 
 
 def write(name: str, rows: list[list[str]], options: str) -> None:
-    """docs/tables/NAME.txt, which docs/results.rst includes, and the same on the screen."""
+    """Writes docs/tables/NAME.txt, which docs/results.rst includes, and prints it."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     rule = " ".join("=" * width for width in widths)
     lines = [" ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
@@ -247,7 +249,7 @@ def write(name: str, rows: list[list[str]], options: str) -> None:
 
 
 def made_data(given: Path | None) -> dict[str, Path]:
-    """The folders of the tasks' files, which are made once."""
+    """Returns the folders of the tasks' files, which are generated once."""
     folder = STORE / "data"
     plays = given / "tinyshakespeare" / "input.txt" if given else None
     if plays is None or not plays.exists():

@@ -1,10 +1,9 @@
 """Predicted rounds beside real ones: two machines on a cable of 100 Mbit/s to 2.5 Gbit/s.
 
-Machines are two network namespaces, joined by a cable that passes so much in each direction (tc's token bucket); needs
-root, ip and tc. Local steps take a given time (paced.py), so that nodes do not wait for each other's cores. Virtual
-time is told that pace, the bandwidth, and the speed at which payloads are moved and mixed, from what a round takes
-beside the pace without a bound on the cable; all else it predicts. Seconds are medians over all rounds but the first
-two.
+The machines are two network namespaces on a cable with this rate in each direction (tc's token bucket); needs root, ip
+and tc. Local steps take a given time (paced.py), so that nodes do not compete for cores. The prediction gets this pace,
+the bandwidth, and the speed at which payloads are moved and mixed, derived from the time beyond the pace of a round
+over an unlimited cable; it predicts everything else. Seconds are medians over all rounds except the first two.
 """
 
 from __future__ import annotations
@@ -31,13 +30,13 @@ from decentnode.simulate.timeline.rounds import Clock, time_line
 from decentnode.simulate.virtual import make_clock, time_line_of
 
 EFFICIENCY = 1448 / (1514 + 66 / 2)
-"""What the cable passes of payload, as tc counts it: a packet of 1,514 bytes holds 1,448, and as much goes the other
-way, whose every second packet is acknowledged by one of 66 bytes."""
+"""Payload as a fraction of the bytes that tc counts on the cable: a packet of 1,514 bytes holds 1,448, and as much
+payload goes the other way, of which every second packet is acknowledged by a packet of 66 bytes."""
 HERE = Path(__file__).resolve().parent
 MODEL = "{name: mlp, hidden: [300]}"
 SMALL = "{name: gn_lenet}"
 FAST = 100.0
-"""Gbit/s of a cable without a bound: more than memory passes."""
+"""Gbit/s of an unlimited cable: more than memory passes."""
 
 
 OPERATIONS = {
@@ -54,7 +53,7 @@ def graph(nodes: int) -> str:
 
 
 def exchange(case: argparse.Namespace) -> list[str]:
-    """Returns the graph and the transport of a case."""
+    """Returns the overrides for the graph and the transport of a case."""
     if not case.operation:
         return [f"graph={graph(case.nodes)}"]
     name, keys = OPERATIONS[case.operation]
@@ -76,7 +75,8 @@ def settings(case: argparse.Namespace, where: list[tuple[str, str]], options: ar
 
 
 def real_seconds(where: list[tuple[str, str]], overrides: list[str]) -> float:
-    """Returns the seconds of a round: of each node the median over all rounds but the first two, mean over nodes."""
+    """Returns the seconds of a round: for each node the median over all rounds except the first two, then the mean over
+    nodes."""
     with tempfile.TemporaryDirectory() as folder:
         launch(where, overrides, folder, 900, modules=HERE)
         found = []
@@ -89,7 +89,7 @@ def real_seconds(where: list[tuple[str, str]], overrides: list[str]) -> float:
 
 def predicted_seconds(overrides: list[str], case: argparse.Namespace, pace: float, overhead: float,
                       factor: float, rounds: int) -> float:  # fmt: skip
-    """Returns what `real_seconds` should find."""
+    """Returns the prediction for `real_seconds`."""
     stragglers = f", stragglers: [{{nodes: [0], factor: {factor:g}}}]" if case.straggler else ""
     experiment = load(str(CONFIG), overrides, check=False)
     mixed = sum(float(each.mixed.sum()) for each in make_clock(experiment, step_seconds=pace).transfers(0))
@@ -99,7 +99,7 @@ def predicted_seconds(overrides: list[str], case: argparse.Namespace, pace: floa
         f"simulate.links={{between_machines: {{mbit_per_second: {1000 * case.gbit:g}}}, efficiency: {EFFICIENCY:.4f}}}",
     ]
     experiment = load(str(CONFIG), [*overrides, *world], check=False)
-    ends = time_line_of(experiment, rounds)[0].end  # [rounds, N]; the same rounds as those that were measured
+    ends = time_line_of(experiment, rounds)[0].end  # [rounds, N]; for the same rounds as the measured ones
     return float(np.median(np.diff(ends[1:], axis=0), axis=0).mean())
 
 
@@ -114,7 +114,7 @@ def cases(options: argparse.Namespace) -> Iterator[argparse.Namespace]:
 
 
 def clock_alone() -> None:
-    """Print how many CPU seconds rounds of nodes with four neighbors take to compute."""
+    """Prints how many CPU seconds the computation of virtual time takes for nodes with four neighbors."""
     slow = {"stragglers": [{"nodes": [3], "factor": 10}]}
     node = {"node_mbit_per_second": 100}
     worlds: dict[str, tuple[int, int, float, dict[str, object], dict[str, object]]] = {

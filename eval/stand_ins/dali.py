@@ -1,4 +1,5 @@
-"""What scripts use of nvidia.dali: a pipeline whose images are drawn, in the size that the script crops to."""
+"""Stand-in for the parts of nvidia.dali that the scripts use: a pipeline of generated images, in the script's crop
+size."""
 
 # ruff: noqa: ARG002  # signatures are those of what is stood in for
 
@@ -63,14 +64,14 @@ class Pipeline:
         self.batch_size = batch_size
 
     def build(self):
-        """Nothing: there is no graph."""
+        """Does nothing: there is no graph."""
 
     def epoch_size(self, reader):
         return SAMPLES
 
 
 class DALIClassificationIterator:
-    """Batches of this rank's share: the mean of an image's first channel tells its class."""
+    """Batches of this rank's share: the mean of an image's first channel reveals its class."""
 
     def __init__(self, pipe, reader_name, last_batch_policy):
         reader, size = pipe.input.options, pipe.cmnp.options["crop"]
@@ -89,7 +90,7 @@ class DALIClassificationIterator:
                 yield [{"data": self._images[part], "label": self._labels[part]}]
 
     def reset(self):
-        """Nothing: every pass begins anew."""
+        """Does nothing: every pass starts from the beginning."""
 
 
 types = _types.SimpleNamespace(DALIInterpType=DALIInterpType, DALIImageType=DALIImageType, DALIDataType=DALIDataType)

@@ -1,9 +1,9 @@
-"""Stands in for a GPU, NCCL and a few packages, so that scripts written for them run on a CPU: eval/originals.py puts
-this folder on PYTHONPATH, in processes of such scripts alone.
+"""Stands in for a GPU, NCCL and a few packages, so that scripts written for them run on a CPU. eval/originals.py puts
+this folder on PYTHONPATH, only for the processes of such scripts.
 
-What it replaces: `torch.cuda` answers as with one GPU per rank, whose tensors lie on the CPU; `nccl` is gloo, with the
-mean as an operation; memory is not pinned; packages that are not installed come from this folder (see PACKAGES). And it
-is where the import is changed: `decent_dp` and `DistOptimizers` are those of decentnode.compat.
+What it replaces: `torch.cuda` answers as if there were one GPU per rank, whose tensors are on the CPU; `nccl` is gloo,
+with the mean as an additional operation; memory is not pinned; packages that are not installed come from this folder
+(see PACKAGES). It also changes the import: `decent_dp` and `DistOptimizers` are those of decentnode.compat.
 """
 
 # ruff: noqa: ARG001, ARG002  # signatures are those of what is stood in for
@@ -19,7 +19,7 @@ PACKAGES = {
     "torchvision": "vision", "nvidia.dali": "dali", "wandb": "small", "tomli_w": "small", "tokenizers": "small",
     "loguru": "small", "tqdm": "small",
 }  # fmt: skip
-"""Package -> the file of this folder that stands in for it, its modules included."""
+"""Package -> the file of this folder that stands in for it and its modules."""
 
 
 class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -77,11 +77,11 @@ def without_gpu():
         return tensor.copy_(tensor.div(dist.get_world_size(), rounding_mode=rounding))
 
     def all_reduce_multigpu(tensors, op=dist.ReduceOp.SUM, async_op=False):
-        """Of torch before 2.1."""
+        """Exists in torch before 2.1."""
         for tensor in tensors:
             all_reduce(tensor, op)
 
-    # A build for CUDA would ask the GPU for its name, and optimizers for its stream.
+    # A build for CUDA would ask the GPU for its name, and optimizers for its stream
     dist.is_nccl_available, torch.accelerator.current_accelerator = lambda: False, lambda *_, **__: None
     dist.init_process_group, dist.all_reduce = init_process_group, all_reduce
     dist.all_reduce_multigpu = all_reduce_multigpu
@@ -94,7 +94,7 @@ def other_import():
     sys.modules["decent_dp"], sys.modules["DistOptimizers"] = decent_dp, sdtl
 
 
-if os.environ.get("STAND_IN_FOR_GPU") == "1":  # in no other process that finds this folder
+if os.environ.get("STAND_IN_FOR_GPU") == "1":  # not in other processes that find this folder
     sys.meta_path.append(StandIns())
     without_gpu()
     other_import()

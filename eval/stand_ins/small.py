@@ -1,4 +1,4 @@
-"""What scripts use of wandb, tomli_w, tokenizers, loguru and tqdm."""
+"""Stand-ins for the parts of wandb, tomli_w, tokenizers, loguru and tqdm that the scripts use."""
 
 # ruff: noqa: ARG003  # signatures are those of what is stood in for
 
@@ -7,14 +7,14 @@ import sys
 
 
 def init(*_, **__):
-    """Of wandb: records nothing."""
+    """wandb: records nothing."""
 
 
 log = finish = init
 
 
 def dump(data, file):
-    """Of tomli_w: strings, numbers, lists and tables of them."""
+    """tomli_w: writes strings, numbers, lists and tables of them."""
     def lines(table, name):
         if name:
             yield f"[{name}]"
@@ -27,7 +27,7 @@ def dump(data, file):
 
 
 class Tokenizer:
-    """Of tokenizers: four special tokens, and numbers."""
+    """tokenizers: four special tokens, and numbers."""
 
     SPECIAL = ("[PAD]", "[UNK]", "[SOS]", "[EOS]")
 
@@ -43,7 +43,7 @@ class Tokenizer:
 
 
 class _Logger:
-    """Of loguru: all that is logged goes to standard output."""
+    """loguru: prints everything to standard output."""
 
     def remove(self, *_, **__):
         pass

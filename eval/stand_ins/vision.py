@@ -1,4 +1,5 @@
-"""What scripts use of torchvision: drawn images with the shapes of data sets, transforms of arrays, models."""
+"""Stand-ins for the parts of torchvision that the scripts use: generated images with the shapes of datasets, transforms
+of arrays, models."""
 
 # ruff: noqa: ARG001, ARG002  # signatures are those of what is stood in for
 
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 SAMPLES = {True: 2048, False: 512}
-"""Train -> images."""
+"""train -> number of images."""
 
 
 class _Images(torch.utils.data.Dataset):
