@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Make a graph file with the flags of decentralizepy's generate_graph.py; a thin face on decentnode.graph."""
+"""Creates a graph file with the flags of decentralizepy's generate_graph.py, using decentnode.graph."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Commands of decentnode as processes of their own, which begin with everything imported.
+"""Runs commands of decentnode as processes of their own, in which everything is imported already.
 
-A command imports for a second, and its fork server imports torch for three more. Where a test is not about that, a
-`Starter` forks both from one process that has imported it all: the processes, their parents, signals, files and
-sessions are those of a command from a shell. What begins with a new interpreter is tested by tests/cli/test_new.py, by
-the tutorials (tests/test_docs.py), and by those that ask for it (`warm=False`).
+A command imports for a second, and its fork server imports torch for three more. For tests that are not about imports,
+a `Starter` forks both from one process that has imported everything: processes, parents, signals, files and sessions
+are like those of a command from a shell. Commands in a new interpreter are tested by tests/cli/test_new.py, by the
+tutorials (tests/test_docs.py), and by tests that start sys.executable themselves.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ REQUEST_BYTES = 1 << 20
 
 
 class Command:
-    """A command that runs, with what the tests use of `subprocess.Popen`."""
+    """A running command, with those members of `subprocess.Popen` that the tests use."""
 
     def __init__(self, status: IO[str], out: IO[str] | None, err: IO[str] | None) -> None:
         self._status, self.stdout, self.stderr = status, out, err
@@ -51,7 +51,8 @@ class Command:
         return found
 
     def communicate(self, timeout: float = SECONDS) -> tuple[str, str]:
-        """What is printed to the end; blocking for `timeout` seconds at most for each stream, and for the end."""
+        """Returns (output, errors) when the command has ended. Blocks for at most `timeout` seconds for each stream,
+        and for the end."""
         texts: dict[Any, str] = {}
 
         def read(stream: IO[str]) -> None:
@@ -82,7 +83,7 @@ class Command:
         return self.returncode
 
     def close(self) -> None:
-        """Kill the command and all of its session; close what leads to it."""
+        """Kills the command and its whole session, and closes its streams."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         self.wait()
@@ -92,7 +93,7 @@ class Command:
 
 
 class Starter:
-    """The process that commands are forked from; it ends when this object is gone."""
+    """The process from which commands are forked; it ends when its socket is closed."""
 
     def __init__(self) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -107,9 +108,9 @@ class Starter:
         self, words: Sequence[str], folder: Path, environ: Mapping[str, str], files: Sequence[int], *,
         terminal: bool = False, before: str = "",
     ) -> IO[str]:
-        """Start `python -m decentnode WORDS` in a session of its own. files: its input, output and error. terminal:
-        whether these are a terminal, of which it becomes the foreground job. before: Python code that it runs first.
-        Returns the stream of its pid and its exit status."""
+        """Starts `python -m decentnode WORDS` in a session of its own. files: its input, output and error. terminal:
+        whether these are a terminal, whose foreground job it becomes. before: Python code that it runs first. Returns a
+        stream with its pid and then its exit status."""
         reading, writing = os.pipe()
         try:
             request = {"words": [*words], "folder": str(folder), "environ": dict(environ), "terminal": terminal,
@@ -126,7 +127,7 @@ class Starter:
 
 @functools.cache
 def starter() -> Starter:
-    """One for all tests of this process."""
+    """Returns the one Starter of this process."""
     made = Starter()
     atexit.register(made.close)
     return made
@@ -137,10 +138,10 @@ def started(
     folder: Path, *words: str, environ: Mapping[str, str] | None = None, output: int | None = None,
     terminal: int | None = None, merged: bool = False, before: str = "",
 ) -> Iterator[Command]:
-    """`python -m decentnode WORDS`; killed with all its children at the end.
+    """Runs `python -m decentnode WORDS` while entered; at the end it is killed with all its children.
 
-    output: a file that takes what it prints, which has no streams then. terminal: one that it becomes the foreground
-    job of. merged: errors go to the stream of the output, too. before: Python code that it runs first.
+    output: a file for its output and errors; then it has no streams. terminal: a terminal whose foreground job it
+    becomes. merged: errors go to the stream of the output. before: Python code that it runs first.
     """
     more = {"PYTHONPATH": str(ROOT), "COLUMNS": "200", **(environ or {})}
     streams: list[IO[str]] = []
@@ -164,17 +165,18 @@ def started(
 
 
 def run(folder: Path, *words: str, **options: Any) -> tuple[int, str, str]:
-    """(exit code, output, errors) of a command, as `started` starts it."""
+    """Returns (exit code, output, errors) of a command that is run as by `started`."""
     with started(folder, *words, **options) as command:
         out, err = command.communicate()
         return command.wait(), out, err
 
 
-# -- in the process of a starter ---------------------------------------------------------------------------------
+# -- in the Starter's process ----------------------------------------------------------------------------------
 
 
 def serve(connection: socket.socket) -> None:
-    """Fork a command for every request. Returns in each of these, and when nobody asks any more."""
+    """Forks a process for every request. Returns only in these, to run the command; exits when the connection is
+    closed."""
     import decentnode.cli.launch
     import decentnode.cli.node
     import decentnode.cli.run
@@ -198,7 +200,7 @@ def serve(connection: socket.socket) -> None:
 
 
 def _watch(files: list[int]) -> None:
-    """Fork the command, in which alone this returns; tell its pid, and how it ends."""
+    """Forks the command and returns only in it; the parent writes its pid and its exit status."""
     pid = os.fork()
     if not pid:
         return
@@ -210,7 +212,7 @@ def _watch(files: list[int]) -> None:
 
 
 def _become(request: dict[str, Any], files: list[int]) -> None:
-    """Make of this process what a new interpreter would be at the beginning of the command."""
+    """Resets this process to the state of a new interpreter at the start of the command."""
     os.setsid()
     for number, file in enumerate(files[:3]):
         os.dup2(file, number)
@@ -242,7 +244,8 @@ def _become(request: dict[str, Any], files: list[int]) -> None:
 
 
 def _spawn(plainly: Any, path: Any, arguments: Any, files: Sequence[int]) -> int:
-    """`multiprocessing.util.spawnv_passfds` that forks the fork server, instead of starting an interpreter for it."""
+    """Replaces `multiprocessing.util.spawnv_passfds`: it forks the fork server instead of starting an interpreter for
+    it."""
     code = arguments[-1]
     if "from multiprocessing.forkserver import main" not in str(code):
         return int(plainly(path, arguments, files))
@@ -261,9 +264,9 @@ def _spawn(plainly: Any, path: Any, arguments: Any, files: Sequence[int]) -> int
         for file in [*sorted(files), 1 << 16]:
             os.closerange(below, file)
             below = file + 1
-        multiprocessing.forkserver._forkserver._lock = threading.Lock()  # the caller holds the one that it was
+        multiprocessing.forkserver._forkserver._lock = threading.Lock()  # the caller holds the old lock
         gc.disable()
-        gc.freeze()  # as decentnode/launch/children/preload.py leaves it
+        gc.freeze()  # the state in which decentnode/launch/children/preload.py leaves it
         exec(code, {"__name__": "__main__"})
         ended = 0
     except SystemExit as end:

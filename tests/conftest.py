@@ -12,24 +12,24 @@ from collections.abc import Callable, Iterator
 import pytest
 from hypothesis import settings
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before these: tests share two cores with the processes they start
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before the imports: tests share two cores with their processes
 import numpy as np
 import torch
 
 from tests import products
 
 
-@pytest.hookimpl(tryfirst=True)  # before -m chooses
+@pytest.hookimpl(tryfirst=True)  # before -m selects tests
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     products.mark_left_out(items)
 
 
 def scale(small: int, full: int) -> int:
-    """The count of a stress test: small by default, full under `bash tests/run.sh --stress`."""
+    """Returns the count of a stress test: small by default, full under `bash tests/run.sh --stress`."""
     return full if os.environ.get("DECENTNODE_STRESS") else small
 
 
-# A busy machine is no failure, as every test has a time-out; what is drawn is new under --stress alone.
+# No deadline, as a busy machine is no failure and every test has a time-out; examples are new only under --stress.
 settings.register_profile("decentnode", deadline=None, derandomize=not scale(0, 1))
 settings.load_profile("decentnode")
 
@@ -45,15 +45,16 @@ THREADS, OMP_THREADS = torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]
 
 @pytest.fixture(autouse=True)
 def _seeded(request: pytest.FixtureRequest) -> None:
-    """What a test draws without a seed of its own is the same in every run, and it begins with as many threads of torch
-    as the first one, and so do the processes that it starts: nodes that a test runs in this process set both. With two
-    threads on a busy machine all later tests took ten times the CPU, and convolutions have other bits."""
+    """Makes each test start from the same state. Random draws without a seed are the same in every run. The numbers of
+    torch threads, of this process and of processes that the test starts, are reset, as nodes that a test runs in this
+    process change both: with two threads on a busy machine all later tests took ten times the CPU, and convolutions
+    gave other bits."""
     os.environ["OMP_NUM_THREADS"] = OMP_THREADS
     if torch.get_num_threads() != THREADS:
         torch.set_num_threads(THREADS)
     random.seed(0)
     np.random.seed(0)
-    # Where CUDA is not in use, torch.manual_seed takes a millisecond to keep it for later, for each kind of device.
+    # While CUDA is not initialized, torch.manual_seed takes a millisecond to store the seed for each kind of device
     marked = {mark.name for mark in request.node.iter_markers()}
     on_gpus = torch.cuda.is_initialized() or marked & {"gpu", "multigpu"}
     (torch.manual_seed if on_gpus else torch.default_generator.manual_seed)(0)
@@ -61,7 +62,7 @@ def _seeded(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """The test's parameter `dtype` is torch's default, as scripts set it that train in 16 bits."""
+    """Makes the test's parameter `dtype` torch's default, as in scripts that train in 16 bits."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     yield
@@ -69,7 +70,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def wait_until(condition: Callable[[], object], what: object = "it did not come about", seconds: float = 60) -> None:
-    """Look until `condition` holds. what: said where it does not in time; a function is called for it then."""
+    """Polls until `condition` holds. what: the message, or a function that returns it, if it does not hold in time."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, what() if callable(what) else what
@@ -78,11 +79,12 @@ def wait_until(condition: Callable[[], object], what: object = "it did not come 
 
 BLOCK = 200
 BLOCKS = range(10_000, 20_000, BLOCK)
-"""Ports for tests lie below those that runs choose for themselves and those of the system for outgoing connections."""
+"""Blocks of ports for tests, below the ports that runs choose for themselves and the system's outgoing ports."""
 
 
 class Ports:
-    """The ports of a block that no other process hands out: whoever is bound to its first port has it until it ends."""
+    """A block of ports that only this process hands out: binding the block's first port reserves it until the process
+    ends."""
 
     def __init__(self) -> None:
         for first in random.Random(os.urandom(8)).sample(BLOCKS, len(BLOCKS)):
@@ -95,7 +97,7 @@ class Ports:
         raise RuntimeError(f"other processes have all {len(BLOCKS)} blocks of ports")
 
     def take(self, count: int) -> int:
-        """The next `count` in a row that are free, those taken before last."""
+        """Returns the first of `count` free consecutive ports; recently returned ones are reused last."""
         for _ in self._ports:
             first = self._next if self._next + count <= self._ports.stop else self._ports.start
             self._next = first + 1
@@ -114,8 +116,8 @@ def _ports_of(process: int) -> Ports:
 
 
 def free_ports(count: int) -> int:
-    """The first of `count` consecutive ports that are free on 127.0.0.1 and .2. No other process is given them, nor is
-    this one again before it was given all others of its block: they need not be bound at once."""
+    """Returns the first of `count` consecutive ports that are free on 127.0.0.1 and .2. No other process gets them, and
+    this one gets them again only after all others of its block, so they need not be bound at once."""
     return _ports_of(os.getpid()).take(count)
 
 

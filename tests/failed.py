@@ -1,4 +1,4 @@
-"""python -m tests.failed MOST: names the tests that failed last; exits with 1 if none did, or more than MOST."""
+"""python -m tests.failed MOST: prints the tests that failed last; exits with 1 if there are none, or more than MOST."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CACHE = Path(__file__).parent.parent / ".pytest_cache/v/cache/lastfailed"
 def main(most: int) -> int:
     failed = sorted(json.loads(CACHE.read_text())) if CACHE.exists() else []
     if not 0 < len(failed) <= most or not all(name.startswith("tests/") for name in failed):
-        return 1  # a worker that could not begin stands there as a test, and without any all would run again
+        return 1  # a worker that failed to start is listed as a test; without any name pytest would run all tests again
     print(f"run again alone, as {len(failed)} failed beside the others (a test that passes now is to be mended):")
     print("\n".join(f"  {name}" for name in failed), flush=True)
     return 0

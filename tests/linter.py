@@ -1,4 +1,4 @@
-"""What the linter of the project says to sources that the tests make up."""
+"""Runs the project's linter on sources that tests make up."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pathlib import Path
 
 
 def check_banned(source: str, instead: str) -> None:
-    """As a file of the package the source is refused, and `instead` named; as one of its tests it is not."""
+    """Asserts that the linter rejects the source in a file of the package, naming `instead`, and accepts it in a
+    test."""
     root = Path(__file__).parents[1]
     ruff = [sys.executable, "-m", "ruff", "check", "--quiet", "--output-format=concise", "-"]
     for name, told in (("decentnode/node/fresh.py", True), ("tests/node/test_fresh.py", False)):

@@ -1,4 +1,6 @@
-"""Tests of products (rule x graph x transport x setting): the default run takes a sample of them, --all takes all."""
+"""Parametrized tests over products (rule x graph x transport x setting): the default run takes a sample of the cases,
+--all takes all.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,12 @@ Traits = Callable[..., Iterable[Hashable]]
 
 
 def mark_left_out(items: Sequence[pytest.Item]) -> None:
-    """Mark as slow the cases that tests marked `sampled(one=(), of=None)` leave out of the default run.
+    """Marks as slow the cases that the default run omits of tests marked `sampled(one=(), of=None)`.
 
-    Of every such test few cases stay, in which every value of every parameter occurs; the choice is the same in every
-    run. one: parameters of which any one value is enough, as seeds are. of: called with a case's parameters by name, it
-    returns what the sample must cover instead. Cases that are slow by themselves do not count as covered.
+    Of every such test a few cases remain, in which every value of every parameter occurs; the choice is the same in
+    every run. one: parameters of which any single value is enough, such as seeds. of: a function that is called with a
+    case's parameters by name and returns what the sample must cover instead. Cases that are slow anyway do not count as
+    covered.
     """
     tests = collections.defaultdict[Hashable, list[pytest.Function]](list)
     for item in items:
@@ -32,7 +35,7 @@ def mark_left_out(items: Sequence[pytest.Item]) -> None:
 
 
 def traits(params: Mapping[str, object], one: Collection[str] = (), of: Traits | None = None) -> set[Hashable]:
-    """What a case covers: by default the value of each of its parameters."""
+    """Returns what a case covers: by default the value of each of its parameters."""
     if of is not None:
         return set(of(**params))
     assert not isinstance(one, str) and set(one) <= params.keys(), f"one: {one} is not among {list(params)}"
@@ -40,8 +43,8 @@ def traits(params: Mapping[str, object], one: Collection[str] = (), of: Traits |
 
 
 def sample(cases: Sequence[set[Hashable]]) -> set[int]:
-    """Indices of few cases, at least one, that cover all that any covers: again and again the case that adds most; of
-    several the one whose traits occur least so far, then the first."""
+    """Returns the indices of a few cases, at least one, that cover everything that all cases cover. Greedy: each step
+    takes the case that adds most; among several the one whose traits have occurred least, then the first."""
     missing, occur = set[Hashable]().union(*cases), collections.Counter[Hashable]()
     kept = set[int]()
     while missing or not kept:

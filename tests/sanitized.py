@@ -1,7 +1,7 @@
-"""python tests/sanitized.py FOLDER SEED TRIALS: runs the loops of C that were compiled into FOLDER with sanitizers.
+"""python tests/sanitized.py FOLDER SEED TRIALS: tests the C loops that were compiled into FOLDER with sanitizers.
 
-Every buffer has its size to the byte, from malloc, so that each access behind it is told; it may begin anywhere. What
-the loops compute is compared with float64. Imports no torch, whose libraries know nothing of sanitizers.
+Every buffer is allocated by malloc with exactly its size, so that each access beyond it is detected; it may start at
+any offset. Results are compared with float64. torch is not imported, as its libraries are not built with sanitizers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p,
 
 
 class Buffer:
-    """A copy of an array in memory of its own."""
+    """A copy of an array in malloc'ed memory of its own."""
 
     def __init__(self, values: Any, offset: int | None = None) -> None:
         array = np.ascontiguousarray(values)
