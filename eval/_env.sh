@@ -1,11 +1,11 @@
 # shellcheck shell=bash
-# Sourced by eval/run.sh, eval/bench.sh and tests/run.sh: makes the virtual environment once, and again when a pin
-# changes. DECENTNODE_VENV names another place for it, PYTHON another interpreter to make it with.
+# Sourced by eval/run.sh, eval/bench.sh, tests/run.sh and others: creates the virtual environment, and recreates it when
+# a pin changes. DECENTNODE_VENV sets another folder for it, PYTHON another interpreter to create it with.
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=${DECENTNODE_VENV:-$root/.venv}
 want=$(cat "$root/pyproject.toml" "$root/constraints.txt" | sha256sum | cut -c1-16)
 
-# Prints what pip is doing, a line per step, and that it still does when a step takes longer than 10 s.
+# Reads pip's output and prints a line per step, and every 10 s a line about the same step while it lasts.
 show_steps() {
   local line step="" began=$SECONDS status
   while true; do
@@ -20,7 +20,7 @@ show_steps() {
       echo "  $((SECONDS - began)) s  $step" >&2
     else
       status=$?
-      [ $status -gt 128 ] || break  # the end of the text, not of the 10 s
+      [ $status -gt 128 ] || break  # end of the input, not the time-out
       [ -z "$step" ] || echo "  $((SECONDS - began)) s  still: $step" >&2
     fi
   done

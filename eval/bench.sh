@@ -1,25 +1,26 @@
 #!/usr/bin/env bash
-# bash eval/bench.sh rounds [CASE...]    time per round, start, memory; with the compute floor of the same run beside it
-# bash eval/bench.sh processes [NODES]  nodes that share processes: CPU time beside bare steps, memory, threads, start
-# bash eval/bench.sh pairs --before CHECKOUT [CASE...]  rounds of this commit beside another's, in turn: the ratio's interval
+# bash eval/bench.sh rounds [CASE...]    time per round, start and memory, beside the compute floor of the same run
+# bash eval/bench.sh processes [NODES]   several nodes per process: CPU time beside bare steps, memory, threads, start
+# bash eval/bench.sh pairs --before CHECKOUT [CASE...]  rounds of this commit and another one in turn: ratio, its interval
 # bash eval/bench.sh start [CASE...]     whole commands, from start to exit: seconds and CPU, beside the local steps alone and,
 #                                        with --before CHECKOUT, beside other commits
-# bash eval/bench.sh asynchronous        one slow node of eight: rounds of the others, loss after equal time, by schedule; PyTorch DDP
-# bash eval/bench.sh link                one edge: bytes per second and latency, beside raw sockets and memory copies
+# bash eval/bench.sh asynchronous        one slow node among eight: rounds of the others and loss after equal time, by schedule
+#                                        and with PyTorch DDP
+# bash eval/bench.sh link                one edge: throughput and latency, beside raw sockets and memory copies
 # bash eval/bench.sh digits_table [ARM...]  accuracies of configs/compare/digits_*, beside a NumPy simulation's
 # bash eval/bench.sh overlap             two machines on a slow link: exposed communication by schedule (needs root)
 # bash eval/bench.sh virtual [--collective]  predicted rounds beside real ones on links of 0.1 to 2.5 Gbit/s (needs root);
-#                                        with --collective those of batches and all_reduce of gloo
-# bash eval/bench.sh calls               what batches and all_reduce of gloo cost beside their bytes
+#                                        with --collective for gloo's batches and all_reduce
+# bash eval/bench.sh calls               fixed costs of gloo's batches and all_reduce
 # bash eval/bench.sh sharing [PARAMETERS [RULE...]]  rules and codecs in multiples of one memory copy of the model
 # bash eval/bench.sh ddp [CASE...]       steps of data parallel training: alone, PyTorch DDP, DecentralizedDataParallel with
 #                                        and without regroup; AccumAdam, slow links, stragglers
 # bash eval/bench.sh slow_links          four machines on cables of 100 Mbit/s and 1 Gbit/s: time to learn, beside PyTorch DDP
-#                                        with fp16 and PowerSGD and means of models; --latency MS (needs root)
-# bash eval/bench.sh collective          torch.distributed's gloo through decentnode, beside gloo alone and other ways
+#                                        with fp16, PowerSGD and model averaging; --latency MS (needs root)
+# bash eval/bench.sh collective          torch.distributed's gloo through decentnode, beside gloo alone and other transports
 # bash eval/bench.sh simulate [CASE...]  node-updates per second of simulated runs, beside bare loops; --gossipy PATH
 # bash eval/bench.sh scale [CONFIG...]   memory and speed of simulations of 1,000 and 10,000 nodes
-# bash eval/bench.sh effect_of_n [GRAPH...]  consensus and accuracy of 16 to 4,096 nodes, graph by graph: table, picture
+# bash eval/bench.sh effect_of_n [GRAPH...]  consensus and accuracy with 16 to 4,096 nodes, by graph: table and picture
 set -euo pipefail
 . "$(dirname "$0")/_env.sh"
 what=${1:-rounds}

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Runs a script of a checkout of Decent-DP that you have, with only the import changed:
+# Runs a script of your checkout of Decent-DP with only the import changed:
 #   bash eval/compat.sh --decent-dp PATH [--ranks N] [--script FILE [ARGUMENT...]]
-# or known scripts of several checkouts, on a CPU and in small, where there are no GPUs (eval/originals.py):
+# or, without GPUs, known scripts of several checkouts on a CPU at a small size (eval/originals.py):
 #   bash eval/compat.sh --without-gpu [--decent-dp PATH] [--experiments PATH] [--sdtl PATH] [--only NAME]
-# FILE is relative to PATH; without one it is tests/test.py, which wants torchvision, tqdm, loguru and MNIST in
-# PATH/MNIST/raw. Fetches nothing.
+# FILE is relative to PATH; by default it is tests/test.py, which needs torchvision, tqdm, loguru, and MNIST in
+# PATH/MNIST/raw. Nothing is downloaded.
 set -euo pipefail
 here=$(cd "$(dirname "$0")/.." && pwd)
 if [ "${1:-}" = --without-gpu ]; then

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# bash eval/gallery.sh [--only FIGURE]... [--seeds N] [--rounds N] [--jobs N]: the figures of docs/gallery.rst, from the
-# configs of configs/gallery. Two idle cores take under 15 minutes; a gallery that was stopped goes on where it was
-# (runs/gallery holds the runs, by commit).
+# bash eval/gallery.sh [--only FIGURE]... [--seeds N] [--rounds N] [--jobs N]: makes the figures of docs/gallery.rst
+# from the configs of configs/gallery. Takes under 15 minutes on two idle cores. After an interruption, the same command
+# continues with the runs that are not finished yet (in runs/gallery).
 set -euo pipefail
 . "$(dirname "$0")/_env.sh"
 cd "$root"

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # bash eval/gpu.sh [--tiny] [--wheels FOLDER] [--out FOLDER] [--seconds N] [CASE...]: everything that needs a GPU, in
-# under 8 minutes, or in N seconds: the environment, the GPU tests, the figures of eval/benchmarks/gpu.py with the
-# machine's ceilings beside them, and profiles of what missed its target. It leaves four files in FOLDER (by default
-# runs/gpu): gpu.txt, all that is printed, gpu.json, profiles.txt, and tests.txt, what pytest said; they are written
-# line by line, what matters most comes first, and a run that is cut off leaves what it has measured. What is printed
-# last, within 12,000 characters, is the whole table in short. It needs no network, no pip, and builds no environment:
-# python3 (or $PYTHON) must have torch and numpy; what else is missing, and Python's headers, is taken from what `bash
-# eval/gpu_wheels.sh` gathered (.gpu_wheels/). With --tiny sizes are tiny, as they are without CUDA, where the same
-# code runs on the CPU; .venv is used where python3 has no torch.
+# under 8 minutes, or in N seconds: the environment, the GPU tests, the figures of eval/benchmarks/gpu.py beside the
+# machine's ceilings, and profiles of what missed its target. It writes four files to FOLDER (by default runs/gpu):
+# gpu.txt (the output), gpu.json, profiles.txt, and tests.txt (pytest's output). They are written line by line, the most
+# important results first, so that a run that is stopped leaves what it has measured. The last 12,000 characters of the
+# output contain the whole table in short form. No network, pip or environment is needed: python3 (or $PYTHON) must have
+# torch and numpy; other missing packages, and Python's headers, come from .gpu_wheels/, which `bash
+# eval/gpu_wheels.sh` fills. With --tiny sizes are tiny; so they are without CUDA, where the same code runs on the CPU.
+# .venv is used if python3 has no torch.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 wheels=$root/.gpu_wheels out=$root/runs/gpu seconds=465 tiny=() cases=()
@@ -52,16 +52,16 @@ for wheel in sys.argv[2:]:
     zipfile.ZipFile(wheel).extractall(sys.argv[1])
 PY
 fi
-# Dozens of processes begin at once below: each would compile all of it for itself.
+# Dozens of processes start at once below; each would otherwise compile all files for itself.
 "$python" -m compileall -q -j 0 "$root/decentnode" "$root/tests" "$root/eval" ${missing:+"$scratch/site"} >&2 || true
-# Triton compiles what launches its kernels with Python's headers, which many machines have not.
+# Triton compiles the launchers of its kernels with Python's headers, which many machines lack.
 headers=$("$python" -c 'import sys; sys.path.insert(0, sys.argv[1]); import gpu_rows; print(gpu_rows.python_header())' \
   "$root/eval/benchmarks")
 if [ ! -e "$headers" ] && [ -e "$wheels/headers.zip" ]; then
   "$python" -m zipfile -e "$wheels/headers.zip" "$scratch/include"
   export C_INCLUDE_PATH=$scratch/include${C_INCLUDE_PATH:+:$C_INCLUDE_PATH}
 fi
-# And with libcuda, which it finds by ldconfig alone.
+# It also needs libcuda, which it finds only with ldconfig.
 if [ -z "${TRITON_LIBCUDA_PATH:-}" ] && ! /sbin/ldconfig -p 2>/dev/null | grep -q 'libcuda\.so\.1'; then
   for folder in /usr/lib/x86_64-linux-gnu /usr/lib64 /usr/local/nvidia/lib64 /usr/local/cuda/compat; do
     if [ -e "$folder/libcuda.so.1" ]; then export TRITON_LIBCUDA_PATH=$folder; break; fi
@@ -72,7 +72,7 @@ out=$(mkdir -p "$out" && cd "$out" && pwd)
 rm -f "$out"/{gpu.json,gpu.txt,tests.txt,profiles.txt}
 cd "$root"
 status=0
-# What came before counts: on a fresh machine the first import of torch alone may take a minute.
+# The time so far counts too: on a new machine the first import of torch alone may take a minute.
 GPU_TESTS_LOG=$out/tests.txt timeout --kill-after=10 $((seconds - SECONDS)) "$python" eval/benchmarks/gpu.py ${tiny[@]+"${tiny[@]}"} \
   --limit $((seconds - 15 - SECONDS)) --out "$out/gpu.json" ${cases[@]+"${cases[@]}"} | tee "$out/gpu.txt" || status=$?
 exit "$status"

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# bash eval/gpu_wheels.sh [FOLDER]: gathers what eval/gpu.sh needs on a GPU machine without a network, beside the torch
-# and numpy that are there: wheels for Python 3.12 on x86-64 Linux, at the versions of constraints.txt, at most 60 MB.
-# Without FOLDER they go to .gpu_wheels/, where eval/gpu.sh looks. With them goes a copy of Python 3.12's headers, where
-# there is one here ($PYTHON312, python3.12, pyenv): Triton compiles with them what launches its kernels.
+# bash eval/gpu_wheels.sh [FOLDER]: downloads what eval/gpu.sh needs on a GPU machine without a network that already has
+# torch and numpy: wheels for Python 3.12 on x86-64 Linux, at the versions of constraints.txt, at most 60 MB. Without
+# FOLDER they are stored in .gpu_wheels/, where eval/gpu.sh looks for them. A copy of Python 3.12's headers is added if
+# this machine has them ($PYTHON312, python3.12, pyenv): Triton compiles the launchers of its kernels with them.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 folder=${1:-$root/.gpu_wheels}

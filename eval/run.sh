@@ -4,7 +4,7 @@
 set -euo pipefail
 . "$(dirname "$0")/_env.sh"
 export DECENTNODE_LAUNCHER="bash $0"
-export DECENTNODE_STARTED=${EPOCHREALTIME:-}  # the times that a run tells do not count the set-up
+export DECENTNODE_STARTED=${EPOCHREALTIME:-}  # the times that a run reports do not include the set-up
 if [ $# -eq 0 ]; then
   exec "$venv/bin/python" -m decentnode run "$root/configs/quickstart.yaml"
 fi

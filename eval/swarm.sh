@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# bash eval/swarm.sh [SECONDS [FIRST]]   whole nodes on virtual time in worlds that are drawn from seeds: rule, graph,
-# codec, what happens to missing nodes, and faults; for 60 seconds when not said otherwise, on all cores
-# (DECENTNODE_WORKERS: on so many). Each failure is printed as the command that replays it, and the exit code is 1 then.
-# bash eval/swarm.sh --seed N            that world alone, and what went wrong in it. See tests/simulate/world/swarm.py.
+# bash eval/swarm.sh [SECONDS [FIRST]]   simulates whole nodes on virtual time with randomly drawn settings, one per
+# seed: rule, graph, codec, policy for missing nodes, and faults. Runs for 60 seconds by default, on all cores (or
+# DECENTNODE_WORKERS many). Each failure is printed as the command that replays it; then the exit code is 1.
+# bash eval/swarm.sh --seed N            only the settings of seed N, with its failures. See
+# tests/simulate/world/swarm.py.
 set -euo pipefail
 . "$(dirname "$0")/_env.sh"
 cd "$root"

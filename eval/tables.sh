@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# bash eval/tables.sh [--data FOLDER] [--only cifar|paired|tasks] [--seeds N] [--rounds N]: what the configs of
-# configs/tables reach, as the tables of docs/results.rst (docs/tables/*.txt). FOLDER holds cifar-10-batches-bin and
-# tinyshakespeare/input.txt; what is not there is left out and named. Two idle cores take about 40 minutes; a run that
-# was stopped goes on where it was (runs/tables/points.jsonl holds what was reached, by commit).
+# bash eval/tables.sh [--data FOLDER] [--only cifar|paired|tasks] [--seeds N] [--rounds N]: makes the tables of
+# docs/results.rst (docs/tables/*.txt) from the configs of configs/tables. FOLDER holds cifar-10-batches-bin and
+# tinyshakespeare/input.txt; missing data is reported and its rows are left out. Takes about 40 minutes on two idle
+# cores. After an interruption, the same command continues (runs/tables/points.jsonl holds the results, by commit).
 set -euo pipefail
 . "$(dirname "$0")/_env.sh"
 cd "$root"
