@@ -13,7 +13,7 @@ from decentnode.cli.console import REFRESH_SECONDS, REFRESH_SHARE, SUSPEND_SECON
 from decentnode.cli.output import Output, OutputKind
 from decentnode.sweeps.conduct import Ended, State, Watcher
 from decentnode.sweeps.plan import Sweep
-from decentnode.sweeps.progress import left, line, live_table
+from decentnode.sweeps.progress import live_table, point_line, time_left_text
 from decentnode.words import duration, plural, stamp
 
 LINE_SECONDS = 60.0
@@ -44,7 +44,7 @@ class ConsoleWatcher(Watcher):
     def planned(self, sweep: Sweep) -> None:
         jobs = f"{sweep.jobs} at a time" if sweep.jobs > 1 else "one at a time"
         how = "all nodes of a point in one process" if sweep.plan.by == "simulate" else "a process per node"
-        total = len(sweep.sampler.left())
+        total = len(sweep.sampler.remaining())
         self.say(f"sweep    {sweep.name}: {plural(total, 'point')}, {jobs}, {how}; {shown(sweep.folder)}")
         if sweep.rungs:
             rungs = ", ".join(map(str, sweep.rungs))
@@ -60,9 +60,9 @@ class ConsoleWatcher(Watcher):
         if ended.outcome.done and self._live is not None:
             return
         if ended.outcome.done:
-            self.say(line(state, ended, clock.now()), kind=OutputKind.PROGRESS)
+            self.say(point_line(state, ended, clock.now()), kind=OutputKind.PROGRESS)
         else:
-            self.say(line(state, ended, clock.now()), "red", OutputKind.ERROR)
+            self.say(point_line(state, ended, clock.now()), "red", OutputKind.ERROR)
         self._said = clock.now()
 
     def tick(self, state: State) -> None:
@@ -78,7 +78,8 @@ class ConsoleWatcher(Watcher):
         elif now - self._said > LINE_SECONDS:
             self._said = now
             going = ", ".join(f"{each.point.label} {each.round}/{each.prepared.rounds}" for each in state.running)
-            parts = [f"{len(state.ended)}/{state.total}  {duration(now - state.started)}: {going}", left(state, now)]
+            parts = [f"{len(state.ended)}/{state.total}  {duration(now - state.started)}: {going}",
+                     time_left_text(state, now)]  # fmt: skip
             self.say("; ".join(filter(None, parts)), kind=OutputKind.PROGRESS)
 
     def stopping(self, state: State, signal_name: str) -> None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 By = Literal["simulate", "processes"]
 """How a point is run: all its nodes are stepped in one process (simulate), or every node has a process (processes)."""
-TELL_SECONDS = 0.5
+PROGRESS_SECONDS = 0.5
 """Minimum time between two progress messages of a point."""
 INTERRUPTED = 130
 """Exit code of a process that was asked to stop before its point had finished."""
@@ -51,41 +51,42 @@ def main(task: PointTask, connection: Connection) -> None:
     os.setpgid(0, 0)  # Ctrl-C in a terminal reaches the sweep alone, which asks its points to stop
     entry.surround(task.request)
     entry.redirect_output(Path(task.folder) / "stderr.txt")
-    entry.leave(lambda channel: _work(task, channel), connection)
+    entry.leave(lambda channel: _run_and_write_outcome(task, channel), connection)
 
 
-def _work(task: PointTask, channel: Pipe) -> int:
+def _run_and_write_outcome(task: PointTask, channel: Pipe) -> int:
     from decentnode.errors import DecentnodeError, Interrupted
     from decentnode.sweeps.store import write_outcome
 
     started, folder = clock.now(), Path(task.folder)
     try:
-        found = _run(task, channel)
+        run_outcome = _run_or_resume(task, channel)
     except Interrupted:
         return INTERRUPTED
     except DecentnodeError as error:
-        told = _failed(folder, None, Failed(-1, error.exit_code, str(error).strip().splitlines()[0], str(error)))
+        title = str(error).strip().splitlines()[0]
+        outcome = _failure_outcome(folder, None, Failed(-1, error.exit_code, title, str(error)))
     except Exception as error:
         from decentnode.launch.nodes.node_process import describe_failure
 
-        told = _failed(folder, None, describe_failure(-1, error))
+        outcome = _failure_outcome(folder, None, describe_failure(-1, error))
     else:
-        if found.exit_code > 128:
+        if run_outcome.exit_code > 128:
             return INTERRUPTED
-        told = _ended(task, folder, found)
-    told = replace(told, seconds=clock.now() - started)
-    write_outcome(folder, told)
+        outcome = _outcome_of_run(task, folder, run_outcome)
+    outcome = replace(outcome, seconds=clock.now() - started)
+    write_outcome(folder, outcome)
     return 0
 
 
-def _run(task: PointTask, channel: Pipe) -> RunOutcome:
+def _run_or_resume(task: PointTask, channel: Pipe) -> RunOutcome:
     """Runs the point: from its own newest checkpoint if it has one, else from that of `task.resume`, else from the
     start."""
     from decentnode.errors import CheckpointError
     from decentnode.sweeps.store import has_checkpoints
 
-    places = [""] if has_checkpoints(Path(task.folder) / task.name) else []
-    for resume in (*places, *filter(None, [task.resume])):
+    candidates = [""] if has_checkpoints(Path(task.folder) / task.name) else []
+    for resume in (*candidates, *filter(None, [task.resume])):
         try:
             return _run_from(task, resume, channel)
         except CheckpointError:
@@ -96,7 +97,7 @@ def _run(task: PointTask, channel: Pipe) -> RunOutcome:
 def _run_from(task: PointTask, resume: str | None, channel: Pipe) -> RunOutcome:
     request = replace(task.request, overrides=[*task.request.overrides, f"run.dir={json.dumps(task.folder)}"],
                       resume=resume)  # fmt: skip
-    observer = Teller(channel)
+    observer = ProgressReporter(channel)
     if task.by == "processes":
         from decentnode.launch.supervisor import supervise
 
@@ -110,61 +111,61 @@ def _run_from(task: PointTask, resume: str | None, channel: Pipe) -> RunOutcome:
     return run_here(replace(request, in_process=True, simulate=True), observer, command="decentnode sweep")
 
 
-def _ended(task: PointTask, folder: Path, found: RunOutcome) -> Outcome:
-    from decentnode.sweeps.store import Outcome, without_models
+def _outcome_of_run(task: PointTask, folder: Path, run_outcome: RunOutcome) -> Outcome:
+    from decentnode.sweeps.store import Outcome, remove_node_models
 
-    assert found.run_dir is not None
+    assert run_outcome.run_dir is not None
     if not task.every_model:
-        without_models(found.run_dir)
-    if found.exit_code:
-        return _failed(folder, found.run_dir, found.failure or Failed(-1, found.exit_code, "the run failed", ""))
-    return Outcome("finished", _relative(folder, found.run_dir))
+        remove_node_models(run_outcome.run_dir)
+    if run_outcome.exit_code:
+        failure = run_outcome.failure or Failed(-1, run_outcome.exit_code, "the run failed", "")
+        return _failure_outcome(folder, run_outcome.run_dir, failure)
+    return Outcome("finished", _relative(folder, run_outcome.run_dir))
 
 
-def _failed(folder: Path, run: Path | None, failed: Failed) -> Outcome:
+def _failure_outcome(folder: Path, run: Path | None, failed: Failed) -> Outcome:
     from decentnode.errors import Diverged
     from decentnode.sweeps.store import Outcome
 
-    where = f"node {failed.uid}: " if failed.uid >= 0 and not failed.title.startswith("node ") else ""
+    prefix = f"node {failed.uid}: " if failed.uid >= 0 and not failed.title.startswith("node ") else ""
     status: Literal["diverged", "failed"] = "diverged" if failed.exit_code == Diverged.exit_code else "failed"
-    return Outcome(status, _relative(folder, run) if run else "", f"{where}{failed.title}", failed.exit_code)
+    return Outcome(status, _relative(folder, run) if run else "", f"{prefix}{failed.title}", failed.exit_code)
 
 
 def _relative(folder: Path, run: Path) -> str:
     return os.path.relpath(os.path.realpath(run), os.path.realpath(folder))
 
 
-class Teller(Observer):
+class ProgressReporter(Observer):
     """Reports the progress of the point to the sweep."""
 
     def __init__(self, channel: Pipe) -> None:
         self._channel = channel
-        self._state: Any = None
-        self._told = clock.now() - TELL_SECONDS
+        self._progress: Any = None
+        self._sent_at = clock.now() - PROGRESS_SECONDS
 
     def facts(self, facts: Facts, run_dir: Path | None) -> None:  # noqa: ARG002
         from decentnode.report.reading.measured import measured_in
         from decentnode.report.reading.progress import RunProgress
 
         measured = measured_in({"task": facts.task})
-        self._state = RunProgress.of(facts.rounds, facts.local, facts.evaluate_every, measured,
-                                     facts.own_rounds)
-        self._tell()
+        self._progress = RunProgress.of(facts.rounds, facts.local, facts.evaluate_every, measured, facts.own_rounds)
+        self._send_progress()
 
     def progress(self, uid: int, record: dict[str, Any]) -> None:
-        if self._state.update(uid, record):
-            self._tell()
+        if self._progress.update(uid, record):
+            self._send_progress()
 
     def tick(self) -> None:
-        if self._state is not None and clock.now() - self._told >= TELL_SECONDS:
-            self._tell()
+        if self._progress is not None and clock.now() - self._sent_at >= PROGRESS_SECONDS:
+            self._send_progress()
 
-    def _tell(self) -> None:
-        self._told = clock.now()
-        state = self._state
-        main = state.measured.main
+    def _send_progress(self) -> None:
+        self._sent_at = clock.now()
+        progress = self._progress
+        main = progress.measured.main
         try:
-            self._channel.send(Progress(-1, {"round": state.round, "of": state.rounds, "metric": main.text,
-                                             "value": state.latest.get(f"{main.name}_mean")}))  # fmt: skip
+            self._channel.send(Progress(-1, {"round": progress.round, "of": progress.rounds, "metric": main.text,
+                                             "value": progress.latest.get(f"{main.name}_mean")}))  # fmt: skip
         except OSError:  # the sweep was killed: this point ends too, without an outcome
             os._exit(1)

@@ -17,7 +17,7 @@ from decentnode.metrics import summary as summaries
 from decentnode.sweeps import child
 from decentnode.sweeps.child import PointTask
 from decentnode.sweeps.plan import Sweep
-from decentnode.sweeps.point import Point, Prepared, prepare
+from decentnode.sweeps.point import Point, PreparedPoint, prepare
 from decentnode.sweeps.store import Outcome, Store
 
 TICK_SECONDS = 0.25
@@ -27,14 +27,14 @@ CHECK_SECONDS = 10.0
 
 
 @dataclass
-class Running:
+class RunningPoint:
     """A point whose process is running."""
 
-    prepared: Prepared
+    prepared: PreparedPoint
     worker: Worker
-    since: float
+    started_at: float
     """`clock.now()` at its start."""
-    began: int | None = None
+    first_round: int | None = None
     """The number of rounds in its first progress message: the rounds of the run that it resumed; None before that
     message."""
     round: int = 0
@@ -91,7 +91,7 @@ class State:
 
     sweep: Sweep
     started: float
-    running: list[Running] = field(default_factory=list)
+    running: list[RunningPoint] = field(default_factory=list)
     ended: list[Ended] = field(default_factory=list)
     rounds_done: int = 0
     """Rounds computed in this command by points that have finished."""
@@ -101,22 +101,22 @@ class State:
     @property
     def total(self) -> int:
         """Returns the number of points that have ended, are running or are still to come, as far as it is known."""
-        return len(self.ended) + len(self.running) + len(self.sweep.sampler.left())
+        return len(self.ended) + len(self.running) + len(self.sweep.sampler.remaining())
 
     def seconds_left(self, now: float) -> float | None:
         """Returns the estimated seconds to the end, at the average speed of rounds in this command; None before the
         first round."""
-        gone = self.rounds_done + sum(each.round - (each.began or 0) for each in self.running)
-        if gone <= 0 or now <= self.started:
+        rounds_made = self.rounds_done + sum(each.round - (each.first_round or 0) for each in self.running)
+        if rounds_made <= 0 or now <= self.started:
             return None
-        coming = sum(max(0, each.prepared.rounds - each.round) for each in self.running)
-        past = 0
-        for rounds in self.sweep.sampler.left():
-            whole = self.sweep.rounds if rounds is None else rounds
-            place = self.sweep.rungs.index(whole) if whole in self.sweep.rungs else 0
-            past = self.sweep.rungs[place - 1] if place else 0
-            coming += whole - past
-        return coming * (now - self.started) / gone
+        rounds_left = sum(max(0, each.prepared.rounds - each.round) for each in self.running)
+        earlier = 0
+        for rounds in self.sweep.sampler.remaining():
+            target = self.sweep.rounds if rounds is None else rounds
+            rung = self.sweep.rungs.index(target) if target in self.sweep.rungs else 0
+            earlier = self.sweep.rungs[rung - 1] if rung else 0
+            rounds_left += target - earlier
+        return rounds_left * (now - self.started) / rounds_made
 
 
 def conduct(sweep: Sweep, watcher: Watcher) -> State:
@@ -127,7 +127,7 @@ def conduct(sweep: Sweep, watcher: Watcher) -> State:
     if the folder cannot be written.
     """
     store = Store(sweep.folder)
-    with store.alone(), StopSignals() as signals:
+    with store.locked(), StopSignals() as signals:
         return _Conductor(sweep, watcher, store, signals).run()
 
 
@@ -136,19 +136,19 @@ class _Conductor:
         self.sweep, self.watcher, self.store, self.signals = sweep, watcher, store, signals
         self.state = State(sweep, clock.now())
         self._context = forkserver.start()
-        self._ran: dict[str, Ended] = {}
+        self._ended_by_digest: dict[str, Ended] = {}
         """By digest: the points that ended in this command, those run by an earlier command included."""
-        self._checked: dict[Point, Prepared | UsageError | EnvironmentFault] = {}
+        self._checked: dict[Point, PreparedPoint | UsageError | EnvironmentFault] = {}
 
     def run(self) -> State:
         self.watcher.planned(self.sweep)
-        state, waiting = self.state, list[Prepared]()
+        state, waiting = self.state, list[PreparedPoint]()
         try:
             self._check_ahead()
             while not self.signals.received:
-                self._fill(waiting)
+                self._start_points(waiting)
                 if state.running:
-                    self._watch()
+                    self._wait_for_messages()
                 elif not waiting:
                     break
             if self.signals.received:
@@ -162,19 +162,19 @@ class _Conductor:
     def _check_ahead(self) -> None:
         """Checks every combination with its first seed before anything runs, so that problems are reported at once.
         This takes CHECK_SECONDS at most; the remaining points are checked when their turn comes."""
-        since, seen = clock.now(), set()
+        started, checked = clock.now(), set()
         for point in self.sweep.sampler.known():
-            if self.signals.received or clock.now() - since > CHECK_SECONDS:
+            if self.signals.received or clock.now() - started > CHECK_SECONDS:
                 return
-            if point.settings not in seen:
-                seen.add(point.settings)
+            if point.settings not in checked:
+                checked.add(point.settings)
                 self._check(point)
                 self.watcher.tick(self.state)
         problems = [each for each in self._checked.values() if isinstance(each, UsageError)]
-        if problems and len(problems) == len(seen):
+        if problems and len(problems) == len(checked):
             raise problems[0]
 
-    def _check(self, point: Point) -> Prepared | UsageError | EnvironmentFault:
+    def _check(self, point: Point) -> PreparedPoint | UsageError | EnvironmentFault:
         if point not in self._checked:
             plan = self.sweep.plan
             try:
@@ -183,61 +183,61 @@ class _Conductor:
                 self._checked[point] = error
         return self._checked[point]
 
-    def _fill(self, waiting: list[Prepared]) -> None:
+    def _start_points(self, waiting: list[PreparedPoint]) -> None:
         """Starts points while fewer than `jobs` run. waiting: points whose digest equals that of a running one; they
         take its result when it has ended."""
-        under_way = {each.prepared.digest for each in self.state.running}
-        for prepared in [each for each in waiting if each.digest not in under_way]:
+        running_digests = {each.prepared.digest for each in self.state.running}
+        for prepared in [each for each in waiting if each.digest not in running_digests]:
             waiting.remove(prepared)
-            self._take(prepared)
+            self._start_or_reuse(prepared)
         while len(self.state.running) < self.sweep.jobs and not self.signals.received:
             point = self.sweep.sampler.ask()
             if point is None:
                 return
-            new = self._prepared(point)
+            new = self._prepare(point)
             if new is None:
                 continue
             if any(each.prepared.digest == new.digest for each in self.state.running):
                 waiting.append(new)
             else:
-                self._take(new)
-            self._listen()
+                self._start_or_reuse(new)
+            self._handle_messages()
 
-    def _prepared(self, point: Point) -> Prepared | None:
-        found = self._check(point)
+    def _prepare(self, point: Point) -> PreparedPoint | None:
+        checked = self._check(point)
         del self._checked[point]
-        if isinstance(found, Prepared):
-            return found
-        self._over(Ended(point, Outcome("invalid", title=_first_problem(found), exit_code=found.exit_code)))
+        if isinstance(checked, PreparedPoint):
+            return checked
+        self._record_end(Ended(point, Outcome("invalid", title=_first_problem(checked), exit_code=checked.exit_code)))
         return None
 
-    def _take(self, prepared: Prepared) -> None:
+    def _start_or_reuse(self, prepared: PreparedPoint) -> None:
         """Starts a point, or records it as ended if it was run before."""
-        known = self._ran.get(prepared.digest)
-        if known is not None:
-            self._over(replace(known, point=prepared.point))
+        ended = self._ended_by_digest.get(prepared.digest)
+        if ended is not None:
+            self._record_end(replace(ended, point=prepared.point))
             return
-        found = None if self.sweep.plan.again else self.store.outcome(prepared.digest)
-        if found is not None and found.done:
-            self._over(self._ended(prepared, found, before=True))
+        outcome = None if self.sweep.plan.again else self.store.outcome(prepared.digest)
+        if outcome is not None and outcome.done:
+            self._record_end(self._ended_point(prepared, outcome, before=True))
             return
         folder = self.store.open(prepared)
         task = PointTask(prepared.request, prepared.name, str(folder), self.sweep.plan.by,
-                         self._previous(prepared.point), self.sweep.plan.every_model)  # fmt: skip
+                         self._run_to_resume(prepared.point), self.sweep.plan.every_model)  # fmt: skip
         worker = start_child(self._context, child.main, task, daemon=False)
-        self.state.running.append(Running(prepared, worker, clock.now()))
+        self.state.running.append(RunningPoint(prepared, worker, clock.now()))
 
-    def _previous(self, point: Point) -> str:
+    def _run_to_resume(self, point: Point) -> str:
         """Returns the run that a point of successive halving resumes; "" if the point starts from the beginning."""
-        before = self.sweep.sampler.previous(point)
-        if before is None:
+        previous = self.sweep.sampler.previous(point)
+        if previous is None:
             return ""
-        found = next((each for each in reversed(self.state.ended) if each.point == before), None)
-        return str(found.run) if found is not None and found.run is not None else ""
+        ended = next((each for each in reversed(self.state.ended) if each.point == previous), None)
+        return str(ended.run) if ended is not None and ended.run is not None else ""
 
     # -- watching ---------------------------------------------------------------------------------------------
 
-    def _watch(self) -> None:
+    def _wait_for_messages(self) -> None:
         """Waits up to TICK_SECONDS for messages from the points and handles those that have arrived."""
         running = self.state.running
         awaited = [each.worker.channel.connection for each in running if each.worker.open]
@@ -245,40 +245,40 @@ class _Conductor:
         self.signals.clear()
         if self.signals.suspend_if_asked(self.watcher.suspending):
             self.watcher.resumed()
-        self._listen()
+        self._handle_messages()
 
-    def _listen(self) -> None:
+    def _handle_messages(self) -> None:
         for each in [*self.state.running]:
             for message in each.worker.messages():
                 if isinstance(message, Progress):
-                    _note(each, message.record)
+                    _update_progress(each, message.record)
             if not each.worker.process.is_alive():
                 each.worker.reap()
                 self.state.running.remove(each)
-                self._after(each)
+                self._handle_exit(each)
         self.watcher.tick(self.state)
 
-    def _after(self, each: Running) -> None:
+    def _handle_exit(self, each: RunningPoint) -> None:
         """Handles a point whose process has ended."""
         outcome = self.store.outcome(each.prepared.digest)
         if outcome is None:
             if each.asked_to_stop:
                 return
             outcome = Outcome("killed", title=f"its process {each.worker.ending()}", exit_code=8,
-                              seconds=clock.now() - each.since)  # fmt: skip
+                              seconds=clock.now() - each.started_at)  # fmt: skip
         if outcome.status == "finished":
-            self.state.rounds_done += each.prepared.rounds - (each.began or 0)
-        self._over(self._ended(each.prepared, outcome))
+            self.state.rounds_done += each.prepared.rounds - (each.first_round or 0)
+        self._record_end(self._ended_point(each.prepared, outcome))
 
-    def _ended(self, prepared: Prepared, outcome: Outcome, before: bool = False) -> Ended:
+    def _ended_point(self, prepared: PreparedPoint, outcome: Outcome, before: bool = False) -> Ended:
         run, value = self.store.run(prepared.digest, outcome), None
         if outcome.status == "finished" and run is not None:
             value = value_of(run, self.sweep.metric)
         return Ended(prepared.point, outcome, run, value, prepared.digest, before)
 
-    def _over(self, ended: Ended) -> None:
+    def _record_end(self, ended: Ended) -> None:
         if ended.digest:
-            self._ran[ended.digest] = ended
+            self._ended_by_digest[ended.digest] = ended
         self.state.ended.append(ended)
         if not ended.outcome.done:
             self.state.exit_code = self.state.exit_code or ended.outcome.exit_code or 8
@@ -298,18 +298,18 @@ class _Conductor:
             self.watcher.stopping(self.state, signal.Signals(self.signals.received[0]).name)
         # The fork server ignores signals, and so does a child that it has forked until its own handler is installed:
         # points that have sent no message yet may have missed the signal, and get it again after their first message
-        silent = [each for each in self.state.running if each.began is None]
+        unconfirmed = [each for each in self.state.running if each.first_round is None]
         while self.state.running and len(self.signals.received) < 2:
-            self._watch()
-            for each in [each for each in silent if each.began is not None]:
-                silent.remove(each)
+            self._wait_for_messages()
+            for each in [each for each in unconfirmed if each.first_round is not None]:
+                unconfirmed.remove(each)
                 each.worker.process.terminate()
 
 
-def _note(each: Running, record: dict[str, object]) -> None:
+def _update_progress(each: RunningPoint, record: dict[str, object]) -> None:
     rounds, value = record.get("round"), record.get("value")
     if isinstance(rounds, int):
-        each.began = rounds if each.began is None else each.began
+        each.first_round = rounds if each.first_round is None else each.first_round
         each.round = rounds
     each.metric = str(record.get("metric", ""))
     each.value = float(value) if isinstance(value, int | float) else each.value

@@ -32,41 +32,41 @@ def evaluation_rows(results: Results) -> Iterator[dict[str, Any]]:
                 run = load(ended.run)
             except (OSError, UsageError):
                 continue
-            given = dict(ended.point.settings)
-            point = {"experiment": results.name, **{key: given.get(key) for key in keys}, "seed": seed_of(ended),
+            settings = dict(ended.point.settings)
+            point = {"experiment": results.name, **{key: settings.get(key) for key in keys}, "seed": seed_of(ended),
                      "status": ended.outcome.status}  # fmt: skip
-            for told in _evaluations(run):
-                yield {**point, **told, "run": str(ended.run)}
+            for figures in _evaluations(run):
+                yield {**point, **figures, "run": str(ended.run)}
 
 
 def _evaluations(run: RecordedRun) -> Iterator[dict[str, Any]]:
     """Yields the figures of each evaluation of a run, in the order of rounds."""
     curves, virtual = run.measured.curves, run.virtual_seconds()
-    found = {name: run.by_node(name) for name in curves}
+    by_curve = {name: run.by_node(name) for name in curves}
     merged = {name: run.by_node(name, merged=True) for name, curve in curves.items() if curve.merged}
-    evaluated = [name for name, curve in curves.items() if curve.kind == "evaluation" and found[name]]
-    where = {name: {axis: run.by_round(name, axis) for axis in ("seconds", "bytes")} for name in evaluated}
-    for rounds in sorted({rounds for name in evaluated for rounds in found[name]}):
-        here = [name for name in evaluated if rounds in where[name]["seconds"]]
-        if not here:  # nodes with round counts of their own: there is no common moment
+    evaluated = [name for name, curve in curves.items() if curve.kind == "evaluation" and by_curve[name]]
+    positions = {name: {axis: run.by_round(name, axis) for axis in ("seconds", "bytes")} for name in evaluated}
+    for rounds in sorted({rounds for name in evaluated for rounds in by_curve[name]}):
+        present = [name for name in evaluated if rounds in positions[name]["seconds"]]
+        if not present:  # nodes with round counts of their own: there is no common moment
             continue
-        at = where[here[0]]
-        line: dict[str, Any] = {"round": rounds, "seconds": at["seconds"][rounds][0],
-                                "bytes": int(at["bytes"][rounds][0])}  # fmt: skip
+        first_positions = positions[present[0]]
+        line: dict[str, Any] = {"round": rounds, "seconds": first_positions["seconds"][rounds][0],
+                                "bytes": int(first_positions["bytes"][rounds][0])}  # fmt: skip
         if virtual:
             line[VIRTUAL] = virtual.get(rounds)
-        for name in here:
+        for name in present:
             key, scale = curves[name].key, curves[name].scale
-            values = [value / scale for value in where[name]["seconds"][rounds][1]]
+            values = [value / scale for value in positions[name]["seconds"][rounds][1]]
             if not curves[name].spread:
                 line[key] = statistics.fmean(values)
                 continue
             line |= {f"{key}_mean": statistics.fmean(values), f"{key}_min": min(values), f"{key}_max": max(values)}
-            if told := merged.get(name, {}).get(rounds):
-                line[f"{key}_merged"] = next(iter(told.values()))[0] / scale
+            if node_values := merged.get(name, {}).get(rounds):
+                line[f"{key}_merged"] = next(iter(node_values.values()))[0] / scale
         for name, column in OF_ROUNDS.items():
-            if told := found[name].get(rounds):
-                line[column] = statistics.fmean(value for value, _ in told.values())
+            if node_values := by_curve[name].get(rounds):
+                line[column] = statistics.fmean(value for value, _ in node_values.values())
         yield line
 
 

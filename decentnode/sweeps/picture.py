@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 MOST_LINES = 24
 """Lines in a plot; further ones, the worst, are left out."""
-APART = 3 / 72
+BAR_DISTANCE = 3 / 72
 """Horizontal distance in inches between the error bars of two lines at the same value."""
 MOST_ROWS = 40
 """Rows in a plot without a numeric key; further ones, the worst, are left out."""
@@ -58,7 +58,7 @@ def numeric_key(settings: Sequence[Settings]) -> str | None:
     for each in settings:
         for key, value in each:
             values.setdefault(key, set()).add(value)
-    several = {key: len(found) for key, found in values.items() if len(found) > 1}
+    several = {key: len(values_of_key) for key, values_of_key in values.items() if len(values_of_key) > 1}
     numbers = {key: count for key, count in several.items() if None not in map(_number, values[key])}
     chosen = max(numbers, key=numbers.__getitem__, default=None)
     names = [tuple(pair for pair in each if pair[0] not in numbers) for each in settings]
@@ -91,11 +91,12 @@ def _lines(figure: Figure, results: Results, rows: Sequence[Row], key: str) -> N
         dashes = dashes if drawn is groups or len(rows[0].settings) == 1 else ""
         label = " ".join(f"{names[name]}={short[group[0].settings][name]}" for name, _ in others)
         # Error bars of several lines at the same value would hide each other
-        beside = ScaledTranslation((index - (min(len(drawn), MOST_LINES) - 1) / 2) * APART, 0, figure.dpi_scale_trans)
-        made = panel.errorbar(x, mean, bars if any(bars) else None, fmt=f"o{dashes}", color=color, markersize=4,
+        inches = (index - (min(len(drawn), MOST_LINES) - 1) / 2) * BAR_DISTANCE
+        offset = ScaledTranslation(inches, 0, figure.dpi_scale_trans)
+        bar_artists = panel.errorbar(x, mean, bars if any(bars) else None, fmt=f"o{dashes}", color=color, markersize=4,
                               capsize=3, linewidth=1.2, label=label)  # fmt: skip
-        for artist in made.get_children():
-            artist.set_transform(panel.transData + beside)
+        for artist in bar_artists.get_children():
+            artist.set_transform(panel.transData + offset)
     points = sorted({_at(each, key) for each in rows})
     if points[0] > 0 and points[-1] / points[0] >= 10:
         panel.set_xscale("log")

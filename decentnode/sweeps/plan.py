@@ -22,7 +22,7 @@ from decentnode.sweeps.samplers import Halving, Listed, Optuna, Sampler, budgets
 from decentnode.sweeps.space import Axis, draws, grid
 
 Kind = Literal["grid", "random", "optuna"]
-HIGHER = frozenset({"rounds"})
+HIGHER_IS_BETTER = frozenset({"rounds"})
 """Figures that runs of every task have and of which higher values are better; of all others lower values are."""
 
 
@@ -123,7 +123,8 @@ def plan(asked: Plan) -> Sweep:
     sampler: Sampler
     if asked.sampler == "optuna":
         assert asked.points is not None
-        sampler = Optuna(asked.axes, seeds, asked.points, base.seed, folder / f"optuna-{_study(asked, base)}.jsonl")
+        file = folder / f"optuna-{_study_name(asked, base)}.jsonl"
+        sampler = Optuna(asked.axes, seeds, asked.points, base.seed, file)
     else:
         settings = grid(asked.axes) if asked.points is None else draws(asked.axes, asked.points, base.seed)
         sampler = Listed(settings, seeds)
@@ -137,12 +138,12 @@ def plan(asked: Plan) -> Sweep:
 
 def better_of(measured: TaskMetrics) -> dict[str, str]:
     """Returns "higher" or "lower", whichever is better, by the name of each figure of a run's summary."""
-    found = {figure.name: metric.better for metric in measured.metrics for figure in metric.figures(False)}
-    return {**found, **{name: "higher" if name in HIGHER else "lower" for name in BY_NAME}}
+    better = {figure.name: metric.better for metric in measured.metrics for figure in metric.figures(False)}
+    return {**better, **{name: "higher" if name in HIGHER_IS_BETTER else "lower" for name in BY_NAME}}
 
 
-def _study(asked: Plan, base: Experiment) -> str:
+def _study_name(asked: Plan, base: Experiment) -> str:
     """Returns a name for the Optuna study: a hash of everything that determines its proposals."""
-    axes = [[axis.key, axis.values, vars(axis.law) if axis.law else None] for axis in asked.axes]
+    axes = [[axis.key, axis.values, vars(axis.distribution) if axis.distribution else None] for axis in asked.axes]
     text = json.dumps([digest_of(base, asked.by), axes, asked.seeds, asked.metric])
     return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()

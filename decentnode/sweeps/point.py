@@ -42,7 +42,7 @@ def label_of(settings: Settings) -> str:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedPoint:
     """A point whose experiment was loaded and has no problem."""
 
     point: Point
@@ -55,15 +55,15 @@ class Prepared:
     rounds: int
 
 
-def request_of(base: Request, point: Point, more: Sequence[str] = ()) -> Request:
-    """Returns the request of a point: the sweep's own, with the point's values as overrides. more: further "key=value"
+def request_of(base: Request, point: Point, extra: Sequence[str] = ()) -> Request:
+    """Returns the request of a point: the sweep's own, with the point's values as overrides. extra: further "key=value"
     overrides for points of halving."""
     values = [f"{key}={value}" for key, value in point.settings]
     if point.seed is not None:
         values.append(f"seed={point.seed}")
     if point.rounds is not None:
         # Halving resumes from the state after the last round, which node.checkpoint keeps
-        values += [f"node.rounds={point.rounds}", *more]
+        values += [f"node.rounds={point.rounds}", *extra]
     return replace(base, overrides=[*base.overrides, *values])
 
 
@@ -72,14 +72,14 @@ def load_base(base: Request) -> Experiment:
     return load(base.config or None, base.overrides, base.environ, layers=base.layers, connected=False)
 
 
-def prepare(base: Request, point: Point, by: str, more: Sequence[str] = ()) -> Prepared:
+def prepare(base: Request, point: Point, by: str, extra: Sequence[str] = ()) -> PreparedPoint:
     """Loads and checks the experiment of a point. Raises UsageError with all its problems."""
-    request = request_of(base, point, more)
+    request = request_of(base, point, extra)
     experiment = load(request.config or None, request.overrides, request.environ, layers=request.layers,
                       connected=by == "processes")  # fmt: skip
     experiment.make_mapping()
     request = replace(request, found=searched(experiment))
-    return Prepared(point, request, digest_of(experiment, by), experiment.name, experiment.node.rounds)
+    return PreparedPoint(point, request, digest_of(experiment, by), experiment.name, experiment.node.rounds)
 
 
 def digest_of(experiment: Experiment, by: str) -> str:
@@ -91,21 +91,21 @@ def digest_of(experiment: Experiment, by: str) -> str:
     """
     content = experiment.resolved()
     del content["run"]
-    named = {name: _source(name.partition(":")[0]) for name in sorted(set(_named(content)))}
-    text = json.dumps([by, content, portable_text(experiment), named], sort_keys=True)
+    digests = {name: _module_digest(name.partition(":")[0]) for name in sorted(set(_class_names(content)))}
+    text = json.dumps([by, content, portable_text(experiment), digests], sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
-def _named(value: Any) -> Iterator[str]:
+def _class_names(value: Any) -> Iterator[str]:
     """Yields every "package.module:Class" in a resolved config."""
     if isinstance(value, dict | list):
-        for below in value.values() if isinstance(value, dict) else value:
-            yield from _named(below)
+        for child in value.values() if isinstance(value, dict) else value:
+            yield from _class_names(child)
     elif isinstance(value, str) and value.count(":") == 1 and value.replace(":", ".").replace(".", "_").isidentifier():
         yield value
 
 
-def _source(module: str) -> str:
+def _module_digest(module: str) -> str:
     """Returns the content digest of the file of an imported module; "" if it has no file."""
     file = getattr(sys.modules.get(module), "__file__", None)
     return (content_digest(Path(file)) or "") if file and os.path.isfile(file) else ""

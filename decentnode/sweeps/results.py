@@ -118,20 +118,22 @@ def results_of(state: State) -> Results:
     groups: dict[Settings, list[Ended]] = {}
     for each in latest.values():
         groups.setdefault(each.point.settings, []).append(each)
-    extra = _to_target(sweep, [ran for each in latest.values() if (ran := _ran(each, sweep.measured)) is not None])
-    found = [_row(settings, group, shown, sweep, extra) for settings, group in groups.items()]
-    found.sort(key=lambda each: (-each.rounds, each.mean is None, not each.whole, sweep.sign * (each.mean or 0.0)))
-    rows = [each for group in _groups(found, sweep.plan.within).values() for each in group]
-    return Results(sweep.name, sweep.folder, metric, tuple(_compared(rows, sweep.plan.within)), state.exit_code > 128,
-                   sweep.plan.best_by, "lower" if sweep.sign > 0 else "higher", sweep.plan.within, extra)
+    runs = [run for each in latest.values() if (run := _read_run(each, sweep.measured)) is not None]
+    extra = _target_columns(sweep, runs)
+    rows = [_row(settings, group, shown, sweep, extra) for settings, group in groups.items()]
+    rows.sort(key=lambda each: (-each.rounds, each.mean is None, not each.whole, sweep.sign * (each.mean or 0.0)))
+    ordered = [each for group in _groups(rows, sweep.plan.within).values() for each in group]
+    tested = tuple(_with_tests(ordered, sweep.plan.within))
+    return Results(sweep.name, sweep.folder, metric, tested, state.exit_code > 128, sweep.plan.best_by,
+                   "lower" if sweep.sign > 0 else "higher", sweep.plan.within, extra)
 
 
-def _to_target(sweep: Sweep, found: Sequence[Ran]) -> tuple[Extra, ...]:
+def _target_columns(sweep: Sweep, runs: Sequence[Ran]) -> tuple[Extra, ...]:
     """Returns the columns of the sweep's target. After halving they lack the seconds, as other points ran between its
     rungs."""
-    if sweep.plan.target is None or not found:
+    if sweep.plan.target is None or not runs:
         return ()
-    return tuple(each for each in target_columns(found, sweep.plan.target)
+    return tuple(each for each in target_columns(runs, sweep.plan.target)
                  if not (sweep.rungs and each[0].name == "seconds_to_target"))  # fmt: skip
 
 
@@ -140,16 +142,16 @@ def _row(
 ) -> Row:
     group = sorted(group, key=lambda each: -1 if each.point.seed is None else each.point.seed)
     furthest = max(each.point.rounds or sweep.rounds for each in group)
-    whole = [each for each in group if each.run is not None and each.outcome.status == "finished"
+    complete = [each for each in group if each.run is not None and each.outcome.status == "finished"
              and (each.point.rounds or sweep.rounds) == furthest]  # fmt: skip
-    told = [ran for each in whole if (ran := _ran(each, sweep.measured)) is not None]
-    values = {each.point.seed: each.value for each in whole if each.value is not None}
-    compared = with_more(row(label_of(settings), [ran.summary for ran in told], shown), told, extra)
+    runs = [ran for each in complete if (ran := _read_run(each, sweep.measured)) is not None]
+    values = {each.point.seed: each.value for each in complete if each.value is not None}
+    compared = with_more(row(label_of(settings), [ran.summary for ran in runs], shown), runs, extra)
     return Row(settings, furthest, values, compared, tuple(group),
                whole=len(values) == max(len(group), sweep.plan.seeds or 1))  # fmt: skip
 
 
-def _ran(ended: Ended, measured: TaskMetrics = BEFORE) -> Ran | None:
+def _read_run(ended: Ended, measured: TaskMetrics = BEFORE) -> Ran | None:
     """Returns a point's run with what tables need of it; None if it left no run."""
     if ended.run is None:
         return None
@@ -163,23 +165,23 @@ def _ran(ended: Ended, measured: TaskMetrics = BEFORE) -> Ran | None:
 def _groups(rows: Sequence[Row], keys: Sequence[str]) -> dict[tuple[str, ...], list[Row]]:
     """Returns the rows grouped by their values of these keys, groups in the order of their first row; one group without
     keys."""
-    found: dict[tuple[str, ...], list[Row]] = {}
+    groups: dict[tuple[str, ...], list[Row]] = {}
     for each in rows:
-        found.setdefault(tuple(value_at(each.settings, key) for key in keys), []).append(each)
-    return found
+        groups.setdefault(tuple(value_at(each.settings, key) for key in keys), []).append(each)
+    return groups
 
 
-def _compared(rows: Sequence[Row], within: Sequence[str]) -> list[Row]:
+def _with_tests(rows: Sequence[Row], within: Sequence[str]) -> list[Row]:
     """Returns the rows with the paired test of each row that ran as many rounds as the best of its group, against that
     best."""
     bests = {values: next((each for each in group if each.mean is not None), None)
              for values, group in _groups(rows, within).items()}  # fmt: skip
-    of = [bests[tuple(value_at(each.settings, key) for key in within)] for each in rows]
-    against = [None if best is None or each is best or each.rounds != best.rounds
-               else paired(each.values, best.values) for each, best in zip(rows, of, strict=True)]  # fmt: skip
-    corrected = holm([None if each is None else each.p for each in against])
+    row_bests = [bests[tuple(value_at(each.settings, key) for key in within)] for each in rows]
+    tests = [None if best is None or each is best or each.rounds != best.rounds
+               else paired(each.values, best.values) for each, best in zip(rows, row_bests, strict=True)]  # fmt: skip
+    corrected = holm([None if each is None else each.p for each in tests])
     return [replace(each, against=pair, p=p, leads=each is best)
-            for each, best, pair, p in zip(rows, of, against, corrected, strict=True)]  # fmt: skip
+            for each, best, pair, p in zip(rows, row_bests, tests, corrected, strict=True)]  # fmt: skip
 
 
 def best_of_each(results: Results) -> tuple[list[Row], list[str]]:
@@ -188,19 +190,19 @@ def best_of_each(results: Results) -> tuple[list[Row], list[str]]:
     names = short_names(results.best_by)
     groups = _groups(results.rows, results.best_by)
     metric, largest = results.metric, "largest" if results.better == "higher" else "smallest"
-    said = [f"the best for each {' and '.join(names.values())}: the {largest} mean over the seeds of "
+    notes = [f"the best for each {' and '.join(names.values())}: the {largest} mean over the seeds of "
             f"{metric.title or metric.name} after the last round"]  # fmt: skip
-    found = []
+    best = []
     for values, rows in groups.items():
-        of = " ".join(f"{name}={value}" for name, value in zip(names.values(), values, strict=True))
-        whole = [each for each in rows if each.whole]
-        found += whole[:1]
-        if not whole:
-            said.append(f"{of}: no combination has finished with every seed")
-        elif alike := [each.label for each in whole[1:]
-                       if (each.rounds, each.mean) == (whole[0].rounds, whole[0].mean)]:  # fmt: skip
-            said.append(f"{of}: as good as {whole[0].label}, which stands first: {'; '.join(alike)}")
-    return found, said
+        values_text = " ".join(f"{name}={value}" for name, value in zip(names.values(), values, strict=True))
+        complete = [each for each in rows if each.whole]
+        best += complete[:1]
+        if not complete:
+            notes.append(f"{values_text}: no combination has finished with every seed")
+        elif equal := [each.label for each in complete[1:]
+                       if (each.rounds, each.mean) == (complete[0].rounds, complete[0].mean)]:  # fmt: skip
+            notes.append(f"{values_text}: as good as {complete[0].label}, which stands first: {'; '.join(equal)}")
+    return best, notes
 
 
 # -- tables ---------------------------------------------------------------------------------------------------
@@ -215,11 +217,11 @@ def keys_of(results: Results) -> dict[str, str]:
 def short_settings(rows: Sequence[Row]) -> list[dict[str, str]]:
     """Returns for each row its values by key, shortened as far as they still differ from those of the other rows."""
     keys = dict.fromkeys(key for each in rows for key, _ in each.settings)
-    told = {key: short_values(value for each in rows for name, value in each.settings if name == key) for key in keys}
-    return [{key: told[key][value] for key, value in each.settings} for each in rows]
+    short = {key: short_values(value for each in rows for name, value in each.settings if name == key) for key in keys}
+    return [{key: short[key][value] for key, value in each.settings} for each in rows]
 
 
-def _shown(results: Results) -> list[Row]:
+def _shown_rows(results: Results) -> list[Row]:
     """Returns the rows that tables show: all but those whose experiments were invalid, or the best ones only
     (`best_by`)."""
     if results.best_by:
@@ -228,20 +230,20 @@ def _shown(results: Results) -> list[Row]:
 
 
 def _cells(results: Results) -> list[list[str]]:
-    names, rows = keys_of(results), _shown(results)
+    names, rows = keys_of(results), _shown_rows(results)
     halved = len({each.rounds for each in rows}) > 1
     tested = any(each.against is not None for each in rows)
     shown = rows[0].compared.columns
     head = [*names.values(), *(["rounds"] if halved else []), "runs", shown[0].title or shown[0].name]
     head += [*(["minus best", "p"] if tested else []), *(each.title for each in shown[1:])]
-    found = [head]
-    for each, given in zip(rows, short_settings(rows), strict=True):
-        line = [*(given.get(key, "") for key in names), *([str(each.rounds)] if halved else []), _runs(each)]
+    cells = [head]
+    for each, values in zip(rows, short_settings(rows), strict=True):
+        line = [*(values.get(key, "") for key in names), *([str(each.rounds)] if halved else []), _runs(each)]
         line.append(each.compared.shown(shown[0]))
         if tested:
             line += [_difference(each, shown[0]), "" if each.p is None else f"{each.p:.3f}"]
-        found.append([*line, *(each.compared.shown(figure) for figure in shown[1:])])
-    return found
+        cells.append([*line, *(each.compared.shown(figure) for figure in shown[1:])])
+    return cells
 
 
 def _runs(row: Row) -> str:
@@ -262,12 +264,12 @@ def text_table(results: Results) -> str:
     returns a line that says so."""
     if not results.rows:
         return "no point has ended"
-    table = [simple_table(_cells(results), left=len(keys_of(results)))] if _shown(results) else []
-    said = best_of_each(results)[1] if results.best_by else []
+    table = [simple_table(_cells(results), left=len(keys_of(results)))] if _shown_rows(results) else []
+    notes = best_of_each(results)[1] if results.best_by else []
     if results.within and any(each.against is not None for each in results.rows):
-        of = " and ".join(short_names(results.within).values())
-        said = [f"minus best: the best of the same {of}; p holds for all these comparisons together", *said]
-    return "\n".join([*table, *said]) or "no point has ended"
+        keys = " and ".join(short_names(results.within).values())
+        notes = [f"minus best: the best of the same {keys}; p holds for all these comparisons together", *notes]
+    return "\n".join([*table, *notes]) or "no point has ended"
 
 
 def csv_table(results: Results) -> str:
@@ -284,41 +286,41 @@ def csv_table(results: Results) -> str:
 def frame_rows(results: Results) -> list[dict[str, Any]]:
     """Returns a dict per combination: its values by key, its number of runs, mean and deviation of every figure, and
     the result of the paired test."""
-    found = []
+    lines = []
     keys = keys_of(results)
-    for each in _shown(results) if results.best_by else results.rows:
-        given, pair = dict(each.settings), each.against
-        line: dict[str, Any] = {key: given.get(key) for key in keys}
+    for each in _shown_rows(results) if results.best_by else results.rows:
+        settings, test = dict(each.settings), each.against
+        line: dict[str, Any] = {key: settings.get(key) for key in keys}
         line |= {"rounds": each.rounds, "runs": each.compared.runs, "not_finished": len(each.not_finished)}
         for figure in each.compared.columns:
             line[figure.name] = each.compared.mean(figure.name)
             line[f"{figure.name}_std"] = each.compared.deviation(figure.name)
         if results.extra:
             line["reached"] = each.compared.reached
-        line |= {"minus_best": pair and pair.mean, "minus_best_low": pair and pair.low,
-                 "minus_best_high": pair and pair.high, "p": each.p}  # fmt: skip
-        found.append(line)
-    return found
+        line |= {"minus_best": test and test.mean, "minus_best_low": test and test.low,
+                 "minus_best_high": test and test.high, "p": each.p}  # fmt: skip
+        lines.append(line)
+    return lines
 
 
 def point_rows(results: Results) -> list[dict[str, Any]]:
     """Returns a dict per point: its values by key, its seed, how it ended, its figures and its run's folder."""
-    found = []
+    lines = []
     keys = keys_of(results)
     for each in results.rows:
         for ended in each.ended:
-            given = dict(ended.point.settings)
-            line: dict[str, Any] = {key: given.get(key) for key in keys}
-            ran = _ran(ended)
-            told = {} if ran is None else ran.summary
-            line |= {"seed": seed_of(ended), "status": ended.outcome.status, "rounds": told.get("rounds")}
-            line |= {name: one[0] for name, one in row("", [told], each.compared.columns).values.items() if one}
+            settings = dict(ended.point.settings)
+            line: dict[str, Any] = {key: settings.get(key) for key in keys}
+            ran = _read_run(ended)
+            summary = {} if ran is None else ran.summary
+            line |= {"seed": seed_of(ended), "status": ended.outcome.status, "rounds": summary.get("rounds")}
+            line |= {name: one[0] for name, one in row("", [summary], each.compared.columns).values.items() if one}
             if ran is not None and ended.outcome.status == "finished":
                 line |= {figure.name: value for figure, of in results.extra if (value := of(ran)) is not None}
             line |= {"seconds": ended.outcome.seconds, "why": ended.outcome.title,
                      "run": "" if ended.run is None else str(ended.run), "digest": ended.digest}  # fmt: skip
-            found.append(line)
-    return found
+            lines.append(line)
+    return lines
 
 
 def seed_of(ended: Ended) -> Any:
@@ -348,10 +350,10 @@ def latex_table(results: Results) -> str:
     """Returns a LaTeX tabular (package booktabs): keys, runs, the metric, the difference from the best row, and the
     columns that the user asked for. Bold are the best row, of every group if rows are compared within groups, and the
     rows whose difference from it is not significant."""
-    if not _shown(results):
+    if not _shown_rows(results):
         return "% no point has ended\n"
     keys, cells = len(keys_of(results)), _cells(results)
     last = cells[0].index("p") + 1 if "p" in cells[0] else cells[0].index("runs") + 2
     place = cells[0].index("runs") + 1
-    bold = [(row, place) for row, each in enumerate(_shown(results)) if each.leads or each.tied]
+    bold = [(row, place) for row, each in enumerate(_shown_rows(results)) if each.leads or each.tied]
     return tabular([line[:last] + line[len(line) - len(results.extra) :] for line in cells], keys, bold)

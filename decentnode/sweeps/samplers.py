@@ -34,7 +34,7 @@ class Sampler(Protocol):
     def known(self) -> list[Point]:
         """Returns the points that will be asked for whatever the results of the others."""
 
-    def left(self) -> list[int | None]:
+    def remaining(self) -> list[int | None]:
         """Returns the rounds of each point still to be asked for, as far as their number is known; None stands for the
         rounds of the experiment."""
 
@@ -57,7 +57,7 @@ class Listed:
     def known(self) -> list[Point]:
         return [*self._pending]
 
-    def left(self) -> list[int | None]:
+    def remaining(self) -> list[int | None]:
         return [None] * len(self._pending)
 
     def previous(self, point: Point) -> Point | None:  # noqa: ARG002
@@ -67,10 +67,10 @@ class Listed:
 def budgets(rounds: int, candidates: int, eta: int, least: int) -> list[int]:
     """Returns the cumulative rounds after each rung of successive halving: `rounds` for the last one, 1/eta of the next
     rung's for each other, never below `least`, and no more rungs than leave a candidate."""
-    found = [rounds]
-    while math.ceil(found[0] / eta) >= least and eta ** len(found) <= candidates and found[0] > 1:
-        found.insert(0, math.ceil(found[0] / eta))
-    return found
+    rungs = [rounds]
+    while math.ceil(rungs[0] / eta) >= least and eta ** len(rungs) <= candidates and rungs[0] > 1:
+        rungs.insert(0, math.ceil(rungs[0] / eta))
+    return rungs
 
 
 def mean(values: Sequence[float | None]) -> float | None:
@@ -93,9 +93,9 @@ class Halving:
         self._candidates = [*settings]
         self._values: dict[Settings, list[float | None]] = {}
         self._pending: deque[Point] = deque()
-        self._enter()
+        self._queue_rung()
 
-    def _enter(self) -> None:
+    def _queue_rung(self) -> None:
         self._values = {each: [] for each in self._candidates}
         self._pending.extend(Point(each, seed, self._budgets[self._rung])
                              for each in self._candidates for seed in self._seeds)  # fmt: skip
@@ -108,17 +108,17 @@ class Halving:
         if any(len(values) < len(self._seeds) for values in self._values.values()):
             return
         means = {each: mean(values) for each, values in self._values.items()}
-        whole = {each: value for each, value in means.items() if value is not None}
+        complete = {each: value for each, value in means.items() if value is not None}
         self._rung += 1
-        if self._rung < len(self._budgets) and whole:
+        if self._rung < len(self._budgets) and complete:
             kept = max(1, len(self._candidates) // self._eta)
-            self._candidates = sorted(whole, key=whole.__getitem__)[:kept]  # stable: of equal ones the first
-            self._enter()
+            self._candidates = sorted(complete, key=complete.__getitem__)[:kept]  # stable: of equal ones the first
+            self._queue_rung()
 
     def known(self) -> list[Point]:
         return [*self._pending]
 
-    def left(self) -> list[int | None]:
+    def remaining(self) -> list[int | None]:
         found: list[int | None] = [point.rounds for point in self._pending]
         count = len(self._candidates)
         for rounds in self._budgets[self._rung + 1 :]:
@@ -128,8 +128,8 @@ class Halving:
 
     def previous(self, point: Point) -> Point | None:
         assert point.rounds is not None
-        place = [*self._budgets].index(point.rounds)
-        return Point(point.settings, point.seed, self._budgets[place - 1]) if place else None
+        rung = [*self._budgets].index(point.rounds)
+        return Point(point.settings, point.seed, self._budgets[rung - 1]) if rung else None
 
 
 class Optuna:
@@ -139,61 +139,61 @@ class Optuna:
     proposals are asked for before the running points have ended, so the same proposals come again only with one job.
     """
 
-    def __init__(self, axes: Sequence[Axis], seeds: Seeds, count: int, seed: int, kept: Path) -> None:
-        """kept: the file of results. Raises EnvironmentFault if Optuna is not installed."""
+    def __init__(self, axes: Sequence[Axis], seeds: Seeds, count: int, seed: int, file: Path) -> None:
+        """file: the file of results. Raises EnvironmentFault if Optuna is not installed."""
         try:
             import optuna
         except ImportError as error:
             raise EnvironmentFault("--sampler optuna needs Optuna: pip install 'decentnode[optuna]' (or optuna)"
                                    ) from error  # fmt: skip
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        self._optuna, self._axes, self._seeds, self._count, self._kept = optuna, axes, seeds, count, kept
-        self._laws = {axis.key: self._law_of(axis) for axis in axes}
-        told = self._read()[:count]
-        self._study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=seed + len(told)))
-        for line in told:
-            self._study.add_trial(self._frozen(line))
-        self._asked = len(told)
-        self._pending = deque(Point(_settings(line), seed) for line in told for seed in seeds)
+        self._optuna, self._axes, self._seeds, self._count, self._file = optuna, axes, seeds, count, file
+        self._distributions = {axis.key: self._distribution_of(axis) for axis in axes}
+        records = self._read()[:count]
+        self._study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=seed + len(records)))
+        for line in records:
+            self._study.add_trial(self._trial_of(line))
+        self._asked = len(records)
+        self._pending = deque(Point(_settings(line), seed) for line in records for seed in seeds)
         """The known combinations are asked for first: their runs exist, and belong to the results."""
-        self._known = {_settings(line) for line in told}
+        self._recorded = {_settings(line) for line in records}
         self._trials: dict[Settings, list[Any]] = {}
         self._values: dict[Settings, list[float | None]] = {}
 
-    def _law_of(self, axis: Axis) -> Any:
-        made = self._optuna.distributions
-        if axis.law is None:
-            return made.CategoricalDistribution(axis.values)
-        log = axis.law.kind.startswith("log")
-        if axis.law.kind.endswith("int"):
-            return made.IntDistribution(int(axis.law.low), int(axis.law.high), log=log)
-        return made.FloatDistribution(axis.law.low, axis.law.high, log=log)
+    def _distribution_of(self, axis: Axis) -> Any:
+        distributions = self._optuna.distributions
+        if axis.distribution is None:
+            return distributions.CategoricalDistribution(axis.values)
+        log = axis.distribution.kind.startswith("log")
+        if axis.distribution.kind.endswith("int"):
+            return distributions.IntDistribution(int(axis.distribution.low), int(axis.distribution.high), log=log)
+        return distributions.FloatDistribution(axis.distribution.low, axis.distribution.high, log=log)
 
     def _read(self) -> list[Mapping[str, Any]]:
         """Returns the results that earlier commands with the same space and seeds recorded."""
         try:
-            lines = self._kept.read_text(encoding="utf-8").splitlines()
+            lines = self._file.read_text(encoding="utf-8").splitlines()
         except OSError:
             return []
-        found = []
+        records = []
         for line in lines:
             try:
-                found.append(json.loads(line))
+                records.append(json.loads(line))
             except ValueError:  # a partial last line of a killed command must not be continued
-                write_atomic(self._kept, "".join(f"{json.dumps(each)}\n" for each in found))
+                write_atomic(self._file, "".join(f"{json.dumps(each)}\n" for each in records))
                 break
-        return found
+        return records
 
-    def _frozen(self, line: Mapping[str, Any]) -> Any:
+    def _trial_of(self, line: Mapping[str, Any]) -> Any:
         state = self._optuna.trial.TrialState
         return self._optuna.trial.create_trial(
-            params=line["params"], distributions=self._laws, value=line["value"],
+            params=line["params"], distributions=self._distributions, value=line["value"],
             state=state.FAIL if line["value"] is None else state.COMPLETE,
         )  # fmt: skip
 
     def ask(self) -> Point | None:
         if not self._pending and self._asked < self._count:
-            trial = self._study.ask(self._laws)
+            trial = self._study.ask(self._distributions)
             self._asked += 1
             settings = tuple(pair for axis in self._axes for pair in axis.settings(_text(trial.params[axis.key])))
             self._trials.setdefault(settings, []).append(trial)
@@ -206,7 +206,7 @@ class Optuna:
         return self._pending.popleft() if self._pending else None
 
     def tell(self, point: Point, value: float | None) -> None:
-        if point.settings in self._known and point.settings not in self._trials:
+        if point.settings in self._recorded and point.settings not in self._trials:
             return
         values = self._values[point.settings]
         values.append(value)
@@ -219,13 +219,13 @@ class Optuna:
             state = self._optuna.trial.TrialState.FAIL if value is None else None
             self._study.tell(trial, value, state=state)
             line = {"params": trial.params, "settings": dict(settings), "value": value}
-            with open(self._kept, "a", encoding="utf-8") as file:
+            with open(self._file, "a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
 
     def known(self) -> list[Point]:
         return [*self._pending]
 
-    def left(self) -> list[int | None]:
+    def remaining(self) -> list[int | None]:
         return [None] * (len(self._pending) + (self._count - self._asked) * len(self._seeds))
 
     def previous(self, point: Point) -> Point | None:  # noqa: ARG002

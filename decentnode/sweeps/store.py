@@ -21,7 +21,7 @@ from typing import Literal, get_args
 
 from decentnode.checkpoint.store import FOLDER as CHECKPOINTS
 from decentnode.errors import EnvironmentFault, UsageError
-from decentnode.sweeps.point import Prepared
+from decentnode.sweeps.point import PreparedPoint
 from decentnode.system import write_atomic
 
 Status = Literal["finished", "diverged", "failed", "killed", "invalid"]
@@ -60,35 +60,34 @@ class Store:
     def outcome(self, digest: str) -> Outcome | None:
         """Returns the outcome of a point; None if there is none, or it cannot be read."""
         try:
-            found = json.loads((self.point(digest) / "outcome.json").read_text(encoding="utf-8"))
-            made = Outcome(**{key: found[key] for key in Outcome.__dataclass_fields__})
+            fields = json.loads((self.point(digest) / "outcome.json").read_text(encoding="utf-8"))
+            outcome = Outcome(**{key: fields[key] for key in Outcome.__dataclass_fields__})
         except (OSError, ValueError, KeyError, TypeError):
             return None
-        if made.status not in get_args(Status) or (made.status == "finished" and self.run(digest, made) is None):
-            return None
-        return made
+        is_lost = outcome.status == "finished" and self.run(digest, outcome) is None
+        return None if outcome.status not in get_args(Status) or is_lost else outcome
 
     def run(self, digest: str, outcome: Outcome) -> Path | None:
         """Returns the folder of a point's run; None if it was removed."""
         folder = self.point(digest) / outcome.run
         return folder if outcome.run and (folder / "config.resolved.yaml").is_file() else None
 
-    def open(self, prepared: Prepared) -> Path:
+    def open(self, prepared: PreparedPoint) -> Path:
         """Creates a point's folder and removes an earlier outcome. Returns the folder. Raises EnvironmentFault."""
         folder = self.point(prepared.digest)
         point = prepared.point
-        told = {"settings": dict(point.settings), "seed": point.seed, "rounds": prepared.rounds}
+        record = {"settings": dict(point.settings), "seed": point.seed, "rounds": prepared.rounds}
         try:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "outcome.json").unlink(missing_ok=True)
-            write_atomic(folder / "settings.json", json.dumps(told, indent=2) + "\n")
+            write_atomic(folder / "settings.json", json.dumps(record, indent=2) + "\n")
         except OSError as error:
             raise EnvironmentFault(f"cannot write to the sweep's folder {folder}: {error.strerror}; choose another "
                                    "place with --run-dir") from error  # fmt: skip
         return folder
 
     @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
+    def locked(self) -> Iterator[None]:
         """Locks the folder against other commands while entered. Raises UsageError if another command is using it,
         EnvironmentFault if it cannot be written."""
         path = self.folder / "lock"
@@ -122,7 +121,7 @@ def has_checkpoints(runs: Path) -> bool:
     return any(runs.glob(f"*/{CHECKPOINTS}/*/[0-9]*.json"))
 
 
-def without_models(run: Path) -> None:
+def remove_node_models(run: Path) -> None:
     """Removes the models of the single nodes from a run and keeps the merged one. A model per node and point would fill
     disks."""
     for path in (run / "models").glob("[0-9]*.safetensors"):

@@ -25,7 +25,7 @@ from decentnode.sweeps import files, picture
 from decentnode.sweeps.conduct import Ended, Running, State
 from decentnode.sweeps.evaluations import evaluations_csv
 from decentnode.sweeps.plan import Plan, Sweep
-from decentnode.sweeps.point import Point, Prepared
+from decentnode.sweeps.point import Point, PreparedPoint
 from decentnode.sweeps.progress import line, live_table
 from decentnode.sweeps.results import (
     csv_table,
@@ -306,7 +306,7 @@ def test_what_has_no_finished_point_has_tables_and_no_figure(tmp_path: Path) -> 
 
 def test_the_live_table_and_its_lines(tmp_path: Path) -> None:
     state = state_of(tmp_path)
-    prepared = Prepared(Point(settings(".5", "ring"), 2), Request("x.yaml"), "e", "exp", 60)
+    prepared = PreparedPoint(Point(settings(".5", "ring"), 2), Request("x.yaml"), "e", "exp", 60)
     state.running.append(Running(prepared, None, 90.0, 0, 15, "accuracy", 0.25))  # type: ignore[arg-type]
     state.rounds_done = 30
     console = Console(width=120, record=True, file=io.StringIO())
@@ -322,15 +322,15 @@ def test_the_live_table_and_its_lines(tmp_path: Path) -> None:
 
 def test_a_folder_is_for_one_command_at_a_time(tmp_path: Path) -> None:
     store = Store(tmp_path / "sweep")
-    with store.alone(), pytest.raises(UsageError, match=r"another sweep \(process \d+\) is using"), store.alone():
+    with store.locked(), pytest.raises(UsageError, match=r"another sweep \(process \d+\) is using"), store.locked():
         pass
-    with store.alone():
+    with store.locked():
         pass
 
 
 def test_an_outcome_counts_where_its_run_is_there(tmp_path: Path) -> None:
     store = Store(tmp_path)
-    point = store.open(Prepared(Point((("a", "1"),), 2), Request("x.yaml"), "abc", "exp", 9))
+    point = store.open(PreparedPoint(Point((("a", "1"),), 2), Request("x.yaml"), "abc", "exp", 9))
     assert store.outcome("abc") is None
     write_outcome(point, Outcome("finished", "exp/run"))
     assert store.outcome("abc") is None, "somebody has removed the run"
@@ -343,7 +343,7 @@ def test_an_outcome_counts_where_its_run_is_there(tmp_path: Path) -> None:
     write_outcome(point, Outcome("failed", title="a bug"))
     found = store.outcome("abc")
     assert found is not None and not found.done
-    store.open(Prepared(Point((("a", "1"),), 2), Request("x.yaml"), "abc", "exp", 9))
+    store.open(PreparedPoint(Point((("a", "1"),), 2), Request("x.yaml"), "abc", "exp", 9))
     assert store.outcome("abc") is None, "what runs again has no outcome until it ends"
 
 

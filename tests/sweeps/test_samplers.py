@@ -38,7 +38,7 @@ def x_of(point: Point) -> float:
 
 def test_a_list_has_all_seeds_of_all_points() -> None:
     sampler = Listed(candidates(2), [1, 2])
-    assert sampler.left() == [None] * 4
+    assert sampler.remaining() == [None] * 4
     assert [(x_of(point), point.seed) for point in walk(sampler, lambda _: None)] == [(0, 1), (0, 2), (1, 1), (1, 2)]
 
 
@@ -54,7 +54,7 @@ def test_rungs(rounds: int, count: int, eta: int, least: int, expected: Sequence
 def test_halving_lets_the_best_go_on(jobs: int) -> None:
     """Of two seeds the mean counts; here that of x = 5 is best, though one of its seeds is not."""
     sampler = Halving(candidates(9), [1, 2], [1, 3, 9], 3)
-    left = len(sampler.left())
+    left = len(sampler.remaining())
 
     def value(point: Point) -> float:
         assert point.seed is not None
@@ -66,7 +66,7 @@ def test_halving_lets_the_best_go_on(jobs: int) -> None:
     assert by_rung == {1: [*range(9)], 3: [4, 5, 6], 9: [5]}
     last = found[-1]
     assert sampler.previous(last) == Point(last.settings, last.seed, 3)
-    assert sampler.previous(found[0]) is None and sampler.left() == []
+    assert sampler.previous(found[0]) is None and sampler.remaining() == []
 
 
 def test_a_candidate_that_fails_goes_no_further_and_all_others_may() -> None:

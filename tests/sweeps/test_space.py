@@ -9,12 +9,12 @@ import pytest
 import yaml
 
 from decentnode.errors import UsageError
-from decentnode.sweeps.space import Axis, Law, axes, draws, grid, parse, short_names, short_values
+from decentnode.sweeps.space import Axis, Distribution, axes, draws, grid, parse_axis, short_names, short_values
 
 
 def test_values_are_parted_by_commas_outside_of_brackets_and_quotes() -> None:
     text = "sharing={name: topk, keep: 0.1}, full ,{name: stc, of: [1, 2]},'a,b'"
-    assert parse(text) == Axis("sharing", ("{name: topk, keep: 0.1}", "full", "{name: stc, of: [1, 2]}", "'a,b'"))
+    assert parse_axis(text) == Axis("sharing", ("{name: topk, keep: 0.1}", "full", "{name: stc, of: [1, 2]}", "'a,b'"))
 
 
 @pytest.mark.parametrize(("text", "told"), [
@@ -26,7 +26,7 @@ def test_values_are_parted_by_commas_outside_of_brackets_and_quotes() -> None:
 ])  # fmt: skip
 def test_what_is_neither_is_told(text: str, told: str) -> None:
     with pytest.raises(UsageError, match=told):
-        parse(text)
+        parse_axis(text)
 
 
 def test_keys_that_change_together_have_a_list_for_each_combination() -> None:
@@ -68,7 +68,7 @@ def test_a_program_gives_values_of_any_plain_kind() -> None:
     found = axes({"a.lr": np.array([0.1, 1e-5]), "b": [None, True, "1", {"name": "x"}], "c": "int(1, 3)"})
     assert [yaml.safe_load(value) for value in found[0].values] == [0.1, 1e-5]
     assert [yaml.safe_load(value) for value in found[1].values] == [None, True, "1", {"name": "x"}]
-    assert found[2].law == Law("int", 1, 3)
+    assert found[2].distribution == Distribution("int", 1, 3)
     for wrong in ([object()], [], [1, 1], 3, {"x": 1}):
         with pytest.raises(UsageError, match="grid"):
             axes({"a": wrong})
@@ -85,26 +85,26 @@ def test_a_grid_has_all_combinations_once() -> None:
 
 @pytest.mark.parametrize("text", ["uniform(-2,3)", "log(1e-4,10)", "int(-1,2)", "logint(1,100)"])
 def test_draws_lie_in_their_bounds_and_reach_them(text: str) -> None:
-    law = parse(f"a={text}").law
-    assert law is not None
+    dist = parse_axis(f"a={text}").distribution
+    assert dist is not None
     rng = np.random.default_rng(1)
-    values = [float(yaml.safe_load(law.draw(rng))) for _ in range(2000)]
-    assert law.low <= min(values) and max(values) <= law.high
-    spread = math.log(law.high / law.low) if law.kind.startswith("log") else law.high - law.low
-    edge = math.log(min(values) / law.low) if law.kind.startswith("log") else min(values) - law.low
+    values = [float(yaml.safe_load(dist.draw(rng))) for _ in range(2000)]
+    assert dist.low <= min(values) and max(values) <= dist.high
+    spread = math.log(dist.high / dist.low) if dist.kind.startswith("log") else dist.high - dist.low
+    edge = math.log(min(values) / dist.low) if dist.kind.startswith("log") else min(values) - dist.low
     assert edge <= 0.02 * spread
-    if law.kind.endswith("int"):
-        assert {law.low, law.high} <= {*values} and all(value == round(value) for value in values)
+    if dist.kind.endswith("int"):
+        assert {dist.low, dist.high} <= {*values} and all(value == round(value) for value in values)
 
 
 def test_whole_numbers_are_drawn_equally_often() -> None:
-    law, rng = Law("int", 1, 4), np.random.default_rng(1)
-    counts = np.bincount([int(law.draw(rng)) for _ in range(4000)])[1:]
+    dist, rng = Distribution("int", 1, 4), np.random.default_rng(1)
+    counts = np.bincount([int(dist.draw(rng)) for _ in range(4000)])[1:]
     assert counts.min() > 900
 
 
 def test_draws_of_a_logarithm_have_their_median_in_the_geometric_middle() -> None:
-    assert float(Law("log", 1e-4, 1.0).text(0.5)) == pytest.approx(1e-2)
+    assert float(Distribution("log", 1e-4, 1.0).text(0.5)) == pytest.approx(1e-2)
 
 
 def test_more_draws_begin_with_the_same() -> None:
