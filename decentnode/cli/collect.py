@@ -24,7 +24,7 @@ def command(run: str, others: tuple[Path, ...]) -> None:
     from decentnode.launch.collecting.collect import collect
     from decentnode.launch.files.run_dir import resolve
     from decentnode.metrics.machines import differences, machines_of
-    from decentnode.report.reading.run_status import ENDS, read
+    from decentnode.report.reading.run_status import FINAL_STATES, read
     from decentnode.words import names, plural, size
 
     found = collect(resolve(run), others)
@@ -36,7 +36,7 @@ def command(run: str, others: tuple[Path, ...]) -> None:
         click.echo(f"{each.folder}: {new}")
     for line in found.left_out:
         click.echo(f"left out: {line}", err=True)
-    going = [uid for uid, status in read(found.run).items() if status.get("doing") not in ENDS]
+    going = [uid for uid, status in read(found.run).items() if status.get("doing") not in FINAL_STATES]
     if going:
         click.echo(f"node {names(going)} had not ended when it was copied: collect again later to get the rest, "
                    "unless it died")  # fmt: skip

@@ -74,7 +74,7 @@ def command(
     if output is not None and output.suffix not in TABLES:
         raise click.UsageError(f"the table's name must end in {', '.join(TABLES)}, got {output.name}")
     found = _all(what, seeds, overrides, run_dir)
-    groups, said = repeats.pooled(found)
+    groups, said = repeats.group_repeats(found)
     for line in said:
         click.echo(line, err=True)
     if not groups:

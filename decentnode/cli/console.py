@@ -220,7 +220,7 @@ class ConsoleObserver(Observer):
                 self._draw(now)
         elif self._changed and not self.quiet and now - self._line_at > LINE_SECONDS:
             assert self._state is not None
-            if self._state.done > self._said_round and not self._state.due:
+            if self._state.done > self._said_round and not self._state.evaluation_due:
                 self._say_line(self._state.line(), self._state.done)
 
     def _draw(self, now: float) -> None:

@@ -26,7 +26,7 @@ def command(run: str, edges: bool, once: bool, as_json: bool) -> None:
 
     from decentnode.launch.files.run_dir import resolve
     from decentnode.launch.files.supervisor_file import died
-    from decentnode.report.reading.run_status import going, read, table
+    from decentnode.report.reading.run_status import in_progress, read, table
 
     path = resolve(run)
     found = read(path)
@@ -39,14 +39,14 @@ def command(run: str, edges: bool, once: bool, as_json: bool) -> None:
             click.echo(dead, err=True)
         return
     console = Console(highlight=False, emoji=False)
-    if once or not console.is_terminal or not going(found):
+    if once or not console.is_terminal or not in_progress(found):
         if found:
             console.print(table(found, edges))
         if dead:
             console.print(dead, style="red", soft_wrap=True)
         return
     with Live(table(found, edges), console=console, refresh_per_second=2) as live:
-        while going(found):
+        while in_progress(found):
             clock.sleep(1.0)
             found = read(path) or found
             live.update(table(found, edges))

@@ -16,7 +16,7 @@ from typing import Any
 from decentnode.metrics.figures import Figure
 from decentnode.report.latex import tabular
 from decentnode.report.reading.measured import BEFORE, columns
-from decentnode.report.reading.reached import TO_TARGET, Extra
+from decentnode.report.reading.reached import TO_TARGET, ExtraColumn
 from decentnode.report.reading.repeats import Label, Ran, labels_of, short_labels
 from decentnode.report.reading.significance import Paired, holm, paired
 
@@ -29,7 +29,7 @@ MIN_LABEL = 32
 """Characters that a row's name may always have, even in a table that is too wide without it."""
 MIN_LINE = 12
 """Minimum width of a name that is wrapped over several lines because no further column can be omitted."""
-LEFT_OUT_FIRST = ("bytes_metadata_per_node", "consensus_rms", "round_seconds_median", "consensus_distance")
+OMITTED_FIRST = ("bytes_metadata_per_node", "consensus_rms", "round_seconds_median", "consensus_distance")
 """Columns that are omitted first if a table is too wide, before those of the task and of payloads. The deviation over
 the nodes is omitted even earlier."""
 
@@ -45,7 +45,7 @@ class ComparedRow:
     """The figures, in the order in which tables show them; the same for all rows of a table."""
     label: Label | None = None
     """The parts of `name`; None if it is no list of keys."""
-    asked: int = 0
+    num_asked: int = 0
     """How many of the columns, the last ones, the user asked for: tables show them whatever their width."""
 
     def mean(self, name: str) -> float | None:
@@ -69,11 +69,12 @@ class ComparedRow:
         return text if count == self.runs else f"{text} ({count} of {self.runs})"
 
 
-def with_more(made: ComparedRow, runs: Sequence[Ran], extra: Sequence[Extra]) -> ComparedRow:
+def with_extra_columns(base: ComparedRow, runs: Sequence[Ran], extra: Sequence[ExtraColumn]) -> ComparedRow:
     """Returns a row with additional columns after its own. runs: the runs that the row was made from."""
-    more = {figure.name: [value for each in runs if (value := of(each)) is not None] for figure, of in extra}
-    return replace(made, values={**made.values, **more}, asked=len(extra),
-                   columns=(*made.columns, *(each for each, _ in extra)))  # fmt: skip
+    extra_values = {figure.name: [value for each in runs if (value := value_of(each)) is not None]
+                    for figure, value_of in extra}  # fmt: skip
+    return replace(base, values={**base.values, **extra_values}, num_asked=len(extra),
+                   columns=(*base.columns, *(each for each, _ in extra)))  # fmt: skip
 
 
 def row(
@@ -83,12 +84,12 @@ def row(
     classification."""
     shown = columns([BEFORE]) if shown is None else shown
     return ComparedRow(name, len(summaries), {
-        figure.name: [value for each in summaries if (value := _of_nodes(each, figure)) is not None]
+        figure.name: [value for each in summaries if (value := _figure_value(each, figure)) is not None]
         for figure in shown
     }, shown)  # fmt: skip
 
 
-def _of_nodes(summary: Mapping[str, Any], figure: Figure) -> float | None:
+def _figure_value(summary: Mapping[str, Any], figure: Figure) -> float | None:
     """Returns a figure of a summary; if the summary was written before the figure existed, it is computed from the
     nodes' values."""
     if figure.name in summary or figure.name in PER_NODE or not figure.of:
@@ -103,13 +104,13 @@ def _value(summary: Mapping[str, Any], name: str) -> float | None:
     return value / max(1, len(summary.get("nodes", {}))) if name in PER_NODE else float(value)
 
 
-def rows(groups: Sequence[Sequence[Ran]], extra: Sequence[Extra] = ()) -> list[ComparedRow]:
+def rows(groups: Sequence[Sequence[Ran]], extra: Sequence[ExtraColumn] = ()) -> list[ComparedRow]:
     """Returns a row per group of repeats. extra: additional columns after those that all tables have."""
     shown = columns(dict.fromkeys(each.measured for group in groups for each in group))
     found = []
     for label, group in zip(labels_of(groups), groups, strict=True):
         made = row(label.text, [each.summary for each in group], shown)
-        found.append(replace(with_more(made, group, extra), label=label))
+        found.append(replace(with_extra_columns(made, group, extra), label=label))
     return found
 
 
@@ -142,10 +143,10 @@ def against_best(groups: Sequence[Sequence[Ran]]) -> AgainstBest | None:
     figure, sign = measured.by_name[f"{measured.main.name}_mean"], 1 if measured.main.better == "higher" else -1
     values = [{each.seed: value for each in group if (value := _value(each.summary, figure.name)) is not None}
               for group in groups]  # fmt: skip
-    known = [index for index, each in enumerate(values) if each]
-    if not known:
+    with_values = [index for index, each in enumerate(values) if each]
+    if not with_values:
         return None
-    best = max(known, key=lambda index: sign * statistics.fmean(values[index].values()))
+    best = max(with_values, key=lambda index: sign * statistics.fmean(values[index].values()))
     pairs = [None if index == best else paired(each, values[best]) for index, each in enumerate(values)]
     if not any(pairs):
         return None
@@ -159,8 +160,10 @@ def table_cells(
     tested = ["minus best", "p"] if test is not None else []
     cells = [["experiment", "runs", shown[0].title, *tested, *(figure.title for figure in shown[1:])]]
     for index, each in enumerate(rows):
-        told = [] if test is None else [_difference(test, index), "" if (p := test.p[index]) is None else f"{p:.3f}"]
-        cells.append([each.name, str(each.runs), each.shown(shown[0]), *told, *map(each.shown, shown[1:])])
+        test_cells = []
+        if test is not None:
+            test_cells = [_difference(test, index), "" if (p := test.p[index]) is None else f"{p:.3f}"]
+        cells.append([each.name, str(each.runs), each.shown(shown[0]), *test_cells, *map(each.shown, shown[1:])])
     return cells
 
 
@@ -182,13 +185,13 @@ def text_table(rows: Sequence[ComparedRow], test: AgainstBest | None = None, wid
     if width is None or _width(cells) <= width:
         return simple_table(cells)
     shown, left_out = list(rows[0].columns), set[Figure]()
-    cells = _narrowed(rows, shown, test, width)
-    for figure in _dispensable(rows[0]):
+    cells = _narrow_cells(rows, shown, test, width)
+    for figure in _omission_order(rows[0]):
         if _width(cells) <= width:
             break
         shown.remove(figure)
         left_out.add(figure)
-        cells = _narrowed(rows, shown, test, width)
+        cells = _narrow_cells(rows, shown, test, width)
     if (over := _width(cells) - width) > 0:
         room = max(MIN_LINE, _widths(cells)[0] - over)
         cells = [cells[0], *(["\n".join(textwrap.wrap(line[0], room)), *line[1:]] for line in cells[1:])]
@@ -199,24 +202,24 @@ def text_table(rows: Sequence[ComparedRow], test: AgainstBest | None = None, wid
     return f"{simple_table(cells)}\n{textwrap.fill(note, width)}"
 
 
-def _dispensable(row: ComparedRow) -> list[Figure]:
+def _omission_order(row: ComparedRow) -> list[Figure]:
     """Returns the columns that may be omitted, in the order of omission: never a task's mean or a column that the user
     asked for."""
-    own = [each for each in row.columns[: len(row.columns) - row.asked] if not each.name.endswith("_mean")]
+    own = [each for each in row.columns[: len(row.columns) - row.num_asked] if not each.name.endswith("_mean")]
     first = [each for each in own if each.name.endswith("_deviation")]
-    first += [each for name in LEFT_OUT_FIRST for each in own if each.name == name]
+    first += [each for name in OMITTED_FIRST for each in own if each.name == name]
     return [*first, *(each for each in reversed(own) if each not in first)]
 
 
-def _narrowed(
+def _narrow_cells(
     rows: Sequence[ComparedRow], shown: Sequence[Figure], test: AgainstBest | None, width: int
 ) -> list[list[str]]:
     """Returns the cells as `table_cells` does, with headings in two lines and names as long as the width allows."""
     cells = table_cells(rows, shown, test)
     cells[0] = [min((f"{heading[:at]}\n{heading[at + 1 :]}" for at, each in enumerate(heading) if each == " "),
                     key=lambda lines: max(map(len, lines.split("\n"))), default=heading) for heading in cells[0]]
-    left = max(MIN_LABEL, width - _width([line[1:] for line in cells]) - 2)
-    names = short_labels([each.label or Label(each.name, {}) for each in rows], left)
+    room = max(MIN_LABEL, width - _width([line[1:] for line in cells]) - 2)
+    names = short_labels([each.label or Label(each.name, {}) for each in rows], room)
     return [cells[0], *([name, *line[1:]] for name, line in zip(names, cells[1:], strict=True))]
 
 
@@ -283,25 +286,25 @@ def csv_table(rows: Sequence[ComparedRow], test: AgainstBest | None = None) -> s
     targeted = ["reached"] if rows[0].reached is not None else []
     writer.writerow(["experiment", "runs", *titles, *targeted, *tested])
     for index, each in enumerate(rows):
-        found = [value for figure in shown for value in (each.mean(figure.name), each.deviation(figure.name))]
-        found += [each.reached] if targeted else []
+        values = [value for figure in shown for value in (each.mean(figure.name), each.deviation(figure.name))]
+        values += [each.reached] if targeted else []
         if test is not None:
-            found += _numbers(test, index)
-        writer.writerow([each.name, each.runs, *("" if value is None else f"{value:.9g}" for value in found)])
+            values += _test_values(test, index)
+        writer.writerow([each.name, each.runs, *("" if value is None else f"{value:.9g}" for value in values)])
     return out.getvalue()
 
 
-def _numbers(test: AgainstBest, index: int) -> list[float | None]:
+def _test_values(test: AgainstBest, index: int) -> list[float | None]:
     pair = test.pairs[index]
     return [None, None, None, None] if pair is None else [pair.mean, pair.low, pair.high, test.p[index]]
 
 
 def as_json(rows: Sequence[ComparedRow], test: AgainstBest | None = None) -> str:
     """Returns all values as JSON text, by experiment and figure, in the units of the summary."""
-    found: dict[str, dict[str, Any]] = {}
+    by_name: dict[str, dict[str, Any]] = {}
     for index, each in enumerate(rows):
-        found[each.name] = {"runs": each.runs, **{name: list(values) for name, values in each.values.items()}}
+        by_name[each.name] = {"runs": each.runs, **{name: list(values) for name, values in each.values.items()}}
         if test is not None:
             names = ("minus_best", "minus_best_low", "minus_best_high", "p")
-            found[each.name] |= dict(zip(names, _numbers(test, index), strict=True))
-    return json.dumps(found)
+            by_name[each.name] |= dict(zip(names, _test_values(test, index), strict=True))
+    return json.dumps(by_name)

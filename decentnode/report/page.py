@@ -59,7 +59,7 @@ class Picture:
     """A picture with a description in words, for readers who cannot see it."""
 
     title: str
-    told: str
+    description: str
     data: str
     """A data: URL that contains the picture."""
 
@@ -70,42 +70,42 @@ def write(paths: Sequence[Path], target: Path, names: Sequence[str] = ()) -> lis
     names: labels of the lines, as for `lines`. Raises UsageError for runs without metrics, EnvironmentFault if the file
     cannot be written.
     """
-    text, said = render(paths, names)
+    text, notes = render(paths, names)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with replacing(target) as temporary:
             temporary.write_text(text, encoding="utf-8")
     except OSError as error:
         raise EnvironmentFault(f"cannot write {target}: {error.strerror}; choose another place with -o") from error
-    return said
+    return notes
 
 
 def render(paths: Sequence[Path], names: Sequence[str] = ()) -> tuple[str, list[str]]:
     """Returns (the HTML text, notes on what was left out). Raises UsageError for runs without metrics."""
     import jinja2
 
-    drawn, said = lines(paths, names)
-    ran = [[_ran(run.path) for run in line.runs] for line in drawn]
-    said = [*said, *(f"{each.path}: its machines differ: {line}" for group in ran for each in group
-                     for line in differences(machines_of(each.path)))]  # fmt: skip
+    drawn, notes = lines(paths, names)
+    ran = [[_read_run(run.path) for run in line.runs] for line in drawn]
+    notes = [*notes, *(f"{each.path}: its machines differ: {line}" for group in ran for each in group
+                       for line in differences(machines_of(each.path)))]  # fmt: skip
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True,
                                      lstrip_blocks=True)  # fmt: skip
     text = resources.files("decentnode.report").joinpath("report.html.j2").read_text("utf-8")
     return environment.from_string(text).render(
         title=", ".join(dict.fromkeys(each.name for group in ran for each in group)),
         made=_time(clock.wall()), seeds=[_seeds(group) for group in ran], labels=[line.label for line in drawn],
-        conclusions=[_conclusion(group) for group in ran],
+        conclusions=[_conclusion_line(group) for group in ran],
         ends=[group[0].ended for group in ran], differing=differing(ran), texts=_texts(drawn),
         results=results(drawn, ran),
         curves=_curves(drawn), graphs=_graphs(drawn), waits=[_waits(line) for line in drawn],
         traffic=_traffic(ran), events=[_events(run) for line in drawn for run in line.runs],
         nodes=[_nodes(each) for group in ran for each in group],
         machines=[_machine(each) for group in ran for each in group],
-        again=[_again(each) for group in ran for each in group], said=said,
-    ), said  # fmt: skip
+        repeats=[_how_to_repeat(each) for group in ran for each in group], notes=notes,
+    ), notes  # fmt: skip
 
 
-def _ran(path: Path) -> Ran:
+def _read_run(path: Path) -> Ran:
     try:
         return repeats.read(path)
     except UsageError:
@@ -116,13 +116,13 @@ def _time(seconds: float) -> str:
     return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M} UTC"
 
 
-def _conclusion(group: Sequence[Ran]) -> str:
+def _conclusion_line(group: Sequence[Ran]) -> str:
     """Returns the closing line of a run, and why it failed; "" for several runs, whose means are in the table, and for
     a run without a complete summary."""
     try:
-        said = closing(group[0].summary)[0] if len(group) == 1 else ""
-        failure = group[0].summary.get("failure") if said else None
-        return f"{said}. It failed: {failure['title'].partition(chr(10))[0]}" if failure else said
+        line = closing(group[0].summary)[0] if len(group) == 1 else ""
+        failure = group[0].summary.get("failure") if line else None
+        return f"{line}. It failed: {failure['title'].partition(chr(10))[0]}" if failure else line
     except (KeyError, TypeError, AttributeError):
         return ""
 
@@ -139,7 +139,7 @@ def differing(ran: Sequence[Sequence[Ran]]) -> list[tuple[str, list[str]]]:
     """Returns the keys in which the experiments differ, each with its value in every experiment, or a dash. Keys that
     differ only because another component was chosen are left out."""
     configs = [group[0].config for group in ran]
-    return [(key, [_short(config.get(key, "-")) for config in configs]) for key in repeats.telling(configs)]
+    return [(key, [_short(config.get(key, "-")) for config in configs]) for key in repeats.differing_keys(configs)]
 
 
 def _short(value: str) -> str:
@@ -151,13 +151,13 @@ def _short(value: str) -> str:
 
 def _texts(drawn: Sequence[Line]) -> list[tuple[str, str]]:
     """Returns the configs as they were written."""
-    found = []
+    texts = []
     for line in drawn:
         try:
-            found.append((line.label, (line.runs[0].path / "config.yaml").read_text(encoding="utf-8")))
+            texts.append((line.label, (line.runs[0].path / "config.yaml").read_text(encoding="utf-8")))
         except (OSError, ValueError):
             continue
-    return found
+    return texts
 
 
 def results(drawn: Sequence[Line], ran: Sequence[Sequence[Ran]]) -> dict[str, Any]:
@@ -169,9 +169,9 @@ def results(drawn: Sequence[Line], ran: Sequence[Sequence[Ran]]) -> dict[str, An
     groups = [[each for each in group if each.summary] for _, group in with_summary]
     rows = compare.rows(groups)
     shown = rows[0].columns
-    told = [[line.label, str(row.runs), *(row.shown(figure) for figure in shown)]
-            for (line, _), row in zip(with_summary, rows, strict=True)]  # fmt: skip
-    return {"heads": ["experiment", "runs", *(figure.title for figure in shown)], "rows": told,
+    rows_text = [[line.label, str(row.runs), *(row.shown(figure) for figure in shown)]
+                 for (line, _), row in zip(with_summary, rows, strict=True)]  # fmt: skip
+    return {"heads": ["experiment", "runs", *(figure.title for figure in shown)], "rows": rows_text,
             "paired": _paired([line.label for line, _ in with_summary], groups),
             "unit": shown[0].title}  # fmt: skip
 
@@ -183,10 +183,10 @@ def _paired(labels: Sequence[str], groups: Sequence[Sequence[Ran]]) -> list[list
     main = measured.by_name[f"{measured.main.name}_mean"]
     values = [{each.seed: float(value) for each in group
                if isinstance(value := each.summary.get(main.name), int | float)} for group in groups]  # fmt: skip
-    found = [paired(each, values[0]) for each in values[1:]]
-    together = holm([None if each is None else each.p for each in found])
+    tests = [paired(each, values[0]) for each in values[1:]]
+    corrected = holm([None if each is None else each.p for each in tests])
     rows = []
-    for label, each, p in zip(labels[1:], found, together, strict=True):
+    for label, each, p in zip(labels[1:], tests, corrected, strict=True):
         if each is not None:
             mean, low, high = (f"{main.scale * one:+.{main.digits}f}" for one in (each.mean, each.low, each.high))
             rows.append([label, str(each.seeds), mean, f"{low} to {high}", "-" if p is None else f"{p:.2g}"])
@@ -196,16 +196,16 @@ def _paired(labels: Sequence[str], groups: Sequence[Sequence[Ran]]) -> list[list
 # -- pictures
 
 
-def _picture(figure: Figure, title: str, told: str) -> Picture:
+def _picture(figure: Figure, title: str, description: str) -> Picture:
     import matplotlib
 
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "decentnode"}):
         figure.savefig(data := io.BytesIO(), format="svg", metadata={"Date": None})
-    return Picture(title, told, "data:image/svg+xml;base64," + base64.b64encode(data.getvalue()).decode())
+    return Picture(title, description, "data:image/svg+xml;base64," + base64.b64encode(data.getvalue()).decode())
 
 
 def _curves(drawn: Sequence[Line]) -> list[Picture]:
-    found = []
+    pictures = []
     for metric in overview(drawn):
         for axis in axes_of(drawn):
             try:
@@ -213,8 +213,8 @@ def _curves(drawn: Sequence[Line]) -> list[Picture]:
             except UsageError:
                 continue
             title = f"{metric.replace('_', ' ')} by {VIRTUAL_AXES[axis]}"
-            found.append(_picture(figure, title, f"{title} of {', '.join(line.label for line in drawn)}"))
-    return found
+            pictures.append(_picture(figure, title, f"{title} of {', '.join(line.label for line in drawn)}"))
+    return pictures
 
 
 def _recorded_graph(path: Path) -> Graph:
@@ -234,21 +234,21 @@ def _graphs(drawn: Sequence[Line]) -> list[Picture]:
     from decentnode.graph.topology import Topology
     from decentnode.report.pictures.graph import figure_of
 
-    found: dict[bytes, Picture] = {}
+    by_edges: dict[bytes, Picture] = {}
     for line in drawn:
         path = line.runs[0].path
         try:
             edges = (path / "graph.edges").read_bytes() if (path / "graph.edges").is_file() else str(path).encode()
-            if edges in found:
+            if edges in by_edges:
                 continue
             graph = _recorded_graph(path)
             if not isinstance(graph, Topology) or graph.num_nodes > MOST_GRAPH_NODES:
                 continue
             title = f"graph of {line.label}"
-            found[edges] = _picture(figure_of(graph), title, f"{title}: {graph.num_nodes} nodes")
+            by_edges[edges] = _picture(figure_of(graph), title, f"{title}: {graph.num_nodes} nodes")
         except (OSError, ValueError, LookupError, DecentnodeError):  # another version made it, or its file is gone
             continue
-    return [*found.values()]
+    return [*by_edges.values()]
 
 
 # -- waits, traffic and events
@@ -256,13 +256,13 @@ def _graphs(drawn: Sequence[Line]) -> list[Picture]:
 
 def waited(run: RecordedRun) -> dict[tuple[int, int], float]:
     """Returns (node, neighbor) -> the seconds that the node waited for the neighbor's payloads in the whole run."""
-    found: Counter[tuple[int, int]] = Counter()
+    seconds_waited: Counter[tuple[int, int]] = Counter()
     for uid, records in run.nodes.items():
         for record in records:
             for neighbor, edge in record.get("edges", {}).items():
                 if isinstance(edge, list) and len(edge) > 4 and edge[4]:
-                    found[uid, int(neighbor)] += edge[4]
-    return dict(found)
+                    seconds_waited[uid, int(neighbor)] += edge[4]
+    return dict(seconds_waited)
 
 
 def _waits(line: Line) -> dict[str, Any]:
@@ -271,10 +271,10 @@ def _waits(line: Line) -> dict[str, Any]:
         total.update(waited(run))
     longest = total.most_common(MOST_PAIRS)
     rounds = {phase: _seconds(line, f"{phase}_seconds") for phase in ("train", "send", "wait", "mix")}
-    every = sum(rounds.values())
+    all_seconds = sum(rounds.values())
     return {
         "label": line.label, "pairs": [(a, b, f"{seconds:.2f}") for (a, b), seconds in longest if seconds >= 0.005],
-        "shares": [(phase, 100 * seconds / every) for phase, seconds in rounds.items()] if every else [],
+        "shares": [(phase, 100 * seconds / all_seconds) for phase, seconds in rounds.items()] if all_seconds else [],
         "picture": _waiting_picture(line, total),
     }  # fmt: skip
 
@@ -314,10 +314,10 @@ def _traffic(ran: Sequence[Sequence[Ran]]) -> dict[str, Any]:
     groups = [[each for each in group if each.summary] for group in ran]
     rows = []
     for purpose, meaning in PURPOSES.items():
-        found = [[float(each.summary.get(f"bytes_{purpose}_total") or 0) for each in group] for group in groups]
-        if any(any(values) for values in found):
+        totals = [[float(each.summary.get(f"bytes_{purpose}_total") or 0) for each in group] for group in groups]
+        if any(any(values) for values in totals):
             nodes = [max(1, len(group[0].summary.get("nodes", {}))) if group else 1 for group in groups]
-            means = [sum(values) / max(1, len(values)) for values in found]
+            means = [sum(values) / max(1, len(values)) for values in totals]
             rows.append((purpose, meaning, [(size(mean), size(mean / n)) if group else ("-", "-")
                                             for mean, n, group in zip(means, nodes, groups, strict=True)]))  # fmt: skip
     return {"rows": rows}
@@ -326,7 +326,7 @@ def _traffic(ran: Sequence[Sequence[Ran]]) -> dict[str, Any]:
 def _events(run: RecordedRun) -> dict[str, Any]:
     """Returns the events of a run: counts by kind, and the important ones in the order of time."""
     counts: Counter[str] = Counter()
-    told: list[tuple[float, int, str, str]] = []
+    listed: list[tuple[float, int, str, str]] = []
     for path in sorted(run.path.glob("nodes/*/events.jsonl")):
         for event in _readable(path):
             kind = str(event.get("kind"))
@@ -335,17 +335,17 @@ def _events(run: RecordedRun) -> dict[str, Any]:
             counts[kind] += int(event.get("count") or 1)
             if kind in EVENTS_IN_ORDER and kind != "joined":
                 peer = event.get("peer")
-                whom = f"node {peer}" if peer is not None else ""
-                detail = " ".join(filter(None, (whom, str(event.get("detail") or ""))))
-                told.append((float(event.get("time") or 0.0), int(event.get("uid") or 0), kind, detail))
+                peer_text = f"node {peer}" if peer is not None else ""
+                detail = " ".join(filter(None, (peer_text, str(event.get("detail") or ""))))
+                listed.append((float(event.get("time") or 0.0), int(event.get("uid") or 0), kind, detail))
     began = min((r[0].get("time", 0.0) for r in run.nodes.values() if r), default=0.0)
-    told.sort()
+    listed.sort()
     planned = [json.dumps(each) for each in _readable(run.path / "faults.jsonl")]
     return {
         "label": str(run.path), "planned": planned,
         "counts": [(kind, count, EVENTS.get(kind, "")) for kind, count in sorted(counts.items())],
-        "told": [(f"{time - began:+.1f} s", uid, kind, detail) for time, uid, kind, detail in told[:MOST_EVENTS]],
-        "more": max(0, len(told) - MOST_EVENTS),
+        "listed": [(f"{time - began:+.1f} s", uid, kind, detail) for time, uid, kind, detail in listed[:MOST_EVENTS]],
+        "more": max(0, len(listed) - MOST_EVENTS),
     }  # fmt: skip
 
 
@@ -363,18 +363,18 @@ def _nodes(ran: Ran) -> dict[str, Any]:
     """Returns a table with a row per node: the metrics of its task, time and bytes."""
     nodes = ran.summary.get("nodes", {})
     metrics = [*ran.measured.metrics]
-    heads = ["node", "rounds", *(metric.name.replace("_", " ") for metric in metrics), "round", "sent", "faults"]
-    shown: list[Callable[[Mapping[str, Any]], str]] = [
+    headings = ["node", "rounds", *(metric.name.replace("_", " ") for metric in metrics), "round", "sent", "faults"]
+    formatters: list[Callable[[Mapping[str, Any]], str]] = [
         *(functools.partial(_value, name=metric.name, scale=metric.scale, digits=metric.digits, suffix=metric.suffix)
           for metric in metrics),
     ]  # fmt: skip
     rows = [
-        [uid, str(node.get("rounds", "-")), *(tell(node) for tell in shown),
+        [uid, str(node.get("rounds", "-")), *(tell(node) for tell in formatters),
          _value(node, "round_seconds_median", 1000, 1, " ms"), size(float(node.get("bytes_data") or 0)),
          str(node.get("faults", "-"))]
         for uid, node in nodes.items() if isinstance(node, dict)
     ]  # fmt: skip
-    return {"label": str(ran.path), "heads": heads, "rows": rows}
+    return {"label": str(ran.path), "heads": headings, "rows": rows}
 
 
 def _value(node: Mapping[str, Any], name: str, scale: float, digits: int, suffix: str) -> str:
@@ -384,20 +384,20 @@ def _value(node: Mapping[str, Any], name: str, scale: float, digits: int, suffix
 
 def _machine(ran: Ran) -> dict[str, Any]:
     """Returns the environment of each machine of the run, as far as it is recorded."""
-    found = machines_of(ran.path)
+    machines = machines_of(ran.path)
     rows = []
-    for each in found:
-        told = [(key, str(each.environment[key])) for key in ("time", "host", "system", "cpu", "cores", "memory")
-                if key in each.environment]  # fmt: skip
+    for each in machines:
+        facts = [(key, str(each.environment[key])) for key in ("time", "host", "system", "cpu", "cores", "memory")
+                 if key in each.environment]  # fmt: skip
         if each.versions:
-            told.append(("versions", ", ".join(f"{name} {version}" for name, version in each.versions.items())))
-        if each.commit and len(found) > 1:
-            told.append(("commit", each.commit))
-        rows += [(f"machine {each.number}: {key}" if len(found) > 1 else key, value) for key, value in told]
+            facts.append(("versions", ", ".join(f"{name} {version}" for name, version in each.versions.items())))
+        if each.commit and len(machines) > 1:
+            facts.append(("commit", each.commit))
+        rows += [(f"machine {each.number}: {key}" if len(machines) > 1 else key, value) for key, value in facts]
     return {"label": str(ran.path), "rows": rows}
 
 
-def _again(ran: Ran) -> dict[str, Any]:
+def _how_to_repeat(ran: Ran) -> dict[str, Any]:
     def text(name: str) -> str:
         try:
             return (ran.path / name).read_text(encoding="utf-8").strip()

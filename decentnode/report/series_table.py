@@ -23,8 +23,9 @@ def csv_of(lines: Sequence[Line], metrics: Sequence[str]) -> str:
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     virtual = any(run.virtual_seconds() for run in runs)
-    at = COLUMNS.index("mean")
-    writer.writerow([*COLUMNS[:at], *([VIRTUAL] if virtual else []), *COLUMNS[at:], *(f"node_{uid}" for uid in uids)])
+    split = COLUMNS.index("mean")
+    node_columns = [f"node_{uid}" for uid in uids]
+    writer.writerow([*COLUMNS[:split], *([VIRTUAL] if virtual else []), *COLUMNS[split:], *node_columns])
     for run in runs:
         for metric in metrics:
             writer.writerows(_rows(run, metric, uids, virtual))
@@ -35,14 +36,14 @@ def _rows(run: RecordedRun, metric: str, uids: Sequence[int], virtual: bool) -> 
     seconds, sent = (run.by_round(metric, axis) for axis in ("seconds", "bytes"))
     curve = run.measured.curves.get(metric)
     merged = run.by_round(metric, "rounds", merged=True) if curve is not None and curve.merged else {}
-    at = run.virtual_seconds() if virtual else {}
-    for rounds, told in run.by_node(metric).items():
-        values = [value for value, _ in told.values()]
+    virtual_at = run.virtual_seconds() if virtual else {}
+    for rounds, by_uid in run.by_node(metric).items():
+        values = [value for value, _ in by_uid.values()]
         # Nodes with round counts of their own may report a round after others have finished the next: no common moment.
         moment = (seconds[rounds][0], int(sent[rounds][0])) if rounds in seconds else ("", "")
         yield [
             run.path.name, metric, rounds, *moment,
-            *([at.get(rounds, "")] if virtual else []), statistics.fmean(values),
+            *([virtual_at.get(rounds, "")] if virtual else []), statistics.fmean(values),
             statistics.pstdev(values), min(values), max(values), merged[rounds][1][0] if rounds in merged else "",
-            *(told[uid][0] if uid in told else "" for uid in uids),
+            *(by_uid[uid][0] if uid in by_uid else "" for uid in uids),
         ]  # fmt: skip

@@ -7,12 +7,12 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from decentnode.report.reading.fitting import Fitting
+from decentnode.report.reading.fitting import FittingTable
 from decentnode.report.reading.progress import RunProgress
 from decentnode.words import duration, number, size
 
 COLUMNS = ("node", "round", "loss", "{metric} (after)", "sent", "round time", "waiting", "longest for")
-SPARE = ("longest for", "waiting", "round time", "loss", "sent")
+HIDDEN_FIRST = ("longest for", "waiting", "round time", "loss", "sent")
 """Columns that are hidden in a narrow terminal, in this order."""
 
 
@@ -34,10 +34,10 @@ def live_table(
         table.add_column(column.format(metric=main.text), justify="right")
     nodes = list(state.nodes.values())
     for node in nodes[:max_rows]:
-        behind = node.rounds < state.round + 2
+        is_near = node.rounds < state.round + 2
         table.add_row(
             str(node.uid),
-            Text(str(node.rounds), style="" if behind else "dim"),
+            Text(str(node.rounds), style="" if is_near else "dim"),
             number(node.loss, ".4f"),
             f"{node.metric:.3f} ({node.evaluated})" if node.metric is not None else "-",
             size(node.sent_bytes),
@@ -47,13 +47,13 @@ def live_table(
         )
     parts = [f"... and {len(nodes) - max_rows} more nodes"] if len(nodes) > max_rows else []
     for latest in state.evaluations:
-        whose = f"nodes {latest['side']} " if latest["side"] else ""
+        prefix = f"nodes {latest['side']} " if latest["side"] else ""
         parts.append(
-            f"{whose}after round {latest['round']}: mean {main.text} "
+            f"{prefix}after round {latest['round']}: mean {main.text} "
             f"{number(latest.get(f'{main.name}_mean'), '.3f')}, "
             f"merged {number(latest.get(f'{main.name}_merged'), '.3f')}, "
             f"consensus distance {number(latest.get('consensus_distance'), '.1e')}"
         )
     if note:
         parts.append(note)
-    return Group(bar, Fitting(table, SPARE), *(Text(part, style="dim") for part in parts))
+    return Group(bar, FittingTable(table, HIDDEN_FIRST), *(Text(part, style="dim") for part in parts))

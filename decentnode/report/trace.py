@@ -16,7 +16,7 @@ from decentnode.system import replacing
 
 ROWS = ("rounds", "train", "send", "wait", "mix", "evaluate")
 """Rows of a node, in the order in which they are shown."""
-TOLD = ("loss", "waited_for", "waited_seconds", "missing", "lost", "data_bytes_sent")
+SHOWN_FIELDS = ("loss", "waited_for", "waited_seconds", "missing", "lost", "data_bytes_sent")
 """Fields of a round's record that are shown with the round."""
 
 Event = dict[str, Any]
@@ -30,16 +30,16 @@ def write(run: Path, target: Path, first: int = 0, last: int | None = None, node
              if path.parent.name.isdigit()}  # fmt: skip
     if unknown := sorted({*nodes} - files.keys()):
         raise UsageError(f"{run} has no records of node {', '.join(map(str, unknown))}")
-    found, exact = list[Event](), True
+    events_found, all_exact = list[Event](), True
     for uid, folder in sorted(files.items()):
         if not nodes or uid in nodes:
-            events, told = _of_node(uid, folder, first, last)
-            found += events
-            exact = exact and told
-    if not any(event["ph"] == "X" for event in found):
+            events, is_exact = _node_events(uid, folder, first, last)
+            events_found += events
+            all_exact = all_exact and is_exact
+    if not any(event["ph"] == "X" for event in events_found):
         raise UsageError(f"{run} has no round to show from {first} to {'the end' if last is None else last}")
-    began = min(event["ts"] for event in found if "ts" in event)
-    for event in found:
+    began = min(event["ts"] for event in events_found if "ts" in event)
+    for event in events_found:
         if "ts" in event:
             event["ts"], at = round(event["ts"] - began, 3), event["ts"] - began
         if "dur" in event:  # ends are rounded like starts: Perfetto drops a span that overlaps the next by 1 ns
@@ -48,27 +48,27 @@ def write(run: Path, target: Path, first: int = 0, last: int | None = None, node
         target.parent.mkdir(parents=True, exist_ok=True)
         with replacing(target) as temporary, open(temporary, "w", encoding="utf-8") as file:
             file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
-            file.write(",\n".join(json.dumps(event) for event in found))
+            file.write(",\n".join(json.dumps(event) for event in events_found))
             file.write("\n]}\n")
     except OSError as error:
         raise EnvironmentFault(f"cannot write {target}: {error.strerror}") from error
-    said = [] if exact else ["of rounds without a trace (run.trace) the seconds of each kind of work are known, and "
-                             "its order is taken to be the usual one"]  # fmt: skip
-    return said + [f"profile of torch: {path}" for path in sorted(run.glob("nodes/*/profile_round_*.json"))]
+    notes = [] if all_exact else ["of rounds without a trace (run.trace) the seconds of each kind of work are known, "
+                                  "and its order is taken to be the usual one"]  # fmt: skip
+    return notes + [f"profile of torch: {path}" for path in sorted(run.glob("nodes/*/profile_round_*.json"))]
 
 
-def _of_node(uid: int, folder: Path, first: int, last: int | None) -> tuple[list[Event], bool]:
+def _node_events(uid: int, folder: Path, first: int, last: int | None) -> tuple[list[Event], bool]:
     """Returns (the events of one node, whether all of its rounds were traced)."""
 
-    def wanted(round: object) -> bool:
+    def is_wanted(round: object) -> bool:
         return isinstance(round, int) and first <= round and (last is None or round <= last)
 
-    found, traced, evaluated = _traced(uid, folder, wanted)
-    records, exact = _recorded(uid, folder, wanted, traced, evaluated)
-    return [*_named_rows(uid), *found, *records, *_happened(uid, folder)], exact
+    spans, traced, evaluated = _traced_spans(uid, folder, is_wanted)
+    records, exact = _recorded_events(uid, folder, is_wanted, traced, evaluated)
+    return [*_row_names(uid), *spans, *records, *_event_marks(uid, folder)], exact
 
 
-def _named_rows(uid: int) -> Iterator[Event]:
+def _row_names(uid: int) -> Iterator[Event]:
     """Yields the names of a node and of its rows, and their order."""
     yield {"ph": "M", "pid": uid, "name": "process_name", "args": {"name": f"node {uid}"}}
     yield {"ph": "M", "pid": uid, "name": "process_sort_index", "args": {"sort_index": uid}}
@@ -77,56 +77,56 @@ def _named_rows(uid: int) -> Iterator[Event]:
         yield {"ph": "M", "pid": uid, "tid": _tid(uid, row), "name": "thread_sort_index", "args": {"sort_index": place}}
 
 
-def _traced(uid: int, folder: Path, wanted: Callable[[object], bool]) -> tuple[list[Event], set[int], bool]:
+def _traced_spans(uid: int, folder: Path, is_wanted: Callable[[object], bool]) -> tuple[list[Event], set[int], bool]:
     """Returns (the spans of trace.jsonl, the rounds that it contains, whether it contains an evaluation)."""
-    found, rounds, evaluated = list[Event](), set[int](), False
+    events, rounds, evaluated = list[Event](), set[int](), False
     for record in _records(folder / "trace.jsonl"):
         spans = record.get("spans")
-        if isinstance(spans, list) and wanted(record.get("round")):
+        if isinstance(spans, list) and is_wanted(record.get("round")):
             if all(span[0] == "evaluate" for span in spans):
                 evaluated = True
             else:
                 rounds.add(record["round"])
-            found += [_span(uid, name, at, seconds, record["round"]) for name, at, seconds in spans if name in ROWS]
-    return found, rounds, evaluated
+            events += [_span(uid, name, at, seconds, record["round"]) for name, at, seconds in spans if name in ROWS]
+    return events, rounds, evaluated
 
 
-def _recorded(
-    uid: int, folder: Path, wanted: Callable[[object], bool], traced: Collection[int], evaluated: bool
+def _recorded_events(
+    uid: int, folder: Path, is_wanted: Callable[[object], bool], traced: Collection[int], evaluated: bool
 ) -> tuple[list[Event], bool]:
     """Returns (the rounds and generations of metrics.jsonl, whether all of these rounds are among the `traced`). If
     trace.jsonl contains no evaluation, an evaluation is assumed to start at the end of the preceding record."""
-    found, exact, ended = list[Event](), True, 0.0
+    events, exact, ended = list[Event](), True, 0.0
     for record in _records(folder / "metrics.jsonl"):
         kind, time, round = record.get("kind"), _time(record), record.get("round")
         if kind == "generation" and time is not None:
             members = {"members": record.get("members")}
-            found.append(_instant(uid, f"generation {record.get('generation')}", time, members))
+            events.append(_instant(uid, f"generation {record.get('generation')}", time, members))
         if time is None or not isinstance(round, int):
             continue
-        if kind == "evaluation" and not evaluated and ended and wanted(round):
-            found.append(_span(uid, "evaluate", ended, time - ended, round))
-        if kind == "round" and wanted(round):
+        if kind == "evaluation" and not evaluated and ended and is_wanted(round):
+            events.append(_span(uid, "evaluate", ended, time - ended, round))
+        if kind == "round" and is_wanted(round):
             seconds = float(record.get("seconds") or 0.0)
-            told = {key: record[key] for key in TOLD if key in record}
-            found.append(_span(uid, "rounds", time - seconds, seconds, round, told))
+            fields = {key: record[key] for key in SHOWN_FIELDS if key in record}
+            events.append(_span(uid, "rounds", time - seconds, seconds, round, fields))
             if round not in traced:
                 exact = False
-                found += _usual(uid, record, time - seconds)
+                events += _sequential_phases(uid, record, time - seconds)
         if kind in ("round", "evaluation"):
             ended = time
-    return found, exact
+    return events, exact
 
 
-def _happened(uid: int, folder: Path) -> Iterator[Event]:
+def _event_marks(uid: int, folder: Path) -> Iterator[Event]:
     """Yields the events of events.jsonl, except the history from which a run is replayed."""
     for event in _records(folder / "events.jsonl"):
         if event.get("kind") not in HISTORY and (time := _time(event)) is not None:
-            told = {key: event[key] for key in ("peer", "detail", "count") if event.get(key) is not None}
-            yield _instant(uid, str(event.get("kind")).replace("_", " "), time, told)
+            fields = {key: event[key] for key in ("peer", "detail", "count") if event.get(key) is not None}
+            yield _instant(uid, str(event.get("kind")).replace("_", " "), time, fields)
 
 
-def _usual(uid: int, record: dict[str, Any], at: float) -> Iterator[Event]:
+def _sequential_phases(uid: int, record: dict[str, Any], at: float) -> Iterator[Event]:
     """Yields the phases of a round one after the other, in the order of the sequential schedule."""
     for name in ("train", "send", "wait", "mix"):
         seconds = float(record.get(f"{name}_seconds") or 0.0)
@@ -135,10 +135,10 @@ def _usual(uid: int, record: dict[str, Any], at: float) -> Iterator[Event]:
         at += seconds
 
 
-def _span(uid: int, row: str, at: float, seconds: float, round: int, told: dict[str, Any] | None = None) -> Event:
+def _span(uid: int, row: str, at: float, seconds: float, round: int, fields: dict[str, Any] | None = None) -> Event:
     name = f"round {round}" if row == "rounds" else row
     return {"ph": "X", "pid": uid, "tid": _tid(uid, row), "name": name, "ts": 1e6 * at,
-            "dur": max(0.0, 1e6 * seconds), "args": {"round": round, **(told or {})}}  # fmt: skip
+            "dur": max(0.0, 1e6 * seconds), "args": {"round": round, **(fields or {})}}  # fmt: skip
 
 
 def _tid(uid: int, row: str) -> int:
@@ -147,8 +147,8 @@ def _tid(uid: int, row: str) -> int:
     return uid * len(ROWS) + ROWS.index(row) + 1
 
 
-def _instant(uid: int, name: str, at: float, told: dict[str, Any]) -> Event:
-    return {"ph": "i", "s": "p", "pid": uid, "tid": _tid(uid, "rounds"), "name": name, "ts": 1e6 * at, "args": told}
+def _instant(uid: int, name: str, at: float, fields: dict[str, Any]) -> Event:
+    return {"ph": "i", "s": "p", "pid": uid, "tid": _tid(uid, "rounds"), "name": name, "ts": 1e6 * at, "args": fields}
 
 
 def _time(record: dict[str, Any]) -> float | None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from decentnode.errors import UsageError
-from decentnode.report.pictures.plots import COLORS, DASHES, SUFFIXES, empty, legend, save
+from decentnode.report.pictures.plots import COLORS, DASHES, SUFFIXES, legend, new_figure, save
 from decentnode.sweeps.results import ALPHA, Results, Row, short_settings
 from decentnode.sweeps.space import Settings, short_names
 
@@ -34,11 +34,11 @@ def draw(results: Results) -> Figure:
     rows = [each for each in rows if each.rounds == rows[0].rounds]
     key = numeric_key([each.settings for each in rows])
     if key is None:
-        figure = empty(7.0, 1.4 + 0.32 * min(len(rows), MOST_ROWS))
+        figure = new_figure(7.0, 1.4 + 0.32 * min(len(rows), MOST_ROWS))
         _rows(figure.subplots(), results, rows[:MOST_ROWS])
         _title(figure, results, rows, any(each.worse for each in rows[:MOST_ROWS]))
     else:
-        figure = empty(7.0, 4.2)
+        figure = new_figure(7.0, 4.2)
         _lines(figure, results, rows, key)
         _title(figure, results, rows, False)
     return figure
@@ -94,7 +94,7 @@ def _lines(figure: Figure, results: Results, rows: Sequence[Row], key: str) -> N
         inches = (index - (min(len(drawn), MOST_LINES) - 1) / 2) * BAR_DISTANCE
         offset = ScaledTranslation(inches, 0, figure.dpi_scale_trans)
         bar_artists = panel.errorbar(x, mean, bars if any(bars) else None, fmt=f"o{dashes}", color=color, markersize=4,
-                              capsize=3, linewidth=1.2, label=label)  # fmt: skip
+                                     capsize=3, linewidth=1.2, label=label)  # fmt: skip
         for artist in bar_artists.get_children():
             artist.set_transform(panel.transData + offset)
     points = sorted({_at(each, key) for each in rows})

@@ -38,7 +38,7 @@ def live_table(state: State, now: float, note: str, max_rows: int) -> Renderable
         parts.append(Text(f"... and {len(state.running) - max_rows} more points in progress", style="dim"))
     sign, figure = state.sweep.sign, state.sweep.measured.by_name[state.sweep.metric]
     ranked = sorted((each for each in state.ended if each.value is not None),
-                   key=lambda each: (-(each.point.rounds or 0), sign * (each.value or 0.0)))  # fmt: skip
+                    key=lambda each: (-(each.point.rounds or 0), sign * (each.value or 0.0)))  # fmt: skip
     for place, ended in enumerate(ranked[: min(BEST_SHOWN, max_rows)]):
         parts.append(Text(f"{'best' if place == 0 else '':5}{value_text(ended, figure)}  {ended.point.label}", "dim"))
     if note:

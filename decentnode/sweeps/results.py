@@ -14,11 +14,11 @@ from typing import Any
 from decentnode.errors import UsageError
 from decentnode.metrics import summary as summaries
 from decentnode.metrics.figures import Figure, TaskMetrics
-from decentnode.report.compare import ComparedRow, row, simple_table, with_more
+from decentnode.report.compare import ComparedRow, row, simple_table, with_extra_columns
 from decentnode.report.latex import tabular
 from decentnode.report.reading import repeats
 from decentnode.report.reading.measured import BEFORE, columns
-from decentnode.report.reading.reached import Extra, target_columns
+from decentnode.report.reading.reached import ExtraColumn, target_columns
 from decentnode.report.reading.repeats import Ran
 from decentnode.report.reading.significance import Paired, holm, paired
 from decentnode.sweeps.conduct import Ended, State
@@ -101,7 +101,7 @@ class Results:
     """Which values of the metric are better: "higher" or "lower"."""
     within: tuple[str, ...] = ()
     """Keys that divide the rows into groups, each compared with the best of its group; one group if empty."""
-    extra: tuple[Extra, ...] = ()
+    extra: tuple[ExtraColumn, ...] = ()
     """Columns that the user asked for."""
 
     @property
@@ -128,7 +128,7 @@ def results_of(state: State) -> Results:
                    "lower" if sweep.sign > 0 else "higher", sweep.plan.within, extra)
 
 
-def _target_columns(sweep: Sweep, runs: Sequence[Ran]) -> tuple[Extra, ...]:
+def _target_columns(sweep: Sweep, runs: Sequence[Ran]) -> tuple[ExtraColumn, ...]:
     """Returns the columns of the sweep's target. After halving they lack the seconds, as other points ran between its
     rungs."""
     if sweep.plan.target is None or not runs:
@@ -138,15 +138,15 @@ def _target_columns(sweep: Sweep, runs: Sequence[Ran]) -> tuple[Extra, ...]:
 
 
 def _row(
-    settings: Settings, group: Sequence[Ended], shown: Sequence[Figure], sweep: Sweep, extra: Sequence[Extra]
+    settings: Settings, group: Sequence[Ended], shown: Sequence[Figure], sweep: Sweep, extra: Sequence[ExtraColumn]
 ) -> Row:
     group = sorted(group, key=lambda each: -1 if each.point.seed is None else each.point.seed)
     furthest = max(each.point.rounds or sweep.rounds for each in group)
     complete = [each for each in group if each.run is not None and each.outcome.status == "finished"
-             and (each.point.rounds or sweep.rounds) == furthest]  # fmt: skip
+                and (each.point.rounds or sweep.rounds) == furthest]  # fmt: skip
     runs = [ran for each in complete if (ran := _read_run(each, sweep.measured)) is not None]
     values = {each.point.seed: each.value for each in complete if each.value is not None}
-    compared = with_more(row(label_of(settings), [ran.summary for ran in runs], shown), runs, extra)
+    compared = with_extra_columns(row(label_of(settings), [ran.summary for ran in runs], shown), runs, extra)
     return Row(settings, furthest, values, compared, tuple(group),
                whole=len(values) == max(len(group), sweep.plan.seeds or 1))  # fmt: skip
 
@@ -178,7 +178,7 @@ def _with_tests(rows: Sequence[Row], within: Sequence[str]) -> list[Row]:
              for values, group in _groups(rows, within).items()}  # fmt: skip
     row_bests = [bests[tuple(value_at(each.settings, key) for key in within)] for each in rows]
     tests = [None if best is None or each is best or each.rounds != best.rounds
-               else paired(each.values, best.values) for each, best in zip(rows, row_bests, strict=True)]  # fmt: skip
+             else paired(each.values, best.values) for each, best in zip(rows, row_bests, strict=True)]  # fmt: skip
     corrected = holm([None if each is None else each.p for each in tests])
     return [replace(each, against=pair, p=p, leads=each is best)
             for each, best, pair, p in zip(rows, row_bests, tests, corrected, strict=True)]  # fmt: skip
@@ -191,7 +191,7 @@ def best_of_each(results: Results) -> tuple[list[Row], list[str]]:
     groups = _groups(results.rows, results.best_by)
     metric, largest = results.metric, "largest" if results.better == "higher" else "smallest"
     notes = [f"the best for each {' and '.join(names.values())}: the {largest} mean over the seeds of "
-            f"{metric.title or metric.name} after the last round"]  # fmt: skip
+             f"{metric.title or metric.name} after the last round"]  # fmt: skip
     best = []
     for values, rows in groups.items():
         values_text = " ".join(f"{name}={value}" for name, value in zip(names.values(), values, strict=True))

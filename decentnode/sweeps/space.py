@@ -116,7 +116,7 @@ def axes(given: Iterable[str] | Mapping[Any, Any]) -> tuple[Axis, ...]:
     another one."""
     if isinstance(given, Mapping):
         parsed = tuple(_axis_of_values(",".join(key) if isinstance(key, tuple) else str(key), values)
-                      for key, values in given.items())  # fmt: skip
+                       for key, values in given.items())  # fmt: skip
     else:
         parsed = tuple(parse_axis(each) for each in given)
     keys = [key for axis in parsed for key in axis.keys]

@@ -175,7 +175,7 @@ def draw(name: str, groups: Sequence[Sequence[repeats.Ran]], where: str, path: P
         if "consensus_distance" in shown.metrics:  # the distance of exact means is only rounding
             figure.axes[-1].set_ylim(bottom=1e-4)
         seeds = f"1 to {len(groups[0])}"
-        plots.sign(figure, f"configs/gallery/{name}.yaml, seeds {seeds}; {where}")
+        plots.add_source_note(figure, f"configs/gallery/{name}.yaml, seeds {seeds}; {where}")
         return figure
 
     plots.write(drawn, path)

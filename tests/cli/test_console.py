@@ -99,7 +99,7 @@ def test_a_class_of_ones_own_is_printed_as_it_is_written(shown_by: Callable[[Out
 def test_the_table_of_a_sweep_shows_values_in_brackets() -> None:
     """The label of a point names keys and values; rich would take [full,.1] for a mark."""
     point = SimpleNamespace(label="sharing.name,training.optimizer.lr=[full,.1]")
-    under_way = SimpleNamespace(point=point, round=1, prepared=SimpleNamespace(rounds=2), value=None, since=0.0)
+    under_way = SimpleNamespace(point=point, round=1, prepared=SimpleNamespace(rounds=2), value=None, started_at=0.0)
     sweep = SimpleNamespace(sign=1, metric="accuracy", measured=SimpleNamespace(by_name={"accuracy": None}))
     state = SimpleNamespace(sweep=sweep, ended=[], running=[under_way], started=0.0, total=2,
                             seconds_left=lambda _now: None)  # fmt: skip

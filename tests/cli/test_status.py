@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from decentnode.cli import main
-from decentnode.report.reading.run_status import blame, going, state_of, table
+from decentnode.report.reading.run_status import in_progress, state_of, table, waiting_summary
 from tests.cli.terminal import wait_until
 from tests.commands import ROOT, started
 
@@ -36,29 +36,30 @@ def shown(statuses: dict[int, dict[str, Any]], edges: bool = False) -> str:
 def test_who_waits_for_whom() -> None:
     chain = {0: status(0, waiting_for=[1], waiting_seconds=12.0), 1: status(1, waiting_for=[2], waiting_seconds=12.0),
              2: status(2, doing="local steps")}  # fmt: skip
-    assert "node 2 (local steps; 1 wait for it)" in blame(chain)
+    assert "node 2 (local steps; 1 wait for it)" in waiting_summary(chain)
     text = shown(chain, edges=True)
     assert "12" in text and "to 9" in text and "3/9" in text and "waited" in text and "since" not in text
     assert "since" in shown(chain)
-    assert "node 2 (without a status here; 1 wait for it)" in blame({uid: chain[uid] for uid in (0, 1)})
+    assert "node 2 (without a status here; 1 wait for it)" in waiting_summary({uid: chain[uid] for uid in (0, 1)})
     chain[2] = status(2, doing="local steps", pid=2**22 + 5, time=time.time() - 60)
-    assert state_of(chain[2]) == "gone" and "node 2 (gone" in blame(chain)
-    assert going(chain) and not going({0: status(0, doing="finished")})
+    assert state_of(chain[2]) == "gone" and "node 2 (gone" in waiting_summary(chain)
+    assert in_progress(chain) and not in_progress({0: status(0, doing="finished")})
 
 
 def test_who_ended_or_died_waits_for_nobody() -> None:
     for over in ({"doing": "finished"}, {"doing": "exchange", "time": 0, "pid": 1 << 30}):
         found = {0: status(0), 1: {**status(1), "waiting_for": [0], **over}}
-        assert blame(found) == "2 nodes have written a status" and blame({0: found[0]}) == "1 node has written a status"
+        assert waiting_summary(found) == "2 nodes have written a status"
+        assert waiting_summary({0: found[0]}) == "1 node has written a status"
         found |= {1: {**found[1], "waiting_for": [2]}, 0: {**status(0), "waiting_for": [1]}}
-        assert "everything waits for node 1 (" in blame(found)  # though its last word was that it waits itself
+        assert "everything waits for node 1 (" in waiting_summary(found)  # though its last status says that it waits
 
 
 def test_who_has_not_entered_a_collective_call() -> None:
     """Members that have entered wait for all others, because the library does not tell them who has."""
     clique = {uid: status(uid, waiting_for=sorted({0, 1, 2, 3} - {uid}), waiting_seconds=12.0) for uid in (0, 1, 3)}
     clique[2] = status(2, doing="local steps")
-    assert blame(clique) == "everything waits for node 2 (local steps; 3 wait for it)"
+    assert waiting_summary(clique) == "everything waits for node 2 (local steps; 3 wait for it)"
 
 
 @pytest.mark.parametrize("edges", [False, True])

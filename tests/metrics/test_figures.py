@@ -6,7 +6,7 @@ import pytest
 
 from decentnode.metrics import summary
 from decentnode.metrics.figures import BY_NAME, COMPARED, CURVES, FIGURES, LOSS, PURPOSES, Metric, TaskMetrics
-from decentnode.report.reading.measured import BEFORE, columns, told
+from decentnode.report.reading.measured import BEFORE, columns, metrics_from_plain
 from decentnode.tasks.classification import ACCURACY
 
 ERROR = Metric("rmse", "as the ratings", "the root of the mean squared error", "lower", word="RMSE")
@@ -67,8 +67,8 @@ def test_means_over_parts_of_the_test_set_are_those_of_all_samples() -> None:
     None, {}, {"name": "x", "metrics": []}, {"name": "x", "metrics": [{"unit": 1}]}, [1],
 ])  # fmt: skip
 def test_what_cannot_be_read_counts_as_a_run_from_before_there_were_tasks(wrong: object) -> None:
-    assert told(wrong) == BEFORE
-    assert told(RATING.plain() | {"later": 1}) == RATING
+    assert metrics_from_plain(wrong) == BEFORE
+    assert metrics_from_plain(RATING.plain() | {"later": 1}) == RATING
 
 
 def test_the_summary_has_no_figure_that_is_not_in_the_table() -> None:

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 import decentnode
 from decentnode.cli import main
 from decentnode.errors import UsageError
-from decentnode.report.pictures.plots import draw, plot, sign
+from decentnode.report.pictures.plots import add_source_note, draw, plot
 from decentnode.report.pictures.presets import PRESETS
 from decentnode.report.reading.runs import Line, lines
 from tests.report.test_runs import fake_run
@@ -144,7 +144,7 @@ def test_a_line_without_its_beginning_on_a_logarithmic_axis_stays_one(tmp_path: 
 def test_a_figure_can_say_where_it_comes_from(tmp_path: Path) -> None:
     figure, _ = draw(lines([fake_run(tmp_path / "e" / "r")])[0], ["accuracy"], ["rounds"])
     before = figure.get_figheight()
-    sign(figure, "2 cores, commit abc")
+    add_source_note(figure, "2 cores, commit abc")
     figure.canvas.draw()
     renderer = figure.canvas.get_renderer()  # type: ignore[attr-defined]
     (text,) = figure.texts[-1:]

@@ -60,10 +60,10 @@ def test_an_accuracy_is_never_shown_as_that_of_another_round() -> None:
     assert " sent=2.0kB" in state.evaluation_line(), "what had been sent after that round"
     told(state, 1, 5, 0.3, 2000)
     assert state.line() == "round=5/10 loss=0.2000 sent=5.0kB"
-    assert not state.due
+    assert not state.evaluation_due
     told(state, 0, 8, 0.1, 5000)
     told(state, 1, 8, 0.1, 5000)
-    assert state.due, "the evaluation's line will tell of round 8"
+    assert state.evaluation_due, "the evaluation's line will tell of round 8"
     console = Console(file=io.StringIO(), width=120)
     console.print(live_table(state, 4.0, "", 20))
     assert "0.500 (4)" in console.file.getvalue()  # type: ignore[attr-defined]
@@ -85,7 +85,7 @@ def test_nodes_with_rounds_of_their_own_are_as_far_as_the_furthest() -> None:
     assert state.seconds_left(1.0) is None
     told(state, 0, 60, 0.1, 1000, 0.9)
     told(state, 1, 10, 0.3, 1000, 0.5)
-    assert state.seconds_left(6.0) == 4.0 and not state.due
+    assert state.seconds_left(6.0) == 4.0 and not state.evaluation_due
     assert state.line() == "round=10-60/100 loss=0.2000 acc_mean=0.700 acc_min=0.500 sent=2.0kB"
     console = Console(file=io.StringIO(), width=120)
     console.print(live_table(state, 4.0, "", 20))
@@ -137,7 +137,7 @@ def test_a_run_whose_nodes_are_all_lost_has_a_line() -> None:
     told(state, 0, 4, 0.3, 1000, 0.5)
     for uid in (0, 1):
         state.lose(uid)
-    assert state.line() == "round=0/10 sent=1.0kB" and not state.due and state.round == 0
+    assert state.line() == "round=0/10 sent=1.0kB" and not state.evaluation_due and state.round == 0
     assert state.seconds_left(1.0) is None and state.left_text(2.0) == ""
     state.update(1, {"kind": "evaluation", "round": 5, "accuracy": 0.5})
 
@@ -158,8 +158,8 @@ def test_sides_of_a_broken_network_have_lines_of_their_own() -> None:
     assert state.line() == "nodes=0-1 round=8/20 loss=0.2000, nodes=2-3 round=6/20 loss=0.8000 sent=7.0kB"
     told(state, 2, 8, 0.6, 2000, 0.2)
     told(state, 3, 8, 0.6, 2000)
-    assert state.due, "that of the second side is to come"
-    assert told(state, 3, 8, 0.6, 2000, 0.2) and not state.due
+    assert state.evaluation_due, "that of the second side is to come"
+    assert told(state, 3, 8, 0.6, 2000, 0.2) and not state.evaluation_due
     assert state.evaluation_line().startswith("nodes=2-3 round=8/20 loss=0.6000 acc_mean=0.500 acc_min=0.200 ")
     console = Console(file=io.StringIO(), width=120)
     console.print(live_table(state, 4.0, "", 20))

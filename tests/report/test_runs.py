@@ -366,7 +366,7 @@ def test_labels_have_no_values_that_came_of_others_where_the_others_tell_as_much
     def ran(fraction: str, step: str, given: bool = False) -> list[Ran]:
         config = {"sharing.fraction": fraction, "sharing.step_size": step}
         follows = frozenset[str]() if given else frozenset({"sharing.step_size"})
-        return [Ran(Path(fraction), "exp", 1, config, "finished", {}, follows=follows)]
+        return [Ran(Path(fraction), "exp", 1, config, "finished", {}, derived_keys=follows)]
 
     derived = [ran("0.1", "0.4"), ran("0.2", "0.5")]
     assert labels(derived) == ["exp sharing.fraction=0.1", "exp sharing.fraction=0.2"]

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 
 from decentnode.sweeps import conduct
-from decentnode.sweeps.conduct import Running, State
+from decentnode.sweeps.conduct import RunningPoint, State
 
 
 def test_a_point_that_could_not_hear_yet_is_asked_to_stop_at_its_first_word(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
-    def running(name: str, began: int | None) -> Running:
+    def running(name: str, began: int | None) -> RunningPoint:
         worker: Any = SimpleNamespace(process=SimpleNamespace(terminate=lambda: asked.append(name)))
-        return Running(None, worker, 0.0, began)  # type: ignore[arg-type]
+        return RunningPoint(None, worker, 0.0, began)  # type: ignore[arg-type]
 
     early, heard = running("early", None), running("heard", 3)
     made: Any = object.__new__(conduct._Conductor)

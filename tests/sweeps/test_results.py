@@ -22,11 +22,11 @@ from decentnode.report.latex import escaped
 from decentnode.report.reading.measured import BEFORE
 from decentnode.report.reading.significance import holm, paired
 from decentnode.sweeps import files, picture
-from decentnode.sweeps.conduct import Ended, Running, State
+from decentnode.sweeps.conduct import Ended, RunningPoint, State
 from decentnode.sweeps.evaluations import evaluations_csv
 from decentnode.sweeps.plan import Plan, Sweep
 from decentnode.sweeps.point import Point, PreparedPoint
-from decentnode.sweeps.progress import line, live_table
+from decentnode.sweeps.progress import live_table, point_line
 from decentnode.sweeps.results import (
     csv_table,
     frame_rows,
@@ -157,7 +157,7 @@ def test_the_best_of_each_value_has_all_seeds_and_the_best_mean(tmp_path: Path) 
     deviations = [np.std(values[best[rule]], ddof=1) for rule in "xy"]
     assert [float(row["accuracy_mean_std"]) for row in rows] == pytest.approx(deviations)
     table, said = text_table(results).splitlines()[3:5], text_table(results).splitlines()[6:]
-    assert [line.split()[:2] for line in table] == [["x", ".2"], ["y", ".1"]]
+    assert [point_line.split()[:2] for point_line in table] == [["x", ".2"], ["y", ".1"]]
     assert said == ["the best for each rule: the largest mean over the seeds of accuracy % after the last round",
                     "rule=y: as good as rule=y lr=.1, which stands first: rule=y lr=.2",
                     "rule=z: no combination has finished with every seed"]  # fmt: skip
@@ -199,7 +199,7 @@ def test_what_a_target_took_and_how_many_seeds_came_to_it(tmp_path: Path) -> Non
     assert float(rows["x"]["rounds_to_target_std"]) == pytest.approx(took.std(ddof=1))
     assert float(rows["x"]["bytes_to_target"]) == pytest.approx(1010 * took.mean()), "of the mean node"
     assert rows["z"]["rounds_to_target"] == ""
-    text = {line.split()[0]: line for line in text_table(results).splitlines()[3:7]}
+    text = {point_line.split()[0]: point_line for point_line in text_table(results).splitlines()[3:7]}
     assert "rounds to 75.5 %" in text_table(results) and text["x"].count("not reached") == 0
     assert "6 ±0 (2 of 3)" in text["y"] and text["z"].count("not reached") == 3 and "not reached" not in text["w"]
     assert "not reached" in latex_table(results)
@@ -307,7 +307,7 @@ def test_what_has_no_finished_point_has_tables_and_no_figure(tmp_path: Path) -> 
 def test_the_live_table_and_its_lines(tmp_path: Path) -> None:
     state = state_of(tmp_path)
     prepared = PreparedPoint(Point(settings(".5", "ring"), 2), Request("x.yaml"), "e", "exp", 60)
-    state.running.append(Running(prepared, None, 90.0, 0, 15, "accuracy", 0.25))  # type: ignore[arg-type]
+    state.running.append(RunningPoint(prepared, None, 90.0, 0, 15, "accuracy", 0.25))  # type: ignore[arg-type]
     state.rounds_done = 30
     console = Console(width=120, record=True, file=io.StringIO())
     console.print(live_table(state, 100.0, "a note", 5))
@@ -315,9 +315,9 @@ def test_the_live_table_and_its_lines(tmp_path: Path) -> None:
     for part in ("11/12 points", "1 min 40 s", "about 1 min 40 s left", "2 failed", "lr=.5 graph=ring seed=2", "15/60",
                  "accuracy 0.2500", "best accuracy % 92.00", "a note"):  # fmt: skip
         assert part in text, f"{part}\n{text}"
-    assert line(state, state.ended[0], 100.0) == (
+    assert point_line(state, state.ended[0], 100.0) == (
         "11/12  lr=.1 graph=ring seed=1: accuracy % 90.00, 1.5 s; about 1 min 40 s left")  # fmt: skip
-    assert "failed: a bug" in line(state, state.ended[9], 100.0)
+    assert "failed: a bug" in point_line(state, state.ended[9], 100.0)
 
 
 def test_a_folder_is_for_one_command_at_a_time(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from decentnode.errors import EnvironmentFault
 from decentnode.graph.topology import Topology
-from decentnode.report.pictures.plots import empty
+from decentnode.report.pictures.plots import new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -49,7 +49,7 @@ def figure_of(graph: Topology) -> Figure:
     rows = math.ceil(panels / columns)
     largest = LARGEST_PANEL if panels == 1 else LARGEST_OF_SEVERAL
     side = min(max(SMALLEST_PANEL, INCHES_PER_NODE * graph.num_nodes), largest)
-    figure = empty(side * columns, side * rows + 0.5)
+    figure = new_figure(side * columns, side * rows + 0.5)
     axes = figure.subplots(rows, columns, squeeze=False)
     places = _places(graph)
     for index, axis in enumerate(axes.flat):
@@ -72,13 +72,13 @@ def _draw(axis: Axes, graph: Topology, round: int, places: Places, side: float) 
     drawn.add_nodes_from(range(graph.num_nodes))
     diameter = _diameter(graph, side)
     many = graph.num_nodes > 32
-    look: dict[str, Any] = {"ax": axis, "edge_color": "#7488a0", "width": 0.7 if many else 1.1,
-                            "alpha": 0.75 if many else 1.0, "node_size": diameter**2}  # fmt: skip
-    around = _around(graph, list(drawn.edges))
-    networkx.draw_networkx_edges(drawn, places, edgelist=[e for e in drawn.edges if e not in around], **look)
-    if around:  # wrap-around edges of a torus, curved to pass the nodes between their ends
-        networkx.draw_networkx_edges(drawn, places, edgelist=sorted(around), arrows=True, arrowstyle="-",
-                                     connectionstyle="arc3,rad=0.09", **look)  # fmt: skip
+    style: dict[str, Any] = {"ax": axis, "edge_color": "#7488a0", "width": 0.7 if many else 1.1,
+                             "alpha": 0.75 if many else 1.0, "node_size": diameter**2}  # fmt: skip
+    wrapped = _wrap_around_edges(graph, list(drawn.edges))
+    networkx.draw_networkx_edges(drawn, places, edgelist=[e for e in drawn.edges if e not in wrapped], **style)
+    if wrapped:  # wrap-around edges of a torus, curved to pass the nodes between their ends
+        networkx.draw_networkx_edges(drawn, places, edgelist=sorted(wrapped), arrows=True, arrowstyle="-",
+                                     connectionstyle="arc3,rad=0.09", **style)  # fmt: skip
     networkx.draw_networkx_nodes(drawn, places, ax=axis, node_color="#1f5fa8", node_size=diameter**2)
     if graph.num_nodes <= MAX_LABELLED:
         networkx.draw_networkx_labels(drawn, places, ax=axis, font_color="white", font_size=FONT_SHARE * diameter)
@@ -105,7 +105,7 @@ def _places(graph: Topology) -> Places:
     }
 
 
-def _around(graph: Topology, edges: list[tuple[int, int]]) -> set[tuple[int, int]]:
+def _wrap_around_edges(graph: Topology, edges: list[tuple[int, int]]) -> set[tuple[int, int]]:
     """Returns the wrap-around edges of a grid, which lead from one border to the opposite one."""
     grid = _grid(graph)
     if grid is None:
@@ -118,5 +118,5 @@ def _diameter(graph: Topology, side: float) -> float:
     """Returns the diameter of a node in points, the largest that keeps neighboring nodes apart."""
     radius = POINTS * side / 2 / 1.12
     grid = _grid(graph)
-    apart = 2 * radius / (max(grid) - 1) if grid else 2 * radius * math.sin(math.pi / max(graph.num_nodes, 2))
-    return min(MAX_DIAMETER, NODE_SHARE * apart)
+    distance = 2 * radius / (max(grid) - 1) if grid else 2 * radius * math.sin(math.pi / max(graph.num_nodes, 2))
+    return min(MAX_DIAMETER, NODE_SHARE * distance)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from decentnode.report.pictures.plots import COLORS, empty, save
+from decentnode.report.pictures.plots import COLORS, new_figure, save
 
 MOST_NAMES = 12
 """Candidates that are named beside the picture, best ranked first; all Pareto-optimal ones are named in any case."""
@@ -14,7 +14,7 @@ MOST_NAMES = 12
 def plot(rows: Sequence[tuple[str, float, float | None, bool]], target: float, path: Path) -> None:
     """Plots candidates given as (name, samples per second, seconds to consensus or None for never, whether it is
     Pareto-optimal), in the order of their ranks. Raises EnvironmentFault if the file cannot be written."""
-    figure = empty(11, 4.8)
+    figure = new_figure(11, 4.8)
     panel = figure.subplots()
     reached = [slow for _, _, slow, _ in rows if slow is not None]
     never = 3 * max(reached, default=1.0)
@@ -28,7 +28,7 @@ def plot(rows: Sequence[tuple[str, float, float | None, bool]], target: float, p
         if star or rank <= MOST_NAMES:
             ranks.setdefault((x, y), []).append(str(rank))
             panel.plot([], [], " ", label=f"{rank}{'*' if star else ''}  {name}" + ("" if slow is not None else
-                                                                                   ", never"))  # fmt: skip
+                                                                                    ", never"))  # fmt: skip
     for point, each in ranks.items():
         panel.annotate(", ".join(each), point, textcoords="offset points", xytext=(6, 4), fontsize=8)
     rates = [x for x, _ in points]

@@ -29,19 +29,19 @@ MERGED = "merged model"
 WIDTH_SHARE = 0.97
 """Largest fraction of the figure's width that a legend or a title takes."""
 
-FEW = 2
+MAX_UNJOINED = 2
 """Up to this many points are not joined by a line: the course between them is unknown."""
-MOST = 400
+MAX_POINTS = 400
 """Most points of a line. Longer curves, such as the losses of thousands of rounds, are averaged in blocks: otherwise
 only noise would be visible."""
-FAR_APART = 5.0
+LOG_RATIO = 5.0
 """If the final bytes of lines differ by more than this factor, the axis is logarithmic."""
 PAPER_SUFFIXES = (".pdf", ".svg")
 PAPER_WIDTH, PAPER_HEIGHT = 3.3, 2.3
 """Inches: one column of a two-column page."""
 PAGE_WIDTH = 7.0
 """Inches: both columns."""
-NARROW = 24
+LABEL_CHARACTERS = 24
 """Characters per line of an axis label below one of four panels side by side."""
 PAPER: dict[str, Any] = {
     "font.family": "sans-serif", "font.sans-serif": ["Arial", "Helvetica", "DejaVu Sans"], "font.size": 8,
@@ -63,16 +63,16 @@ def plot(
         raise UsageError(f"--paper needs one panel, got {len(metrics)} x {len(axes)}")
     left_out: list[str] = []
 
-    def drawn() -> Figure:
+    def make_figure() -> Figure:
         figure, names = draw(lines, metrics, axes, paper)
         left_out.extend(names)
         return figure
 
-    write(drawn, path, paper)
+    write(make_figure, path, paper)
     return left_out
 
 
-def write(drawn: Callable[[], Figure], path: Path, paper: bool = False) -> None:
+def write(make_figure: Callable[[], Figure], path: Path, paper: bool = False) -> None:
     """Draws a figure, for papers in their style, and writes it to a file. Raises UsageError for an unknown suffix,
     EnvironmentFault if the file cannot be written."""
     suffixes = PAPER_SUFFIXES if paper else SUFFIXES
@@ -82,7 +82,7 @@ def write(drawn: Callable[[], Figure], path: Path, paper: bool = False) -> None:
 
     style: Any = PAPER if paper else {}
     with matplotlib.rc_context(style):
-        save(drawn(), path, "; choose another place with -o")
+        save(make_figure(), path, "; choose another place with -o")
 
 
 def save(figure: Figure, path: Path, remedy: str = "") -> None:
@@ -95,7 +95,7 @@ def save(figure: Figure, path: Path, remedy: str = "") -> None:
         raise EnvironmentFault(f"cannot write {path}: {error.strerror}{remedy}") from error
 
 
-def empty(width: float, height: float) -> Figure:
+def new_figure(width: float, height: float) -> Figure:
     """Returns an empty figure of this size in inches. pyplot does not manage it: nobody has to close it, and the
     program's backend is unchanged. Notebooks display it with any backend."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -111,7 +111,7 @@ def empty(width: float, height: float) -> Figure:
     return figure
 
 
-def sign(figure: Figure, text: str) -> None:
+def add_source_note(figure: Figure, text: str) -> None:
     """Writes a small line into the lower right corner that says where the figure comes from."""
     height = 11 / 72 / figure.get_figheight()
     figure.set_figheight(figure.get_figheight() + 11 / 72)
@@ -132,7 +132,7 @@ def draw(
     chosen = chosen_curves(lines, metrics)
     shape = (len(metrics), len(axes))
     size = (PAPER_WIDTH, PAPER_HEIGHT) if paper else (1.2 + 4.2 * shape[1], 0.9 + 2.9 * shape[0])
-    figure = empty(*size)
+    figure = new_figure(*size)
     panels = figure.subplots(*shape, squeeze=False, sharey="row")
     drawn = _panels(panels, lines, chosen, axes)
     if not drawn:
@@ -140,7 +140,7 @@ def draw(
         raise UsageError(f"nothing to plot: no record of {', '.join(metrics)} in {names}")
     if not paper:
         _title(figure, lines)
-    _name_lines(figure, lines, drawn)
+    _draw_legend(figure, lines, drawn)
     return figure, [line.label for index, line in enumerate(lines) if index not in drawn]
 
 
@@ -153,68 +153,68 @@ def draw_side_by_side(lines: Sequence[Line], metric: str, axis: str, paper: bool
     columns = len(titles) if len(titles) <= 3 else min(4, -(-len(titles) // 2))
     shape = (-(-len(titles) // columns), columns)
     size = (PAGE_WIDTH, 0.4 + 1.7 * shape[0]) if paper else (1.2 + 3.1 * columns, 0.9 + 2.5 * shape[0])
-    figure = empty(*size)
+    figure = new_figure(*size)
     panels = [*figure.subplots(*shape, squeeze=False, sharex=True, sharey=True).flat]
-    across = _across(lines, [metric], axis)
+    shared = _shared_axis(lines, [metric], axis)
     drawn: set[int] = set()
-    for place, (panel, only) in enumerate(zip(panels, titles, strict=False)):
-        drawn |= _panel(panel, lines, (metric, curve), axis, across.unit, across.apart, only)
-        panel.set_title(only, fontsize="medium")
+    for place, (panel, panel_title) in enumerate(zip(panels, titles, strict=False)):
+        drawn |= _panel(panel, lines, (metric, curve), axis, shared.unit, shared.is_logarithmic, panel_title)
+        panel.set_title(panel_title, fontsize="medium")
         if place % columns == 0:
             panel.set_ylabel(curve.label)
         if place + columns >= len(titles):
-            panel.set_xlabel(textwrap.fill(across.label, NARROW))
+            panel.set_xlabel(textwrap.fill(shared.label, LABEL_CHARACTERS))
             panel.tick_params(labelbottom=True)
     for panel in panels[len(titles) :]:
         panel.remove()
     if not drawn:
         raise UsageError(f"nothing to plot: no record of {metric} in {', '.join(line.label for line in lines)}")
-    across.limit(panels[0])
+    shared.limit(panels[0])
     if not paper:
         _title(figure, lines)
     first = {line.label: line for line in reversed(lines)}
-    _name_lines(figure, [first[label] for label in dict.fromkeys(line.label for line in lines)], drawn)
+    _draw_legend(figure, [first[label] for label in dict.fromkeys(line.label for line in lines)], drawn)
     return figure
 
 
 @dataclass(frozen=True)
-class _Across:
+class _SharedAxis:
     """The unit, range and label shared by all panels above one horizontal axis."""
 
     unit: float
     most: float
     """The end of the longest line, in this unit."""
-    apart: bool
+    is_logarithmic: bool
     """Whether the axis is logarithmic."""
     label: str
 
     def limit(self, panel: Axes) -> None:
         panel.set_xlim(0, 1.02 * self.most if self.most else 1)
-        if self.apart:
+        if self.is_logarithmic:
             _log_bytes(panel, 1.1 * self.most)
 
 
-def _across(lines: Sequence[Line], metrics: Iterable[str], axis: str) -> _Across:
+def _shared_axis(lines: Sequence[Line], metrics: Iterable[str], axis: str) -> _SharedAxis:
     ends = [max(x) for line in lines for metric in metrics if (x := line.series(metric, axis).x)]
     if axis != "bytes":
-        return _Across(1.0, max(ends, default=0.0), False, EVERY_AXIS[axis])
+        return _SharedAxis(1.0, max(ends, default=0.0), False, EVERY_AXIS[axis])
     unit, name = _unit(ends)
-    apart = len(lines) > 1 and 0 < FAR_APART * min(ends, default=0.0) < max(ends, default=0.0)
+    is_logarithmic = len(lines) > 1 and 0 < LOG_RATIO * min(ends, default=0.0) < max(ends, default=0.0)
     partial = any(run.num_nodes > len(run.nodes) for line in lines for run in line.runs)
     label = "payloads sent by the nodes here" if partial else EVERY_AXIS[axis]
-    return _Across(unit, max(ends, default=0.0) / unit, apart, label + (f" ({name})" if name else ""))
+    return _SharedAxis(unit, max(ends, default=0.0) / unit, is_logarithmic, label + (f" ({name})" if name else ""))
 
 
 def _panels(panels: Any, lines: Sequence[Line], metrics: Mapping[str, Curve], axes: Sequence[str]) -> set[int]:
     """Draws all panels. Returns the indices of the lines that appear in some panel."""
     drawn: set[int] = set()
     for column, axis in enumerate(axes):
-        across = _across(lines, metrics, axis)
+        shared = _shared_axis(lines, metrics, axis)
         for row, (metric, curve) in enumerate(metrics.items()):
             panel = panels[row][column]
-            drawn |= _panel(panel, lines, (metric, curve), axis, across.unit, across.apart)
-            across.limit(panel)
-        panels[-1][column].set_xlabel(across.label)
+            drawn |= _panel(panel, lines, (metric, curve), axis, shared.unit, shared.is_logarithmic)
+            shared.limit(panel)
+        panels[-1][column].set_xlabel(shared.label)
     for row, curve in enumerate(metrics.values()):
         panels[row][0].set_ylabel(curve.label)
     return drawn
@@ -225,10 +225,10 @@ def _log_bytes(panel: Axes, right: float) -> None:
     least = min((x for line in panel.get_lines() for x in _positive(line.get_xdata())), default=right / 10)
     panel.set_xscale("log")
     panel.set_xlim(0.9 * least, right)
-    plain_logarithms(panel)
+    plain_log_labels(panel)
 
 
-def plain_logarithms(panel: Axes) -> None:
+def plain_log_labels(panel: Axes) -> None:
     """Labels a logarithmic horizontal axis with plain numbers, as powers of ten with factors take too much space. If it
     spans little more than a decade, the multiples by 2 and 5 are labeled too."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
@@ -249,14 +249,14 @@ def _positive(values: Any) -> list[float]:
 
 def _panel(
     panel: Axes, lines: Sequence[Line], shown: tuple[str, Curve], axis: str, unit: float, positive: bool = False,
-    only: str | None = None,
+    panel_title: str | None = None,
 ) -> set[int]:
     """Draws all lines into one panel. unit: of the horizontal axis. positive: leave out points at 0, which a
-    logarithmic axis cannot show. only: draw the lines of this `panel`, with the scale that all lines need. Returns the
-    indices of the lines that have values; the indices choose the colors."""
+    logarithmic axis cannot show. panel_title: draw the lines of this `panel`, with the scale that all lines need.
+    Returns the indices of the lines that have values; the indices choose the colors."""
     metric, curve = shown
     labels = [*dict.fromkeys(line.label for line in lines)]
-    numbers = [*range(len(lines))] if only is None else [labels.index(line.label) for line in lines]
+    numbers = [*range(len(lines))] if panel_title is None else [labels.index(line.label) for line in lines]
 
     def of(line: Line, merged: bool = False) -> tuple[Series, int]:
         """Returns the points to draw and the number of points before `positive` removed any. This number decides
@@ -265,23 +265,23 @@ def _panel(
         return (series.above(0.0) if positive else series), len(series.x)
 
     drawn = [(index, line, series) for index, line in zip(numbers, lines, strict=True) if (series := of(line)[0]).x]
-    floor = _floor([values for _, _, series in drawn for values in (series.low, series.mean)])
+    floor = _scale_end([values for _, _, series in drawn for values in (series.low, series.mean)])
     floor = floor if curve.logarithmic else None
-    drawn = [each for each in drawn if only is None or each[1].panel == only]
+    drawn = [each for each in drawn if panel_title is None or each[1].panel == panel_title]
     sizes: set[int] = set()
     for index, line, series in drawn:
-        series, size = (series.reaching(floor) if floor else series).condensed(MOST)
+        series, size = (series.reaching(floor) if floor else series).condensed(MAX_POINTS)
         sizes.add(size)
         color, x = _color(index), [value / unit for value in series.x]
         count = of(line)[1]
-        marker, dashes = "o" if len(x) <= 40 else None, _dashes(index) if count > FEW else "none"
+        marker, dashes = "o" if len(x) <= 40 else None, _dashes(index) if count > MAX_UNJOINED else "none"
         panel.plot(x, series.mean, linestyle=dashes, color=color, marker=marker, markersize=3, label=line.label)
         if curve.spread or len(line.runs) > 1:
             panel.fill_between(x, series.low, series.high, color=color, alpha=0.18, linewidth=0)
         of_merged, merged_count = of(line, merged=True)
-        of_merged, _ = of_merged.condensed(MOST)
+        of_merged, _ = of_merged.condensed(MAX_POINTS)
         if curve.merged and of_merged.x:
-            ends = merged_count <= FEW < count
+            ends = merged_count <= MAX_UNJOINED < count
             panel.plot([value / unit for value in of_merged.x], of_merged.mean, color=color, markersize=4,
                        linestyle="none" if ends else "--", marker="D" if ends else None, label=MERGED)  # fmt: skip
     if (largest := max(sizes, default=1)) > 1:
@@ -292,20 +292,20 @@ def _panel(
         if floor > 0:
             panel.set_ylim(bottom=floor)
     if axis == "rounds":
-        whole_rounds(panel)
+        integer_ticks(panel)
     panel.grid(alpha=0.25, linewidth=0.6)
     panel.spines[["top", "right"]].set_visible(False)
     return {index for index, _, _ in drawn}
 
 
-def whole_rounds(panel: Axes) -> None:
+def integer_ticks(panel: Axes) -> None:
     """Restricts the ticks of the horizontal axis to integers."""
     from matplotlib.ticker import MaxNLocator
 
     panel.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
 
 
-def _floor(curves: Sequence[Sequence[float]]) -> float | None:
+def _scale_end(curves: Sequence[Sequence[float]]) -> float | None:
     """Returns the lower end of a logarithmic scale, 0 to let the values determine it; None for a linear scale, if the
     values span less than a factor of 5 or are not positive. Before the first round all models are equal up to rounding:
     the scale does not extend to such tiny distances."""
@@ -328,9 +328,9 @@ def _title(figure: Figure, lines: Sequence[Line]) -> None:
     bands = {False: "band from lowest to highest node", True: "band of one standard deviation over seeds"}
     if len(lines) == 1:
         run = lines[0].runs[0]
-        here, whole = len(run.nodes), plural(run.num_nodes, "node")
-        of = f"{here} of {whole}, those of one machine" if here < run.num_nodes else whole
-        text = f"{lines[0].label}: mean of {of}, {bands[several[0]]}"
+        local, all_nodes = len(run.nodes), plural(run.num_nodes, "node")
+        nodes_text = f"{local} of {all_nodes}, those of one machine" if local < run.num_nodes else all_nodes
+        text = f"{lines[0].label}: mean of {nodes_text}, {bands[several[0]]}"
     elif len(several) == 1:
         text = f"mean of the nodes, {bands[several[0]]}"
     else:
@@ -373,7 +373,7 @@ def legend(figure: Figure, handles: Sequence[Any], labels: list[str]) -> None:
     figure.set_figheight(figure.get_figheight() + box.height / figure.dpi)
 
 
-def _name_lines(figure: Figure, lines: Sequence[Line], drawn: set[int]) -> None:
+def _draw_legend(figure: Figure, lines: Sequence[Line], drawn: set[int]) -> None:
     """Writes the legend: every line that appears in a panel, and the meaning of dashes. drawn: indices of `lines`."""
     from matplotlib.lines import Line2D
 

@@ -16,11 +16,11 @@ from decentnode.report.pictures.plots import (
     PAPER_HEIGHT,
     PAPER_WIDTH,
     UNITS,
-    empty,
+    integer_ticks,
     legend,
-    plain_logarithms,
+    new_figure,
+    plain_log_labels,
     title,
-    whole_rounds,
 )
 from decentnode.report.reading.reached import Target, better_of, first_reached
 from decentnode.report.reading.runs import Line, axes_of, chosen_curves, overview
@@ -41,13 +41,13 @@ def heat_map(lines: Sequence[Line], metric: str, axes: Sequence[str], paper: boo
         names = ", ".join(each.label for each in lines)
         raise UsageError(f"a heat map shows one experiment, got {len(lines)}: {names}")
     run = lines[0].runs[0]
-    found = run.by_node(metric)
-    uids = sorted({uid for told in found.values() for uid in told})
+    by_round = run.by_node(metric)
+    uids = sorted({uid for by_uid in by_round.values() for uid in by_uid})
     if not uids:
         raise UsageError(f"nothing to plot: no record of {metric} in {lines[0].label}")
-    rounds = [*found]
-    rows = [[found[r][uid][0] if uid in found[r] else float("nan") for r in rounds] for uid in uids]
-    figure = empty(*((PAPER_WIDTH, PAPER_HEIGHT) if paper else (7.0, min(9.0, 2.2 + 0.14 * len(uids)))))
+    rounds = [*by_round]
+    rows = [[by_round[r][uid][0] if uid in by_round[r] else float("nan") for r in rounds] for uid in uids]
+    figure = new_figure(*((PAPER_WIDTH, PAPER_HEIGHT) if paper else (7.0, min(9.0, 2.2 + 0.14 * len(uids)))))
     panel = figure.subplots()
     image = panel.pcolormesh(_edges(rounds), range(len(uids) + 1), rows, cmap="cividis", shading="flat",
                              rasterized=len(uids) * len(rounds) > 20_000)  # fmt: skip
@@ -56,7 +56,7 @@ def heat_map(lines: Sequence[Line], metric: str, axes: Sequence[str], paper: boo
     step = max(1, round(len(uids) / 16))
     panel.set_yticks([place + 0.5 for place in range(0, len(uids), step)], [str(uid) for uid in uids[::step]])
     panel.set_ylim(len(uids), 0)
-    whole_rounds(panel)
+    integer_ticks(panel)
     panel.set_xlabel("rounds")
     panel.set_ylabel("node")
     panel.spines[["top", "right", "left", "bottom"]].set_visible(False)
@@ -78,13 +78,14 @@ def consensus(lines: Sequence[Line], metric: str, axes: Sequence[str], paper: bo
     """Returns the metric against the consensus distance at the same evaluations, a path per experiment that ends in a
     large dot. The evaluation before the first round, when all models are equal, is left out. Raises UsageError."""
     curve = chosen_curves(lines, [metric])[metric]
-    figure = empty(*((PAPER_WIDTH, PAPER_HEIGHT) if paper else (6.2, 4.2)))
+    figure = new_figure(*((PAPER_WIDTH, PAPER_HEIGHT) if paper else (6.2, 4.2)))
     panel = figure.subplots()
     drawn = []
     for index, line in enumerate(lines):
         values, distances = line.series(metric, "rounds"), line.series("consensus_distance", "rounds")
-        at = dict(zip(distances.x, distances.mean, strict=True))
-        pairs = [(at[x], y) for x, y in zip(values.x, values.mean, strict=True) if x > 0 and at.get(x, 0.0) > 0]
+        distance_at = dict(zip(distances.x, distances.mean, strict=True))
+        pairs = [(distance_at[x], y) for x, y in zip(values.x, values.mean, strict=True)
+                 if x > 0 and distance_at.get(x, 0.0) > 0]  # fmt: skip
         if not pairs:
             continue
         drawn.append(index)
@@ -94,7 +95,7 @@ def consensus(lines: Sequence[Line], metric: str, axes: Sequence[str], paper: bo
     if not drawn:
         raise UsageError(f"nothing to plot: no evaluation with {metric} and consensus_distance above 0")
     panel.set_xscale("log")
-    plain_logarithms(panel)
+    plain_log_labels(panel)
     panel.set_xlabel("consensus distance (relative)")
     panel.set_ylabel(curve.label)
     _finish(figure, panel, lines, drawn, paper, "mean of the nodes' own models; the large dot is the end", bands=False)
@@ -110,25 +111,26 @@ def merged(lines: Sequence[Line], metric: str, axes: Sequence[str], paper: bool 
         raise UsageError(f"{metric} is not measured for the merged model")
     axis = axes[0]
     width, height = (PAPER_WIDTH, 1.6 * PAPER_HEIGHT) if paper else (6.2, 5.4)
-    figure = empty(width, height)
+    figure = new_figure(width, height)
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     drawn, sign = [], 1 if better_of(metric, lines[0].runs[0].measured) == "higher" else -1
     unit = _unit(lines, metric, axis)
     for index, line in enumerate(lines):
-        own, of_all = line.series(metric, axis), line.series(metric, axis, merged=True)
-        if not own.x or not of_all.x:
+        own, merged_series = line.series(metric, axis), line.series(metric, axis, merged=True)
+        if not own.x or not merged_series.x:
             continue
         drawn.append(index)
         x, color, dashes = [value / unit[0] for value in own.x], _color(index), _dashes(index)
         upper.plot(x, own.mean, dashes, color=color)
         if len(line.runs) > 1:
             upper.fill_between(x, own.low, own.high, color=color, alpha=0.18, linewidth=0)
-        upper.plot([value / unit[0] for value in of_all.x], of_all.mean, "--", color=color)
-        at, mean, deviation = _gap(line, metric, axis, sign)
-        lower.plot([value / unit[0] for value in at], mean, dashes, color=color)
+        upper.plot([value / unit[0] for value in merged_series.x], merged_series.mean, "--", color=color)
+        positions, mean, deviation = _gap(line, metric, axis, sign)
+        lower.plot([value / unit[0] for value in positions], mean, dashes, color=color)
         if len(line.runs) > 1:
             low, high = ([m + s * d for m, d in zip(mean, deviation, strict=True)] for s in (-1, 1))
-            lower.fill_between([value / unit[0] for value in at], low, high, color=color, alpha=0.18, linewidth=0)
+            lower.fill_between([value / unit[0] for value in positions], low, high, color=color, alpha=0.18,
+                               linewidth=0)  # fmt: skip
     if not drawn:
         raise UsageError(f"nothing to plot: no evaluation of {metric} of the merged model")
     lower.axhline(0, color="#606060", linewidth=0.6)
@@ -136,8 +138,8 @@ def merged(lines: Sequence[Line], metric: str, axes: Sequence[str], paper: bool 
     lower.set_ylabel("merged better by" + (" (points)" if curve.scale == 100 else ""))
     lower.set_xlabel(EVERY_AXIS[axis] + unit[1])
     if axis == "rounds":
-        whole_rounds(lower)
-    _plain(upper)
+        integer_ticks(lower)
+    _clean_up(upper)
     _finish(figure, lower, lines, drawn, paper, "nodes' own models (mean), and the merged model", dashed=True)
     return figure
 
@@ -145,14 +147,14 @@ def merged(lines: Sequence[Line], metric: str, axes: Sequence[str], paper: bool 
 def _gap(line: Line, metric: str, axis: str, sign: int) -> tuple[list[float], list[float], list[float]]:
     """Returns (positions, mean over seeds of how much better the merged model is, standard deviation) for the rounds
     that all runs have. The difference is taken within each run."""
-    found = []
+    by_run = []
     for run in line.runs:
-        own, of_all = run.by_round(metric, axis), run.by_round(metric, axis, merged=True)
-        found.append({r: (own[r][0], sign * (statistics.fmean(of_all[r][1]) - statistics.fmean(own[r][1])))
-                      for r in own if r in of_all})  # fmt: skip
-    rounds = sorted(set(found[0]).intersection(*found[1:]))
-    gaps = [[each[r][1] for each in found] for r in rounds]
-    return ([statistics.fmean(each[r][0] for each in found) for r in rounds], [statistics.fmean(g) for g in gaps],
+        own, merged_values = run.by_round(metric, axis), run.by_round(metric, axis, merged=True)
+        by_run.append({r: (own[r][0], sign * (statistics.fmean(merged_values[r][1]) - statistics.fmean(own[r][1])))
+                      for r in own if r in merged_values})  # fmt: skip
+    rounds = sorted(set(by_run[0]).intersection(*by_run[1:]))
+    gaps = [[each[r][1] for each in by_run] for r in rounds]
+    return ([statistics.fmean(each[r][0] for each in by_run) for r in rounds], [statistics.fmean(g) for g in gaps],
             [statistics.stdev(g) if len(g) > 1 else 0.0 for g in gaps])  # fmt: skip
 
 
@@ -160,8 +162,8 @@ def target(lines: Sequence[Line], metric: str, axes: Sequence[str], paper: bool 
     """Returns a panel per axis: the cost until the mean over the nodes reached each value. With several seeds: the mean
     of the runs and a band of one standard deviation, for the values that all of them reached. Raises UsageError."""
     curve = chosen_curves(lines, [metric])[metric]
-    figure = empty(*((PAPER_WIDTH, PAPER_HEIGHT * (1 if len(axes) == 1 else 0.8 * len(axes))) if paper
-                     else (0.8 + 4.2 * len(axes), 3.9)))  # fmt: skip
+    figure = new_figure(*((PAPER_WIDTH, PAPER_HEIGHT * (1 if len(axes) == 1 else 0.8 * len(axes))) if paper
+                          else (0.8 + 4.2 * len(axes), 3.9)))  # fmt: skip
     shape = (len(axes), 1) if paper else (1, len(axes))
     panels = [each for row in figure.subplots(*shape, squeeze=False) for each in row]
     drawn: list[int] = []
@@ -183,7 +185,7 @@ def target(lines: Sequence[Line], metric: str, axes: Sequence[str], paper: bool 
                                    color=_color(index), alpha=0.18, linewidth=0)  # fmt: skip
         panel.set_xlabel(curve.label)
         panel.set_ylabel(f"{EVERY_AXIS[axis]}{unit[1]}" if not axis.endswith("seconds") else EVERY_AXIS[axis])
-        _plain(panel)
+        _clean_up(panel)
         positive = [y for drawn_line in panel.get_lines() for y in drawn_line.get_ydata() if y > 0]
         if positive and max(positive) > 20 * min(positive):
             panel.set_yscale("log")
@@ -208,11 +210,12 @@ def _costs(line: Line, metric: str, axis: str) -> tuple[list[float], list[list[f
     levels, costs = [], []
     for step in range(1, LEVELS + 1):
         level = begin + (end - begin) * step / LEVELS
-        wanted = Target(metric, level - (1e-9 if better == "higher" else -1e-9), better, "")
-        reached = [first_reached(run, wanted) for run in line.runs]
-        if all(r is not None and r in where for r, where in zip(reached, positions, strict=True)):
+        goal = Target(metric, level - (1e-9 if better == "higher" else -1e-9), better, "")
+        reached = [first_reached(run, goal) for run in line.runs]
+        if all(r is not None and r in run_positions for r, run_positions in zip(reached, positions, strict=True)):
             levels.append(level)
-            costs.append([where[r][0] for r, where in zip(reached, positions, strict=True) if r is not None])
+            costs.append([run_positions[r][0] for r, run_positions in zip(reached, positions, strict=True)
+                          if r is not None])  # fmt: skip
     return levels, costs
 
 
@@ -236,7 +239,7 @@ def _unit(lines: Sequence[Line], metric: str, axis: str) -> tuple[float, str]:
     return size, f" ({name})"
 
 
-def _plain(panel: Axes) -> None:
+def _clean_up(panel: Axes) -> None:
     panel.grid(alpha=0.25, linewidth=0.6)
     panel.spines[["top", "right"]].set_visible(False)
 
@@ -248,7 +251,7 @@ def _finish(
     """Writes title and legend. dashed: whether dashes show the merged model. bands: whether the figure has bands."""
     from matplotlib.lines import Line2D
 
-    _plain(panel)
+    _clean_up(panel)
     if not paper:
         several = any(len(line.runs) > 1 for line in lines)
         seeds = f"; means over seeds{', bands of one deviation' if bands else ''}" if several else ""

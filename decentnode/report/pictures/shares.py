@@ -29,13 +29,13 @@ class Shares:
 
     def facts(self) -> list[dict[str, Any]]:
         """Returns one dict per node, for JSON."""
-        found: list[dict[str, Any]] = [{"node": uid, "samples": size} for uid, size in enumerate(self.sizes)]
-        for uid, each in enumerate(found):
+        nodes: list[dict[str, Any]] = [{"node": uid, "samples": size} for uid, size in enumerate(self.sizes)]
+        for uid, each in enumerate(nodes):
             if self.classes is not None:
                 each["classes"] = self.classes[uid].tolist()
             if self.keys is not None:
                 each["keys"] = self.keys[uid]
-        return found
+        return nodes
 
 
 def shares_of(data: OpenedData) -> Shares:
@@ -59,9 +59,9 @@ def lines(shares: Shares) -> list[str]:
     """Returns one line per node. The height of a class's bar is its number of samples, relative to the node's most
     frequent class."""
     bars = shares.classes if shares.classes is not None and shares.classes.shape[1] <= MOST_CLASSES else None
-    head = "node    samples" + ("  classes" if shares.classes is not None else "") + (
+    heading = "node    samples" + ("  classes" if shares.classes is not None else "") + (
         "     keys" if shares.keys is not None else "") + ("  samples of each class" if bars is not None else "")
-    found = [head]
+    texts = [heading]
     for uid, size in enumerate(shares.sizes):
         line = f"{uid:4} {size:10,}"
         if shares.classes is not None:
@@ -72,8 +72,8 @@ def lines(shares: Shares) -> list[str]:
             # Rounded up, so that only a class without samples is blank
             heights = np.ceil(bars[uid] * (len(LEVELS) - 1) / max(bars.max(), 1)).astype(int)
             line += "  |" + "".join(LEVELS[height] for height in heights) + "|"
-        found.append(line)
-    return found
+        texts.append(line)
+    return texts
 
 
 def draw(shares: Shares, path: Path, title: str) -> None:
@@ -94,9 +94,9 @@ def draw(shares: Shares, path: Path, title: str) -> None:
         count = shares.classes.shape[1]
         figure = Figure(figsize=(max(4.0, 0.25 * nodes), max(3.0, 0.2 * count)), layout="constrained")
         axis = figure.subplots()
-        where = np.argwhere(shares.classes > 0)
-        areas = shares.classes[where[:, 0], where[:, 1]] / shares.classes.max()
-        axis.scatter(where[:, 0], where[:, 1], s=180 * areas, linewidths=0)
+        cells = np.argwhere(shares.classes > 0)
+        areas = shares.classes[cells[:, 0], cells[:, 1]] / shares.classes.max()
+        axis.scatter(cells[:, 0], cells[:, 1], s=180 * areas, linewidths=0)
         axis.set_ylabel("class")
         axis.set_ylim(-0.7, count - 0.3)
         axis.yaxis.set_major_locator(MaxNLocator(integer=True))
@@ -111,8 +111,8 @@ def normalization(data: OpenedData) -> dict[str, Any]:
     """Returns the scale and offset that are applied to inputs, per channel if they differ; empty if inputs are
     unchanged or a Dataset transforms them."""
     samples = _first(data)
-    known = isinstance(samples, ImageFiles) or (isinstance(samples, Samples) and not samples.ids)
-    return {name: getattr(samples, name) for name in ("scale", "offset")} if known else {}
+    is_known = isinstance(samples, ImageFiles) or (isinstance(samples, Samples) and not samples.ids)
+    return {name: getattr(samples, name) for name in ("scale", "offset")} if is_known else {}
 
 
 def inputs(data: OpenedData) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from decentnode.report.pictures.plots import COLORS, empty, save
+from decentnode.report.pictures.plots import COLORS, new_figure, save
 
 MOST_NODES, MOST_ROUNDS = 32, 12
 """A picture shows the first nodes and rounds, at most this many."""
@@ -16,7 +16,7 @@ def plot(begin: np.ndarray, computed: np.ndarray, end: np.ndarray, path: Path) -
     """Draws the first rounds of the first nodes. Arrays are [rounds, N] seconds. Raises EnvironmentFault if the file
     cannot be written."""
     rounds, nodes = min(MOST_ROUNDS, begin.shape[0]), min(MOST_NODES, begin.shape[1])
-    figure = empty(9, 1.2 + 0.26 * nodes)
+    figure = new_figure(9, 1.2 + 0.26 * nodes)
     panel = figure.subplots()
     for kind, (a, b, color) in {
         "local steps": (begin, computed, COLORS[0]), "transfers, waiting, mixing": (computed, end, COLORS[4]),

@@ -13,12 +13,12 @@ import numpy as np
 
 from decentnode.metrics.figures import VIRTUAL
 
-Found = Mapping[int, Mapping[int, tuple[float, float]]]
+ValuesByRound = Mapping[int, Mapping[int, tuple[float, float]]]
 """Rounds finished -> uid -> (value, time), in the order of the rounds."""
 
 
 @dataclass(frozen=True)
-class At:
+class Snapshot:
     """The values of the nodes at the moment when the furthest node had finished a round."""
 
     time: float
@@ -27,7 +27,7 @@ class At:
     left out."""
 
 
-def are_apart(nodes: Iterable[Sequence[Mapping[str, Any]]]) -> bool:
+def are_out_of_step(nodes: Iterable[Sequence[Mapping[str, Any]]]) -> bool:
     """Returns whether for some round, its last node finished it later than all nodes finished a later round. That
     cannot happen if nodes wait for each other, as each node finishes its rounds in order."""
     last: dict[int, float] = {}
@@ -38,67 +38,72 @@ def are_apart(nodes: Iterable[Sequence[Mapping[str, Any]]]) -> bool:
     return any(last[later] < last[earlier] for earlier, later in itertools.pairwise(sorted(last)))
 
 
-def by_furthest(found: Found, nodes: Mapping[int, Sequence[Mapping[str, Any]]]) -> dict[int, At]:
+def by_furthest(
+    values_by_round: ValuesByRound, nodes: Mapping[int, Sequence[Mapping[str, Any]]]
+) -> dict[int, Snapshot]:
     """Returns rounds finished -> the nodes' values when the first node had finished them; for the last round, their
     final values. Rounds that no node reported before one had finished the next are left out. nodes: all records by
     uid."""
-    if not found:
+    if not values_by_round:
         return {}
-    told: dict[int, list[tuple[float, float]]] = {}
-    for here in found.values():
-        for uid, (value, time) in here.items():
-            told.setdefault(uid, []).append((time, value))
-    points = {uid: np.array(sorted(each)) for uid, each in told.items()}
-    finished, first = _finished(nodes.values()), dict[int, float]()
-    for r, here in found.items():
-        first[r] = min(time for _, time in here.values())
-        if r != max(found) and first[r] > finished.get(r + 1, first[r]):
+    by_node: dict[int, list[tuple[float, float]]] = {}
+    for node_values in values_by_round.values():
+        for uid, (value, time) in node_values.items():
+            by_node.setdefault(uid, []).append((time, value))
+    points = {uid: np.array(sorted(each)) for uid, each in by_node.items()}
+    finished, first = _first_finish_times(nodes.values()), dict[int, float]()
+    for r, node_values in values_by_round.items():
+        first[r] = min(time for _, time in node_values.values())
+        if r != max(values_by_round) and first[r] > finished.get(r + 1, first[r]):
             del first[r]
     first[max(first)] = max(float(each[-1, 0]) for each in points.values())
     times = list(first.values())
     values = {uid: np.interp(times, each[:, 0], each[:, 1]).tolist() for uid, each in points.items()}
-    there = {uid: [(max(begin, each[0, 0]), end) for begin, end in _there(nodes[uid])] for uid, each in points.items()}
-    at = {r: At(time, [values[uid][place] for uid, each in there.items() if any(a <= time <= b for a, b in each)])
-          for place, (r, time) in enumerate(first.items())}  # fmt: skip
-    return {r: each for r, each in at.items() if each.values}  # records without a time give none
+    presence = {uid: [(max(begin, each[0, 0]), end) for begin, end in _presence_intervals(nodes[uid])]
+                for uid, each in points.items()}  # fmt: skip
+    snapshots = {}
+    for place, (r, time) in enumerate(first.items()):
+        present = [uid for uid, intervals in presence.items() if any(a <= time <= b for a, b in intervals)]
+        snapshots[r] = Snapshot(time, [values[uid][place] for uid in present])
+    return {r: each for r, each in snapshots.items() if each.values}  # records without a time give none
 
 
-def _finished(nodes: Iterable[Sequence[Mapping[str, Any]]]) -> dict[int, float]:
+def _first_finish_times(nodes: Iterable[Sequence[Mapping[str, Any]]]) -> dict[int, float]:
     """Returns rounds finished -> the time at which the first node had finished them."""
-    found: dict[int, float] = {}
+    first: dict[int, float] = {}
     for records in nodes:
         for record in records:
             if record.get("kind") == "round":
                 rounds, time = record["round"] + 1, record.get("time", 0.0)
-                found[rounds] = min(found.get(rounds, time), time)
-    return found
+                first[rounds] = min(first.get(rounds, time), time)
+    return first
 
 
-def _there(records: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
+def _presence_intervals(records: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
     """Returns the intervals in which a node took part: a node that comes back continues in a later round. Each interval
     is extended by the node's longest round, as the others may still report values of it for that long."""
-    found: list[list[float]] = []
+    intervals: list[list[float]] = []
     finished, longest = 0, 0.0
     for record in records:
         kind, time = record.get("kind"), record.get("time", 0.0)
         if kind not in ("round", "evaluation"):
             continue  # a node that comes back records its generation before its first round
         rounds = record["round"] + int(kind == "round")
-        if not found or rounds > finished + 1:
-            found.append([time, time])
-        found[-1][1] = time
+        if not intervals or rounds > finished + 1:
+            intervals.append([time, time])
+        intervals[-1][1] = time
         finished, longest = rounds, max(longest, record.get("seconds", 0.0) if kind == "round" else 0.0)
-    return [(begin, end + longest) for begin, end in found]
+    return [(begin, end + longest) for begin, end in intervals]
 
 
 def virtual_by_round(nodes: Iterable[Sequence[Mapping[str, Any]]]) -> dict[int, float]:
     """Returns rounds finished -> virtual seconds at which the first node had finished them; for the last, at which all
     nodes had ended."""
-    found: dict[int, float] = {}
+    by_rounds: dict[int, float] = {}
     end = 0.0
     for records in nodes:
         for record in records:
             if isinstance(seconds := record.get(VIRTUAL), int | float):
                 rounds, end = record["round"] + int(record.get("kind") == "round"), max(end, seconds)
-                found[rounds] = min(found.get(rounds, seconds), seconds)
-    return {**found, max(found): end} if found else {}
+                by_rounds[rounds] = min(by_rounds.get(rounds, seconds), seconds)
+    return {**by_rounds, max(by_rounds): end} if by_rounds else {}

@@ -19,13 +19,13 @@ BEFORE = TaskMetrics("classification", (ACCURACY, LOSS))
 
 def measured_in(summary: Mapping[str, Any]) -> TaskMetrics:
     """Returns the metrics of a run's task, from its summary or Facts (key `task`)."""
-    return told(summary["task"]) if summary.get("task") else BEFORE
+    return metrics_from_plain(summary["task"]) if summary.get("task") else BEFORE
 
 
-def told(found: Any) -> TaskMetrics:
+def metrics_from_plain(plain: Any) -> TaskMetrics:
     """Returns the metrics from their plain form; those of classification if it is invalid."""
     try:
-        return TaskMetrics.from_plain(found)
+        return TaskMetrics.from_plain(plain)
     except ValueError as error:
         logger.warning("%s", error)
         return BEFORE
@@ -34,14 +34,14 @@ def told(found: Any) -> TaskMetrics:
 def measured_by(run: Path) -> TaskMetrics:
     """Returns the metrics of a run directory, also while the run is in progress."""
     try:
-        return told(json.loads((run / FILE).read_text(encoding="utf-8")))
+        return metrics_from_plain(json.loads((run / FILE).read_text(encoding="utf-8")))
     except (OSError, ValueError):
         return BEFORE
 
 
 def columns(every: Iterable[TaskMetrics]) -> tuple[Figure, ...]:
     """Returns the columns in which runs are compared: those of their tasks, then those that all runs have."""
-    known: dict[str, Figure] = {}
+    task_columns: dict[str, Figure] = {}
     for measured in every:
-        known |= {name: measured.by_name[name] for name in measured.compared if name not in BY_NAME}
-    return (*known.values(), *(BY_NAME[name] for name in BEFORE.compared if name in BY_NAME))
+        task_columns |= {name: measured.by_name[name] for name in measured.compared if name not in BY_NAME}
+    return (*task_columns.values(), *(BY_NAME[name] for name in BEFORE.compared if name in BY_NAME))

@@ -16,7 +16,7 @@ class NodeState:
     """The latest figures of one node."""
 
     uid: int
-    heard: bool = False
+    has_reported: bool = False
     """Whether it has sent a record yet."""
     rounds: int = 0
     """How many rounds it has finished."""
@@ -60,7 +60,7 @@ class Side:
 
 
 @dataclass(frozen=True)
-class Told:
+class NodeEvaluation:
     """One node's evaluation, with its loss and sent bytes in the same round."""
 
     record: Mapping[str, Any]
@@ -90,11 +90,11 @@ class RunProgress:
     elsewhere: bool = False
     """Whether the run has nodes on other machines, whose own figures do not arrive here: then the mean covers all
     nodes, but the worst value only the nodes here."""
-    _evaluations: dict[int, dict[int, Told]] = field(default_factory=dict)
+    _evaluations: dict[int, dict[int, NodeEvaluation]] = field(default_factory=dict)
     _latest: dict[str, dict[str, Any]] = field(default_factory=dict)
     """The latest evaluation by the label of its side, of the present sides; the label is "" while there is only one
     side."""
-    _mark: tuple[float, int] | None = None
+    _speed_start: tuple[float, int] | None = None
     """The time of the first call of `seconds_left` and the round at that time. Earlier rounds do not count: they
     include the start, or belong to the run that was resumed."""
 
@@ -110,7 +110,7 @@ class RunProgress:
     def update(self, uid: int, record: Mapping[str, Any]) -> bool:
         """Takes a record of a node. Returns whether it completes an evaluation of all local nodes."""
         node = self.nodes[uid]
-        node.heard = True
+        node.has_reported = True
         if record.get("kind") == "round":
             node.rounds = record["round"] + 1
             node.loss = record.get("loss")
@@ -120,14 +120,14 @@ class RunProgress:
             return False
         if record.get("kind") == "generation":
             node.lost = False
-            self._enter(Side(record.get("generation", 0), frozenset(record.get("members", ()))))
+            self._add_side(Side(record.get("generation", 0), frozenset(record.get("members", ()))))
         if record.get("kind") != "evaluation":
             return False
         round = record["round"]
         if node.rounds < round:  # the round's own record was lost
             node.rounds, node.loss = round, None
         node.metric, node.evaluated = record.get(self.measured.main.name), round
-        self._evaluations.setdefault(round, {})[uid] = Told(record, node.loss, node.sent_bytes)
+        self._evaluations.setdefault(round, {})[uid] = NodeEvaluation(record, node.loss, node.sent_bytes)
         return self._complete(uid, round)
 
     def _complete(self, uid: int, round: int) -> bool:
@@ -138,21 +138,21 @@ class RunProgress:
         known = self._evaluations[round]
         if not nodes or not known.keys() >= {each.uid for each in nodes}:
             return False
-        main, told = self.measured.main, {each.uid: known[each.uid] for each in nodes}
-        metrics = [each.record[main.name] for each in told.values() if each.record.get(main.name) is not None]
-        losses = [each.loss for each in told.values() if each.loss is not None]
-        beside = [node.sent_bytes for node in self.nodes.values() if node.uid not in told]
+        main, evaluations = self.measured.main, {each.uid: known[each.uid] for each in nodes}
+        metrics = [each.record[main.name] for each in evaluations.values() if each.record.get(main.name) is not None]
+        losses = [each.loss for each in evaluations.values() if each.loss is not None]
+        others = [node.sent_bytes for node in self.nodes.values() if node.uid not in evaluations]
         mean = {f"{main.name}_mean": sum(metrics) / len(metrics)} if metrics else {}
         # The mean over the nodes here, for runs in which each node evaluates alone; otherwise the record's mean over
         # all nodes replaces it
         self.latest = self._latest[label] = {
-            **mean, **told[uid].record, "round": round,
+            **mean, **evaluations[uid].record, "round": round,
             "worst": (min if main.worst == "min" else max)(metrics, default=None),
             "train_loss": sum(losses) / len(losses) if losses else None, "side": label,
-            "sent_bytes": sum(each.sent_bytes for each in told.values()) + sum(beside),
+            "sent_bytes": sum(each.sent_bytes for each in evaluations.values()) + sum(others),
         }  # fmt: skip
-        over = [known for earlier, known in self._evaluations.items() if earlier <= round]
-        for known in over:
+        past = [known for earlier, known in self._evaluations.items() if earlier <= round]
+        for known in past:
             for each in nodes:
                 known.pop(each.uid, None)
         self._evaluations = {each: known for each, known in self._evaluations.items() if known}
@@ -168,13 +168,14 @@ class RunProgress:
         if uid in self.nodes:
             self.nodes[uid].earlier_bytes = self.nodes[uid].sent_bytes
 
-    def _enter(self, side: Side) -> None:
+    def _add_side(self, side: Side) -> None:
         """Handles a generation that a node reported: it replaces the sides with which it shares nodes, unless one of
         them has a later generation."""
-        met = [each for each in self.sides if not side.members.isdisjoint(each.members)]
-        if any(each.number > side.number or each == side for each in met):
+        overlapping = [each for each in self.sides if not side.members.isdisjoint(each.members)]
+        if any(each.number > side.number or each == side for each in overlapping):
             return
-        self.sides = sorted([*(each for each in self.sides if each not in met), side], key=lambda one: min(one.members))
+        others = [each for each in self.sides if each not in overlapping]
+        self.sides = sorted([*others, side], key=lambda one: min(one.members))
         labels = {label for label, _ in self.parts()}
         self._latest = {label: latest for label, latest in self._latest.items() if label in labels}
         for uid in side.members & self.nodes.keys():
@@ -184,10 +185,12 @@ class RunProgress:
         """Returns (label, local nodes) of each side that has local nodes; ("", all nodes that take part) if there is
         only one side; an empty list if all nodes are lost."""
         sides = [(side.label, side.members) for side in self.sides] or [("", frozenset(self.nodes))]
-        found = [(label, [self.nodes[uid] for uid in sorted(members & self.nodes.keys()) if not self.nodes[uid].lost])
-                 for label, members in sides]  # fmt: skip
-        found = [(label, nodes) for label, nodes in found if nodes]
-        return found if len(found) > 1 else [("", nodes) for _, nodes in found]
+        local_parts = []
+        for label, members in sides:
+            local = [self.nodes[uid] for uid in sorted(members & self.nodes.keys())]
+            local_parts.append((label, [node for node in local if not node.lost]))
+        local_parts = [(label, nodes) for label, nodes in local_parts if nodes]
+        return local_parts if len(local_parts) > 1 else [("", nodes) for _, nodes in local_parts]
 
     @property
     def evaluations(self) -> list[dict[str, Any]]:
@@ -200,27 +203,27 @@ class RunProgress:
     @property
     def round(self) -> int:
         """Returns how many rounds every participating local node has finished."""
-        return min((node.rounds for node in self.taking_part()), default=0)
+        return min((node.rounds for node in self.participants()), default=0)
 
     @property
     def done(self) -> int:
         """Returns how many rounds of the run are done; if nodes do not wait for each other, those of the furthest
         node."""
-        return max((node.rounds for node in self.taking_part()), default=0) if self.own_rounds else self.round
+        return max((node.rounds for node in self.participants()), default=0) if self.own_rounds else self.round
 
     @property
-    def due(self) -> bool:
+    def evaluation_due(self) -> bool:
         """Returns whether an evaluation after the present round is still to be reported."""
         parts = [] if self.own_rounds else self.parts()
-        return any(self._due(min(node.rounds for node in nodes), label) for label, nodes in parts)
+        return any(self._evaluation_due(min(node.rounds for node in nodes), label) for label, nodes in parts)
 
-    def _due(self, round: int, label: str) -> bool:
+    def _evaluation_due(self, round: int, label: str) -> bool:
         every = self.evaluate_every
         evaluated = round == self.rounds or (every > 0 and round % every == 0)
         latest = self._latest.get(label, {}) if label else self.latest
         return evaluated and latest.get("round", -1) < round
 
-    def taking_part(self) -> list[NodeState]:
+    def participants(self) -> list[NodeState]:
         """Returns the local nodes that are members of a generation in progress."""
         return [node for _, nodes in self.parts() for node in nodes]
 
@@ -230,7 +233,7 @@ class RunProgress:
 
     def slowest(self) -> NodeState | None:
         """Returns the node that waited longest for one neighbor in its latest round."""
-        waiting = [node for node in self.taking_part() if node.waited_for >= 0]
+        waiting = [node for node in self.participants() if node.waited_for >= 0]
         return max(waiting, key=lambda node: node.waited_seconds, default=None)
 
     def seconds_left(self, now: float) -> float | None:
@@ -240,11 +243,11 @@ class RunProgress:
         rounds before a resumed checkpoint distort it.
         """
         done = self.done
-        if self._mark is None:
-            if all(node.heard for node in self.taking_part()):
-                self._mark = now, done
+        if self._speed_start is None:
+            if all(node.has_reported for node in self.participants()):
+                self._speed_start = now, done
             return None
-        since, first = self._mark
+        since, first = self._speed_start
         if done <= first or now <= since:
             return None
         return max(0.0, (now - since) / (done - first) * (self.rounds - done))
@@ -261,13 +264,13 @@ class RunProgress:
         again: an earlier line has reported the round, so this one begins with `evaluated=20/60`.
         """
         latest, main = evaluation or self.latest, self.measured.main
-        here = "_here" if self.elsewhere else ""
+        suffix = "_here" if self.elsewhere else ""
         parts = [f"nodes={latest['side']}"] if latest.get("side") else []
         parts.append(f"{'evaluated' if again else 'round'}={latest['round']}/{self.rounds}")
         if latest["train_loss"] is not None:
             parts.append(f"loss={latest['train_loss']:.4f}")
         figures = ((f"{main.line_name}_mean", latest.get(f"{main.name}_mean"), ".3f"),
-                   (f"{main.line_name}_{main.worst}{here}", latest.get("worst"), ".3f"),
+                   (f"{main.line_name}_{main.worst}{suffix}", latest.get("worst"), ".3f"),
                    (f"{main.line_name}_merged", latest.get(f"{main.name}_merged"), ".3f"),
                    ("consensus_distance", latest.get("consensus_distance"), ".1e"))  # fmt: skip
         parts += [f"{name}={number(value, digits)}" for name, value, digits in figures if value is not None]
@@ -276,25 +279,25 @@ class RunProgress:
     def line(self) -> str:
         """Returns the progress between evaluations as `round=24/60 loss=0.1234 ...`, without evaluations of earlier
         rounds; with several sides `nodes=0-3 round=24/60 loss=0.1234, nodes=4-7 round=22/60 ...`."""
-        told = []
+        texts = []
         for label, nodes in self.parts():
             losses = [node.loss for node in nodes if node.loss is not None]
-            low, high = (how(node.rounds for node in nodes) for how in (min, max))
-            made = f"{low}-{high}" if self.own_rounds and low < high else str(low)
-            parts = [*([f"nodes={label}"] if label else []), f"round={made}/{self.rounds}"]
+            low, high = (pick(node.rounds for node in nodes) for pick in (min, max))
+            rounds_text = f"{low}-{high}" if self.own_rounds and low < high else str(low)
+            parts = [*([f"nodes={label}"] if label else []), f"round={rounds_text}/{self.rounds}"]
             parts += [f"loss={sum(losses) / len(losses):.4f}"] if losses else []
-            told.append(" ".join([*parts, *(self._own_metrics(nodes) if self.own_rounds else [])]))
-        return self._with_costs([", ".join(told or [f"round=0/{self.rounds}"])], self.sent_bytes)
+            texts.append(" ".join([*parts, *(self._own_metrics(nodes) if self.own_rounds else [])]))
+        return self._with_costs([", ".join(texts or [f"round=0/{self.rounds}"])], self.sent_bytes)
 
     def _own_metrics(self, nodes: list[NodeState]) -> list[str]:
         """Returns mean and worst value of the nodes' latest evaluations, if each node evaluates its own model alone. As
         soon as one node was evaluated after a round, nodes with only untrained evaluations are left out."""
         main, trained = self.measured.main, [node for node in nodes if node.evaluated > 0] or nodes
-        found = [node.metric for node in trained if node.metric is not None]
-        if not found:
+        values = [node.metric for node in trained if node.metric is not None]
+        if not values:
             return []
-        worst = (min if main.worst == "min" else max)(found)
-        return [f"{main.line_name}_mean={number(sum(found) / len(found), '.3f')}",
+        worst = (min if main.worst == "min" else max)(values)
+        return [f"{main.line_name}_mean={number(sum(values) / len(values), '.3f')}",
                 f"{main.line_name}_{main.worst}={number(worst, '.3f')}"]  # fmt: skip
 
     def _with_costs(self, parts: list[str], sent_bytes: int) -> str:

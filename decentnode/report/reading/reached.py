@@ -16,7 +16,7 @@ from decentnode.report.reading.repeats import Ran
 from decentnode.report.reading.runs import RecordedRun, load
 
 T = TypeVar("T")
-Extra = tuple[Figure, Callable[[Ran], float | None]]
+ExtraColumn = tuple[Figure, Callable[[Ran], float | None]]
 """An additional column of a table: its heading, and a function that returns the value of a run, None if it has none."""
 
 COSTS = {"rounds": ("rounds", 1.0, 0), "seconds": ("s", 1.0, 1), "bytes": ("MB/node", 1e-6, 2),
@@ -35,14 +35,14 @@ class Target:
     text: str
     """Its form in headings: "90 %"."""
 
-    def met(self, value: float) -> bool:
+    def is_met(self, value: float) -> bool:
         return value >= self.value if self.better == "higher" else value <= self.value
 
 
 def better_of(metric: str, measured: TaskMetrics) -> Literal["higher", "lower"]:
     """Returns whether higher or lower values of a curve are better; for losses and distances lower ones are."""
-    found = next((each for each in measured.metrics if curve_name(each) == metric), None)
-    return found.better if found is not None else "lower"
+    metrics_of_curve = next((each for each in measured.metrics if curve_name(each) == metric), None)
+    return metrics_of_curve.better if metrics_of_curve is not None else "lower"
 
 
 def target_of(text: str, measured: TaskMetrics) -> Target:
@@ -74,7 +74,7 @@ def first_reached(run: RecordedRun, target: Target) -> int | None:
     """Returns the number of rounds after which the mean over the nodes first met the target; None if it never did. Only
     evaluations are considered: values between two of them are unknown."""
     for rounds, (_, values) in run.by_round(target.metric, "rounds").items():
-        if target.met(statistics.fmean(values)):
+        if target.is_met(statistics.fmean(values)):
             return rounds
     return None
 
@@ -85,25 +85,25 @@ def cost(run: RecordedRun, target: Target, axis: str) -> float | None:
     rounds = first_reached(run, target)
     if rounds is None:
         return None
-    found = run.by_round(target.metric, axis).get(rounds)
-    if found is None:
+    point = run.by_round(target.metric, axis).get(rounds)
+    if point is None:
         return None
-    return found[0] / max(1, len(run.nodes)) if axis == "bytes" else found[0]
+    return point[0] / max(1, len(run.nodes)) if axis == "bytes" else point[0]
 
 
 def best(run: RecordedRun, metric: str) -> tuple[int, float] | None:
     """Returns (rounds finished, value) of the best mean over the nodes, the earliest one if several are equal; None
     without an evaluation."""
     sign = 1 if better_of(metric, run.measured) == "higher" else -1
-    found = [(rounds, statistics.fmean(values)) for rounds, (_, values) in run.by_round(metric, "rounds").items()]
-    return max(found, key=lambda each: (sign * each[1], -each[0]), default=None)
+    means = [(rounds, statistics.fmean(values)) for rounds, (_, values) in run.by_round(metric, "rounds").items()]
+    return max(means, key=lambda each: (sign * each[1], -each[0]), default=None)
 
 
-class _Asked(Generic[T]):
+class _RunCache(Generic[T]):
     """Caches the result of a function of a run's records, so that each run is read once."""
 
-    def __init__(self, of: Callable[[RecordedRun], T]) -> None:
-        self._of = of
+    def __init__(self, compute: Callable[[RecordedRun], T]) -> None:
+        self._of = compute
         self._found: dict[Path, T | None] = {}
 
     def __call__(self, ran: Ran) -> T | None:
@@ -120,36 +120,36 @@ TO_TARGET = "rounds_to_target"
 """The first of `target_columns`: runs without a value in it never reached the target."""
 
 
-def target_columns(found: Sequence[Ran], text: str) -> list[Extra]:
+def target_columns(runs: Sequence[Ran], text: str) -> list[ExtraColumn]:
     """Returns columns for rounds, seconds and bytes to a target, and for virtual seconds if a run has them."""
-    target = target_of(text, found[0].measured)
+    target = target_of(text, runs[0].measured)
 
     def costs(run: RecordedRun) -> dict[str, float | None]:
         return {axis: cost(run, target, axis) for axis in (*AXES, *([VIRTUAL] if run.virtual_seconds() else []))}
 
-    asked = _Asked(costs)
-    virtual = any(VIRTUAL in (asked(ran) or {}) for ran in found)
-    columns: list[Extra] = []
+    costs_of = _RunCache(costs)
+    virtual = any(VIRTUAL in (costs_of(ran) or {}) for ran in runs)
+    columns: list[ExtraColumn] = []
     for axis in (*AXES, *([VIRTUAL] if virtual else [])):
         unit, scale, digits = COSTS[axis]
         figure = Figure(f"{axis}_to_target", unit, f"until {target.metric} was {target.text}",
                         "report/reading/reached.py", f"{unit} to {target.text}", scale, digits,
                         absent="not reached")  # fmt: skip
-        columns.append((figure, lambda ran, axis=axis: (asked(ran) or {}).get(axis)))  # type: ignore[misc]
+        columns.append((figure, lambda ran, axis=axis: (costs_of(ran) or {}).get(axis)))  # type: ignore[misc]
     return columns
 
 
-def best_columns(found: Sequence[Ran]) -> list[Extra]:
+def best_columns(runs: Sequence[Ran]) -> list[ExtraColumn]:
     """Returns columns for the best mean over the nodes and the round of that evaluation."""
-    measured = found[0].measured
+    measured = runs[0].measured
     metric, main = curve_name(measured.main), measured.by_name[f"{measured.main.name}_mean"]
-    asked = _Asked(lambda run: best(run, metric))
+    best_of = _RunCache(lambda run: best(run, metric))
 
     def of(ran: Ran, place: int) -> float | None:
-        known = asked(ran)
-        if known is None:
+        best_mean = best_of(ran)
+        if best_mean is None:
             return None
-        return known[0] if place == 0 else known[1] / measured.curves[metric].scale
+        return best_mean[0] if place == 0 else best_mean[1] / measured.curves[metric].scale
 
     value = Figure("best", main.unit, "the best mean over the nodes", "report/reading/reached.py", f"best {main.title}",
                    main.scale, main.digits)  # fmt: skip

@@ -18,7 +18,7 @@ from decentnode.metrics import summary as summaries
 from decentnode.metrics.figures import TaskMetrics
 from decentnode.report.reading.measured import BEFORE, measured_by, measured_in
 
-NO_PART_OF_IT = ("seed", "name", "run", "simulate", DERIVED)
+IGNORED_KEYS = ("seed", "name", "run", "simulate", DERIVED)
 """Keys whose values do not make a different experiment: the seed, the name, the folder of the results (`run`), and how
 a run is simulated, which no digest covers either."""
 EDGES = "graph.edges"
@@ -40,7 +40,7 @@ class Ran:
     summary: Mapping[str, Any]
     measured: TaskMetrics = BEFORE
     """What its task measures."""
-    follows: frozenset[str] = frozenset()
+    derived_keys: frozenset[str] = frozenset()
     """Keys of `config` with derived values: for a random graph they may differ for every seed."""
 
     @property
@@ -60,9 +60,9 @@ def read(path: Path) -> Ran:
     """Reads a run. Raises UsageError if the directory has no config."""
     try:
         resolved = yaml.safe_load((path / "config.resolved.yaml").read_text(encoding="utf-8"))
-        config = {key: value for key, value in _flat(resolved, "") if key.split(".")[0] not in NO_PART_OF_IT}
+        config = {key: value for key, value in _flat(resolved, "") if key.split(".")[0] not in IGNORED_KEYS}
         name, seed = str(resolved.get("name", path.parent.name)), resolved.get("seed")
-        found = tuple(resolved.get(DERIVED) or ())
+        derived = tuple(resolved.get(DERIVED) or ())
     except (OSError, ValueError, AttributeError, yaml.YAMLError) as error:
         raise UsageError(f"{path} has no readable config.resolved.yaml: it is no run directory") from error
     if "graph.file" in config:
@@ -70,13 +70,13 @@ def read(path: Path) -> Ran:
         config[EDGES] = hashlib.sha256(edges.read_bytes()).hexdigest()[:12] if edges.is_file() else ""
     if (init := config.get("model.init", "null")) != "null":
         config["model.init"] = content_digest(path / init) or init
-    follows = frozenset(key for key in config for each in found if key == each or key.startswith(f"{each}."))
+    derived_keys = frozenset(key for key in config for each in derived if key == each or key.startswith(f"{each}."))
     try:
         summary = summaries.read(path / "summary.json")
     except (OSError, ValueError):
-        return Ran(path, name, seed, config, "not finished", {}, measured_by(path), follows)
+        return Ran(path, name, seed, config, "not finished", {}, measured_by(path), derived_keys)
     status = str(summary.get("status", "not finished"))
-    return Ran(path, name, seed, config, status, summary, measured_in(summary), follows)
+    return Ran(path, name, seed, config, status, summary, measured_in(summary), derived_keys)
 
 
 def _flat(value: Any, key: str) -> Iterable[tuple[str, str]]:
@@ -92,11 +92,11 @@ Key = tuple[str, frozenset[tuple[str, str]]]
 """A run's name and config."""
 
 
-def _key(run: Ran, without: frozenset[str] = frozenset()) -> Key:
-    return run.name, frozenset((key, value) for key, value in run.config.items() if key not in without)
+def _key(run: Ran, excluded: frozenset[str] = frozenset()) -> Key:
+    return run.name, frozenset((key, value) for key, value in run.config.items() if key not in excluded)
 
 
-def pooled(found: Sequence[Ran]) -> tuple[list[list[Ran]], list[str]]:
+def group_repeats(runs: Sequence[Ran]) -> tuple[list[list[Ran]], list[str]]:
     """Returns (groups of repeats, reasons for the runs that are left out).
 
     Groups are in the order of their first runs. Derived values do not separate groups: a run whose config states a
@@ -104,29 +104,29 @@ def pooled(found: Sequence[Ran]) -> tuple[list[list[Ran]], list[str]]:
     runs whose seed a later run of the group repeats: the same numbers twice are not two samples.
     """
     groups: dict[Key, list[Ran]] = {}
-    less = {_key(each): _key(each, each.follows) for each in found if each.follows}
-    said: list[str] = []
-    seen: set[Path] = set()
-    for each in found:
-        if each.path in seen:
+    without_derived = {_key(each): _key(each, each.derived_keys) for each in runs if each.derived_keys}
+    notes: list[str] = []
+    paths: set[Path] = set()
+    for each in runs:
+        if each.path in paths:
             continue
-        seen.add(each.path)
+        paths.add(each.path)
         if not each.finished:
-            said.append(f"left out: {each.path} ({each.ended})")
+            notes.append(f"left out: {each.path} ({each.ended})")
             continue
         if lost := each.summary.get("lost"):
-            said.append(f"{each.path} ended without node {', '.join(lost)}")
-        groups.setdefault(less.get(_key(each), _key(each)), []).append(each)
+            notes.append(f"{each.path} ended without node {', '.join(lost)}")
+        groups.setdefault(without_derived.get(_key(each), _key(each)), []).append(each)
     kept = []
     for group in groups.values():
         by_seed: dict[str, Ran] = {}
         for each in sorted(group, key=lambda run: run.path.name):
             before = by_seed.pop(str(each.seed), None)
             if before is not None:
-                said.append(f"left out: {before.path} (seed {each.seed} again in {each.path.name})")
+                notes.append(f"left out: {before.path} (seed {each.seed} again in {each.path.name})")
             by_seed[str(each.seed)] = each
         kept.append(sorted(by_seed.values(), key=lambda run: (str(type(run.seed)), run.seed)))
-    return kept, said
+    return kept, notes
 
 
 @dataclass(frozen=True)
@@ -149,14 +149,15 @@ def labels_of(groups: Sequence[Sequence[Ran]]) -> list[Label]:
     by_name: dict[str, list[Ran]] = {}
     for group in groups:
         by_name.setdefault(group[0].name, []).append(group[0])
-    keys = {name: _telling_most(runs) for name, runs in by_name.items()}
+    keys = {name: _label_keys(runs) for name, runs in by_name.items()}
     return [Label(group[0].name, {key: group[0].config[key] for key in keys[group[0].name] if key in group[0].config})
             for group in groups]  # fmt: skip
 
 
-def _telling_most(runs: Sequence[Ran]) -> list[str]:
+def _label_keys(runs: Sequence[Ran]) -> list[str]:
     """Returns the keys that distinguish the runs: only explicitly given ones if these suffice."""
-    keys, derived = telling([run.config for run in runs]), frozenset[str]().union(*(run.follows for run in runs))
+    keys = differing_keys([run.config for run in runs])
+    derived = frozenset[str]().union(*(run.derived_keys for run in runs))
     given = [key for key in keys if key not in derived]
     kinds = [{tuple(run.config.get(key) for key in each) for run in runs} for each in (keys, given)]
     return given if len(kinds[0]) == len(kinds[1]) else keys
@@ -167,17 +168,17 @@ def labels(groups: Sequence[Sequence[Ran]]) -> list[str]:
     return [label.text for label in labels_of(groups)]
 
 
-def short_labels(found: Sequence[Label], width: int) -> list[str]:
+def short_labels(labels: Sequence[Label], width: int) -> list[str]:
     """Returns texts for labels of at most `width` characters each. All contain the same keys, as many as fit, most
     distinguishing first, and the number of the omitted ones. If the keys needed to distinguish all labels do not fit,
     the texts are longer."""
-    if all(len(label.text) <= width for label in found):
-        return [label.text for label in found]
-    needed = _apart_by(found)
-    more = [key for key in dict.fromkeys(key for label in found for key in label.told) if key not in needed]
-    best = _shortened(found, needed)
-    for count in range(1, len(more) + 1):
-        texts = _shortened(found, [*needed, *more[:count]])
+    if all(len(label.text) <= width for label in labels):
+        return [label.text for label in labels]
+    needed = _distinguishing_keys(labels)
+    optional = [key for key in dict.fromkeys(key for label in labels for key in label.told) if key not in needed]
+    best = _shortened(labels, needed)
+    for count in range(1, len(optional) + 1):
+        texts = _shortened(labels, [*needed, *optional[:count]])
         if max(map(len, texts)) > width:
             break
         best = texts
@@ -188,7 +189,7 @@ MAX_VALUE = 24
 """Most characters of a value in a short label."""
 
 
-def _shortened(found: Sequence[Label], keys: Collection[str]) -> list[str]:
+def _shortened(labels: Sequence[Label], keys: Collection[str]) -> list[str]:
     """Returns the texts with only these keys; long values are cut if the texts remain as distinct."""
 
     def text(label: Label, most: int) -> str:
@@ -197,37 +198,37 @@ def _shortened(found: Sequence[Label], keys: Collection[str]) -> list[str]:
         others = len(label.told) - len(parts)
         return " ".join([label.name, *parts, *([f"and {others} more"] if others else [])])
 
-    whole = [text(label, max(map(len, label.told.values()), default=0)) for label in found]
-    cut = [text(label, MAX_VALUE) for label in found]
+    whole = [text(label, max(map(len, label.told.values()), default=0)) for label in labels]
+    cut = [text(label, MAX_VALUE) for label in labels]
     return cut if len({*cut}) == len({*whole}) else whole
 
 
-def _apart_by(found: Sequence[Label]) -> list[str]:
+def _distinguishing_keys(labels: Sequence[Label]) -> list[str]:
     """Returns a few keys that distinguish the labels as well as all keys do. Greedy: each step takes the key that adds
     most, among equal ones the one with the shortest values."""
 
     def kinds(keys: Sequence[str]) -> int:
-        return len({(label.name, *(label.told.get(key) for key in keys)) for label in found})
+        return len({(label.name, *(label.told.get(key) for key in keys)) for label in labels})
 
-    left = list(dict.fromkeys(key for label in found for key in label.told))
-    longest = {key: max(len(label.told.get(key, "")) for label in found) + len(key) for key in left}
+    remaining = list(dict.fromkeys(key for label in labels for key in label.told))
+    longest = {key: max(len(label.told.get(key, "")) for label in labels) + len(key) for key in remaining}
     chosen: list[str] = []
-    while kinds(chosen) < kinds([*chosen, *left]):
-        best = max(left, key=lambda key: (kinds([*chosen, key]), -longest[key]))
-        left.remove(best)
+    while kinds(chosen) < kinds([*chosen, *remaining]):
+        best = max(remaining, key=lambda key: (kinds([*chosen, key]), -longest[key]))
+        remaining.remove(best)
         chosen.append(best)
     return chosen
 
 
-def telling(configs: Sequence[Mapping[str, str]]) -> list[str]:
+def differing_keys(configs: Sequence[Mapping[str, str]]) -> list[str]:
     """Returns the keys in which configs differ, except those that differ only because another component in their
     section does."""
     keys = sorted({key for config in configs for key in config})
     differing = [key for key in keys if len({config.get(key) for config in configs}) > 1]
-    return [key for key in differing if not _follows(key, configs, differing)]
+    return [key for key in differing if not _is_implied(key, configs, differing)]
 
 
-def _follows(key: str, configs: Sequence[Mapping[str, str]], differing: Sequence[str]) -> bool:
+def _is_implied(key: str, configs: Sequence[Mapping[str, str]], differing: Sequence[str]) -> bool:
     """Returns whether the value of `key` is determined by another differing key: all configs with the same component
     above `key` agree on it, or all configs that have the section around it do, while others lack that section
     (`node.checkpoint=null`)."""

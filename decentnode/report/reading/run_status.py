@@ -13,10 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from decentnode import clock
-from decentnode.report.reading.fitting import Fitting
+from decentnode.report.reading.fitting import FittingTable
 from decentnode.words import duration, plural, size
 
-ENDS = ("finished", "stopped", "left", "failed")
+FINAL_STATES = ("finished", "stopped", "left", "failed")
 """The activities that a node reports after it has ended."""
 SILENT_SECONDS = 5.0
 """A node on this machine that has not written for this long and whose process is gone has died."""
@@ -24,77 +24,79 @@ SILENT_SECONDS = 5.0
 
 def read(run: Path) -> dict[int, dict[str, Any]]:
     """Returns uid -> latest status, of the nodes that have written one."""
-    found = {}
+    statuses = {}
     for path in sorted(run.glob("nodes/*/status.json")):
         try:
             status = json.loads(path.read_text())
-            found[int(status["uid"])] = status
+            statuses[int(status["uid"])] = status
         except (OSError, ValueError, KeyError, TypeError):
             continue  # the file is being replaced, or was truncated by a full disk
-    return found
+    return statuses
 
 
-def going(statuses: dict[int, dict[str, Any]]) -> bool:
+def in_progress(statuses: dict[int, dict[str, Any]]) -> bool:
     """Returns whether a node has not ended yet."""
-    return any(state_of(status) not in (*ENDS, "gone") for status in statuses.values())
+    return any(state_of(status) not in (*FINAL_STATES, "gone") for status in statuses.values())
 
 
 def state_of(status: dict[str, Any]) -> str:
     """Returns the activity of a node; "gone" if its process died without a final status."""
     doing = str(status.get("doing", ""))
     silent = clock.wall() - float(status.get("time", 0)) > SILENT_SECONDS
-    if doing in ENDS or not silent:
+    if doing in FINAL_STATES or not silent:
         return doing
     return doing if os.path.exists(f"/proc/{status.get('pid')}") or not os.path.exists("/proc/self") else "gone"
 
 
 COLUMNS = ("node", "round", "doing", "waits for", "since", "sent", "received", "chunks", "resends", "faults")
-OF_EDGES = ("chunks",)
+EDGE_COLUMNS = ("chunks",)
 """Columns that only a table with edges has, so that a terminal of 80 columns shows every number completely."""
-WORDS = ("doing", "waits for")
+TEXT_COLUMNS = ("doing", "waits for")
 """Columns that are cut if the table is too wide."""
-SPARE = ("faults", "resends", "chunks", "received", "waits for", "sent")
+HIDDEN_FIRST = ("faults", "resends", "chunks", "received", "waits for", "sent")
 """Columns that are hidden in a narrow terminal, in this order."""
 
 
 def table(statuses: dict[int, dict[str, Any]], edges: bool = False) -> RenderableType:
     """Returns a table with one row per node, and with `edges` one more per neighbor."""
-    made = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim")
+    rich_table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim")
     for column in COLUMNS:
-        if edges or column not in OF_EDGES:
-            shown = "waited" if edges and column == "since" else column  # nodes: this round; edges: in total
-            made.add_column(_cut(shown), justify="left" if column in WORDS else "right", no_wrap=column not in WORDS)
+        if edges or column not in EDGE_COLUMNS:
+            heading = "waited" if edges and column == "since" else column  # nodes: this round; edges: in total
+            is_text = column in TEXT_COLUMNS
+            rich_table.add_column(_one_line(heading), justify="left" if is_text else "right", no_wrap=not is_text)
     for uid, status in statuses.items():
-        over = status["edges"].values()
-        whom = status["waiting_for"]
+        edge_figures = status["edges"].values()
+        waited_for = status["waiting_for"]
         state = state_of(status)
-        made.add_row(
+        rich_table.add_row(
             str(uid), f"{status['round']}/{status['rounds']}",
-            _cut(state, "red" if state in ("gone", "failed") else ""),
-            _cut(", ".join(map(str, whom[:6])) + (", ..." if len(whom) > 6 else "")),
-            duration(status["waiting_seconds"]) if whom else "",
-            size(sum(e["sent"] for e in over)), size(sum(e["received"] for e in over)),
-            *([str(sum(e["chunks"] for e in over))] if edges else []), str(sum(e["resends"] for e in over)),
+            _one_line(state, "red" if state in ("gone", "failed") else ""),
+            _one_line(", ".join(map(str, waited_for[:6])) + (", ..." if len(waited_for) > 6 else "")),
+            duration(status["waiting_seconds"]) if waited_for else "",
+            size(sum(e["sent"] for e in edge_figures)), size(sum(e["received"] for e in edge_figures)),
+            *([str(sum(e["chunks"] for e in edge_figures))] if edges else []),
+            str(sum(e["resends"] for e in edge_figures)),
             str(sum(status["faults"].values())),
         )  # fmt: skip
         if edges:
             for other, edge in status["edges"].items():
-                made.add_row(
+                rich_table.add_row(
                     "", Text(f"to {other}", style="dim"), "", "", duration(edge["wait_seconds"]),
                     size(edge["sent"]), size(edge["received"]), str(edge["chunks"]), str(edge["resends"]), "",
                 )  # fmt: skip
-    return Group(Fitting(made, SPARE, WORDS), Text(blame(statuses), style="dim"))
+    return Group(FittingTable(rich_table, HIDDEN_FIRST, TEXT_COLUMNS), Text(waiting_summary(statuses), style="dim"))
 
 
-def _cut(text: str, style: str = "") -> Text:
+def _one_line(text: str, style: str = "") -> Text:
     """Returns a text on one line, which is cut if its column is too narrow."""
     return Text(text, style=style, no_wrap=True, overflow="ellipsis")
 
 
-def blame(statuses: dict[int, dict[str, Any]]) -> str:
+def waiting_summary(statuses: dict[int, dict[str, Any]]) -> str:
     """Returns a sentence on the nodes that others wait for and that wait for nobody themselves. Nodes that have ended
     or died wait for nobody."""
-    waits = {uid: [] if state_of(status) in (*ENDS, "gone") else status["waiting_for"]
+    waits = {uid: [] if state_of(status) in (*FINAL_STATES, "gone") else status["waiting_for"]
              for uid, status in statuses.items()}  # fmt: skip
     waited = Counter(uid for others in waits.values() for uid in others)
     roots = {uid: n for uid, n in waited.items() if not waits.get(uid)}

@@ -19,7 +19,7 @@ from decentnode.likeness import did_you_mean
 from decentnode.metrics.figures import AXES, VIRTUAL, VIRTUAL_FILE, Curve, TaskMetrics, curve_name
 from decentnode.metrics.reader import read
 from decentnode.report.reading import repeats
-from decentnode.report.reading.furthest import Found, are_apart, by_furthest, virtual_by_round
+from decentnode.report.reading.furthest import ValuesByRound, are_out_of_step, by_furthest, virtual_by_round
 from decentnode.report.reading.measured import BEFORE, measured_by
 from decentnode.report.reading.repeats import Ran
 
@@ -77,91 +77,93 @@ class RecordedRun:
     def num_nodes(self) -> int:
         """Returns the number of nodes of the run; more than those with records here if others ran on other machines."""
         try:
-            found = json.loads((self.path / "summary.json").read_text(encoding="utf-8")).get("num_nodes")
+            recorded = json.loads((self.path / "summary.json").read_text(encoding="utf-8")).get("num_nodes")
         except (OSError, ValueError, AttributeError):
-            found = None
-        return max(len(self.nodes), found) if isinstance(found, int) else len(self.nodes)
+            recorded = None
+        return max(len(self.nodes), recorded) if isinstance(recorded, int) else len(self.nodes)
 
     def by_node(self, metric: str, merged: bool = False) -> dict[int, dict[int, tuple[float, float]]]:
         """Returns rounds finished -> uid -> (value, time), in the order of the rounds and in the unit of the curve's
         label."""
-        curve, found = self.measured.curves.get(metric), dict[int, dict[int, tuple[float, float]]]()
+        curve, by_rounds = self.measured.curves.get(metric), dict[int, dict[int, tuple[float, float]]]()
         if curve is None:
             return {}
         key, offset = curve.merged if merged else curve.key, int(curve.kind == "round")
         for uid, records in self.nodes.items():
             for record in records:
                 if record.get("kind") == curve.kind and isinstance(value := record.get(key), int | float):
-                    told = found.setdefault(record["round"] + offset, {})
-                    told[uid] = (curve.scale * value, record.get("time", 0.0))  # the last record of a round wins
-        return {rounds: found[rounds] for rounds in sorted(found)}
+                    by_uid = by_rounds.setdefault(record["round"] + offset, {})
+                    by_uid[uid] = (curve.scale * value, record.get("time", 0.0))  # the last record of a round wins
+        return {rounds: by_rounds[rounds] for rounds in sorted(by_rounds)}
 
     @functools.cached_property
-    def _apart(self) -> bool:
+    def _out_of_step(self) -> bool:
         """Whether nodes did not wait for each other and got into different rounds."""
-        return are_apart(self.nodes.values())
+        return are_out_of_step(self.nodes.values())
 
     def by_round(self, metric: str, axis: str, merged: bool = False) -> dict[int, tuple[float, list[float]]]:
         """Returns rounds finished -> (position on the axis, values of the nodes), in the unit of the curve's label. If
         nodes did not wait for each other, these are the rounds of the furthest node and the values of all nodes at that
         time."""
-        found = self.by_node(metric, merged)
-        if self._apart and found:
-            return self._by_furthest(found, axis)
-        grown = self._grown(axis) if axis in SUMMED else {}
+        node_values = self.by_node(metric, merged)
+        if self._out_of_step and node_values:
+            return self._by_furthest(node_values, axis)
+        cumulative = self._cumulative(axis) if axis in SUMMED else {}
         if axis == VIRTUAL:
             virtual = self.virtual_seconds()
-            return {r: (virtual[r], [value for value, _ in found[r].values()]) for r in found if r in virtual}
+            return {r: (virtual[r], [value for value, _ in values.values()]) for r, values in node_values.items()
+                    if r in virtual}  # fmt: skip
 
         def position(rounds: int) -> float:
             if axis == "seconds":
-                return self._seconds(max(time for _, time in found[rounds].values()))
-            return float(rounds) if axis == "rounds" else grown.get(rounds, 0.0)
+                return self._running_seconds(max(time for _, time in node_values[rounds].values()))
+            return float(rounds) if axis == "rounds" else cumulative.get(rounds, 0.0)
 
-        return {r: (position(r), [value for value, _ in found[r].values()]) for r in found}
+        return {r: (position(r), [value for value, _ in node_values[r].values()]) for r in node_values}
 
-    def _by_furthest(self, found: Found, axis: str) -> dict[int, tuple[float, list[float]]]:
-        at = by_furthest(found, self.nodes)
-        positions: dict[int, float] = {r: float(r) for r in at}
+    def _by_furthest(self, node_values: ValuesByRound, axis: str) -> dict[int, tuple[float, list[float]]]:
+        snapshots = by_furthest(node_values, self.nodes)
+        positions: dict[int, float] = {r: float(r) for r in snapshots}
         if axis == "seconds":
-            positions = {r: self._seconds(each.time) for r, each in at.items()}
+            positions = {r: self._running_seconds(each.time) for r, each in snapshots.items()}
         elif axis in SUMMED:
-            grown = sorted((time, more) for _, time, more in self._more(axis))
-            times, totals = [time for time, _ in grown], [0.0, *itertools.accumulate(more for _, more in grown)]
-            positions = {r: totals[bisect.bisect_right(times, each.time)] for r, each in at.items()}
+            increments = sorted((time, increment) for _, time, increment in self._increments(axis))
+            times = [time for time, _ in increments]
+            totals = [0.0, *itertools.accumulate(increment for _, increment in increments)]
+            positions = {r: totals[bisect.bisect_right(times, each.time)] for r, each in snapshots.items()}
         elif axis == VIRTUAL:
             positions = virtual_by_round(self.nodes.values()) or self.virtual_seconds()
-        return {r: (positions[r], each.values) for r, each in at.items() if r in positions}
+        return {r: (positions[r], each.values) for r, each in snapshots.items() if r in positions}
 
     def virtual_seconds(self) -> dict[int, float]:
         """Returns rounds finished -> virtual seconds at which all nodes had finished them: what `decentnode timeline`
         computed last, else what a simulation recorded; empty for a run without virtual time."""
         try:
-            told = json.loads((self.path / VIRTUAL_FILE).read_text(encoding="utf-8"))["finished"]
-            return {r: float(seconds) for r, seconds in enumerate([0.0, *told])}
+            finished = json.loads((self.path / VIRTUAL_FILE).read_text(encoding="utf-8"))["finished"]
+            return {r: float(seconds) for r, seconds in enumerate([0.0, *finished])}
         except (OSError, ValueError, KeyError, TypeError):
             pass
-        found: dict[int, float] = {}
+        by_rounds: dict[int, float] = {}
         for records in self.nodes.values():
             for record in records:
                 if isinstance(seconds := record.get(VIRTUAL), int | float):
                     rounds = record["round"] + int(record.get("kind") == "round")
-                    found[rounds] = max(found.get(rounds, 0.0), seconds)
-        return found
+                    by_rounds[rounds] = max(by_rounds.get(rounds, 0.0), seconds)
+        return by_rounds
 
     def series(self, metric: str, axis: str, merged: bool = False) -> Series:
         """Returns the values joined over nodes by round. Seconds count from the first record of any node, without the
         time between a run and its resumption; bytes are the payloads that all nodes had sent."""
-        found = self.by_round(metric, axis, merged).values()
+        points = self.by_round(metric, axis, merged).values()
         return Series(
-            [x for x, _ in found], [statistics.fmean(v) for _, v in found],
-            [min(v) for _, v in found], [max(v) for _, v in found],
+            [x for x, _ in points], [statistics.fmean(v) for _, v in points],
+            [min(v) for _, v in points], [max(v) for _, v in points],
         )  # fmt: skip
 
-    def _seconds(self, time: float) -> float:
+    def _running_seconds(self, time: float) -> float:
         """Returns for how many seconds the run had been running at the given time of its records."""
-        stood = sum(min(until, time) - since for since, until in self._pauses if since < time)
-        return max(0.0, time - self._began - stood)
+        paused = sum(min(until, time) - since for since, until in self._pauses if since < time)
+        return max(0.0, time - self._began - paused)
 
     @functools.cached_property
     def _began(self) -> float:
@@ -175,27 +177,27 @@ class RecordedRun:
         or had ended. A node that comes back while others run makes no pause."""
         shared = [(-math.inf, math.inf)]
         for records in self.nodes.values():
-            told = [each for each in records if "time" in each]
-            if told:
-                own = [(last["time"], each["time"]) for last, each in itertools.pairwise(told)
+            timed = [each for each in records if "time" in each]
+            if timed:
+                own = [(last["time"], each["time"]) for last, each in itertools.pairwise(timed)
                        if each.get("kind") == "resumed"]  # fmt: skip
-                own += [(-math.inf, told[0]["time"]), (told[-1]["time"], math.inf)]
+                own += [(-math.inf, timed[0]["time"]), (timed[-1]["time"], math.inf)]
                 shared = [(max(a, c), min(b, d)) for a, b in shared for c, d in own if max(a, c) < min(b, d)]
         return [each for each in shared if math.isfinite(each[0]) and math.isfinite(each[1])]
 
-    def _grown(self, axis: str) -> dict[int, float]:
+    def _cumulative(self, axis: str) -> dict[int, float]:
         """Returns rounds finished -> the bytes of payloads that all nodes had sent by then, or the samples or epochs
         that they had trained on, including those of nodes that have left."""
-        grown: dict[int, float] = {}
-        for rounds, _, more in self._more(axis):
-            grown[rounds] = grown.get(rounds, 0.0) + more
-        total, found = 0.0, {}
-        for rounds in sorted(grown):
-            total += grown[rounds]
-            found[rounds] = total
-        return found
+        increments: dict[int, float] = {}
+        for rounds, _, increment in self._increments(axis):
+            increments[rounds] = increments.get(rounds, 0.0) + increment
+        total, totals = 0.0, {}
+        for rounds in sorted(increments):
+            total += increments[rounds]
+            totals[rounds] = total
+        return totals
 
-    def _more(self, axis: str) -> Iterator[tuple[int, float, float]]:
+    def _increments(self, axis: str) -> Iterator[tuple[int, float, float]]:
         """Yields (rounds finished, time, increment of the node's round) of all nodes, in the unit of an axis of SUMMED.
         Raises UsageError for epochs if the run does not say how many samples it has."""
         if axis == "bytes":
@@ -225,8 +227,8 @@ class RecordedRun:
             for record in records:
                 if record.get("kind") == "round":
                     total = record.get("data_bytes_sent", 0) + record.get("metadata_bytes_sent", 0)
-                    more = total - last if total >= last else total  # a restarted process counts from 0
-                    yield record["round"] + 1, record.get("time", 0.0), more
+                    sent = total - last if total >= last else total  # a restarted process counts from 0
+                    yield record["round"] + 1, record.get("time", 0.0), sent
                     last = total
 
 
@@ -244,12 +246,12 @@ class Line:
         the rounds that all of them have, at the mean positions."""
         if len(self.runs) == 1:
             return self.runs[0].series(metric, axis, merged)
-        found = [run.by_round(metric, axis, merged) for run in self.runs]
-        rounds = sorted(set(found[0]).intersection(*found[1:]))
-        values = [[statistics.fmean(each[r][1]) for each in found] for r in rounds]
+        by_run = [run.by_round(metric, axis, merged) for run in self.runs]
+        rounds = sorted(set(by_run[0]).intersection(*by_run[1:]))
+        values = [[statistics.fmean(each[r][1]) for each in by_run] for r in rounds]
         means, deviations = [statistics.fmean(v) for v in values], [statistics.stdev(v) for v in values]
         return Series(
-            [statistics.fmean(each[r][0] for each in found) for r in rounds], means,
+            [statistics.fmean(each[r][0] for each in by_run) for r in rounds], means,
             [m - d for m, d in zip(means, deviations, strict=True)],
             [m + d for m, d in zip(means, deviations, strict=True)],
         )  # fmt: skip
@@ -258,19 +260,19 @@ class Line:
 def load(path: Path) -> RecordedRun:
     """Reads a run. Raises UsageError if the directory holds no metrics."""
     files = sorted(path.glob("nodes/*/metrics.jsonl"))
-    nodes = {int(file.parent.name): list(read(file)) for file in files if file.parent.name.isdigit()}
-    if not any(nodes.values()):
+    records = {int(file.parent.name): list(read(file)) for file in files if file.parent.name.isdigit()}
+    if not any(records.values()):
         raise UsageError(f"{path} holds no metrics: nodes/*/metrics.jsonl must have records")
-    return RecordedRun(path, nodes, measured_by(path))
+    return RecordedRun(path, records, measured_by(path))
 
 
 def curves_of(drawn: Sequence[Line]) -> dict[str, Curve]:
     """Returns every curve that one of the lines can have, by its name."""
-    found: dict[str, Curve] = {}
+    curves: dict[str, Curve] = {}
     for line in drawn:
         for run in line.runs:
-            found = {**run.measured.curves, **found}
-    return found
+            curves = {**run.measured.curves, **curves}
+    return curves
 
 
 def axes_of(drawn: Sequence[Line]) -> list[str]:
@@ -305,50 +307,50 @@ def lines(
     names: labels of the first lines, instead of the generated ones. panel: a key; lines that differ only in its value
     have the same label. Raises UsageError for more names than lines, and for a panel key in which runs do not differ.
     """
-    found = [_ran(path) for path in dict.fromkeys(paths)]
-    groups, said = repeats.pooled([each for each in found if each.finished])
+    runs = [_read_run(path) for path in dict.fromkeys(paths)]
+    groups, notes = repeats.group_repeats([each for each in runs if each.finished])
     if not seeds_once:
         pooled = {each.path for group in groups for each in group}
-        groups += [[each] for each in found if each.finished and each.path not in pooled]
-        said = []
-    groups += [[each] for each in found if not each.finished]
-    place = {each.path: index for index, each in enumerate(found)}
+        groups += [[each] for each in runs if each.finished and each.path not in pooled]
+        notes = []
+    groups += [[each] for each in runs if not each.finished]
+    place = {each.path: index for index, each in enumerate(runs)}
     groups.sort(key=lambda group: min(place[each.path] for each in group))
-    placed = [("", label) for label in _labels(groups)] if panel is None else _placed(groups, panel)
-    told = dict.fromkeys(label for _, label in placed)
-    if len(names) > len(told):
-        raise UsageError(f"--label must be given {len(told)} times at most, got {len(names)}")
-    renamed = dict(zip(told, [*names, *[*told][len(names) :]], strict=True))
-    made = [Line(renamed[label], tuple(load(each.path) for each in group), where)
-            for (where, label), group in zip(placed, groups, strict=True)]  # fmt: skip
-    return made, said
+    labeled = [("", label) for label in _labels(groups)] if panel is None else _panel_labels(groups, panel)
+    generated = dict.fromkeys(label for _, label in labeled)
+    if len(names) > len(generated):
+        raise UsageError(f"--label must be given {len(generated)} times at most, got {len(names)}")
+    renamed = dict(zip(generated, [*names, *[*generated][len(names) :]], strict=True))
+    all_lines = [Line(renamed[label], tuple(load(each.path) for each in group), panel_title)
+                 for (panel_title, label), group in zip(labeled, groups, strict=True)]  # fmt: skip
+    return all_lines, notes
 
 
-def _placed(groups: Sequence[Sequence[Ran]], panel: str) -> list[tuple[str, str]]:
+def _panel_labels(groups: Sequence[Sequence[Ran]], panel: str) -> list[tuple[str, str]]:
     """Returns for each group (the title of its panel, its label within the panel). Raises UsageError."""
     configs = [{"name": group[0].name, **group[0].config} for group in groups]
-    differing = repeats.telling(configs)
-    inside = [key for key in differing if key == panel or key.startswith(f"{panel}.")]
-    if not inside:
+    differing = repeats.differing_keys(configs)
+    panel_keys = [key for key in differing if key == panel or key.startswith(f"{panel}.")]
+    if not panel_keys:
         raise UsageError(f"panel must be a key in which the runs differ ({', '.join(differing) or 'there is none'}), "
                          f"got {panel!r}" + did_you_mean(panel, differing))  # fmt: skip
-    derived = {key for group in groups for key in group[0].follows}
-    others = [key for key in differing if key not in inside]
+    derived = {key for group in groups for key in group[0].derived_keys}
+    others = [key for key in differing if key not in panel_keys]
 
     def text(config: Mapping[str, str], keys: Sequence[str]) -> str:
         return " ".join(f"{key.removesuffix('.name')}={config[key]}" for key in keys if key in config)
 
-    titles = [text(each, inside) for each in configs]
+    titles = [text(each, panel_keys) for each in configs]
     for keys in ([key for key in others if key not in derived], others):
         ends = ["" if group[0].finished else f" ({group[0].ended})" for group in groups]
-        found = [(title, (text(each, keys) or each["name"]) + end)
-                 for title, each, end in zip(titles, configs, ends, strict=True)]  # fmt: skip
-        if len({*found}) == len(found):
-            return found
-    return [(title, f"{label} {group[0].path.name}") for (title, label), group in zip(found, groups, strict=True)]
+        labels = [(title, (text(each, keys) or each["name"]) + end)
+                  for title, each, end in zip(titles, configs, ends, strict=True)]  # fmt: skip
+        if len({*labels}) == len(labels):
+            return labels
+    return [(title, f"{label} {group[0].path.name}") for (title, label), group in zip(labels, groups, strict=True)]
 
 
-def _ran(path: Path) -> Ran:
+def _read_run(path: Path) -> Ran:
     """Reads a run; a folder without a config counts as an experiment of its own."""
     try:
         return repeats.read(path)
@@ -359,19 +361,20 @@ def _ran(path: Path) -> Ran:
 def _labels(groups: Sequence[Sequence[Ran]]) -> list[str]:
     """Returns distinct labels: equal ones get keys, how the runs ended, seeds, or folders if nothing else differs. A
     name that all runs share is left out if keys distinguish them."""
-    told = [[replace(each, config={k: v for k, v in each.config.items() if k != "run"}) for each in g] for g in groups]
-    labels = repeats.labels_of(told)
-    one = len(labels) > 1 and len({each.name for each in labels}) == 1 and all(each.told for each in labels)
-    found = [" ".join([*([] if one else [each.name]),
+    stripped = [[replace(each, config={k: v for k, v in each.config.items() if k != "run"}) for each in group]
+                for group in groups]  # fmt: skip
+    labels = repeats.labels_of(stripped)
+    share_name = len(labels) > 1 and len({each.name for each in labels}) == 1 and all(each.told for each in labels)
+    texts = [" ".join([*([] if share_name else [each.name]),
                        *(f"{key.removesuffix('.name')}={value}" for key, value in each.told.items())])
              for each in labels]  # fmt: skip
     for index, group in enumerate(groups):
         if len(group) > 1:
-            found[index] += f" ({len(group)} seeds)"
+            texts[index] += f" ({len(group)} seeds)"
         elif not group[0].finished:
-            found[index] += f" ({group[0].ended})"
-    for more in (lambda run: f" seed {run.seed}" if run.seed is not None else "", lambda run: f" {run.path.name}"):
-        often = Counter(found)
-        found = [label + more(group[0]) if often[label] > 1 else label
-                 for label, group in zip(found, groups, strict=True)]  # fmt: skip
-    return found
+            texts[index] += f" ({group[0].ended})"
+    for suffix in (lambda run: f" seed {run.seed}" if run.seed is not None else "", lambda run: f" {run.path.name}"):
+        often = Counter(texts)
+        texts = [label + suffix(group[0]) if often[label] > 1 else label
+                 for label, group in zip(texts, groups, strict=True)]  # fmt: skip
+    return texts

@@ -40,12 +40,12 @@ def paired(ours: Mapping[Any, float], theirs: Mapping[Any, float]) -> Paired | N
 def holm(values: Sequence[float | None]) -> list[float | None]:
     """Returns p-values corrected for several comparisons (Holm, 1979); None stays None."""
     order = sorted((value, index) for index, value in enumerate(values) if value is not None)
-    found: list[float | None] = [None] * len(values)
-    most = 0.0
+    corrected: list[float | None] = [None] * len(values)
+    largest = 0.0
     for place, (value, index) in enumerate(order):
-        most = max(most, min(1.0, (len(order) - place) * value))
-        found[index] = most
-    return found
+        largest = max(largest, min(1.0, (len(order) - place) * value))
+        corrected[index] = largest
+    return corrected
 
 
 def two_sided(t: float, freedom: int) -> float:
@@ -71,7 +71,7 @@ def incomplete_beta(a: float, b: float, x: float) -> float:
         return 0.0 if x <= 0 else 1.0
     if x > (a + 1) / (a + b + 2):
         return 1.0 - incomplete_beta(b, a, 1.0 - x)
-    front = math.exp(math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x)) / a
+    factor = math.exp(math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x)) / a
     tiny, value, c, d = 1e-300, 1.0, 1.0, 0.0
     for step in range(400):
         half = step // 2
@@ -86,4 +86,4 @@ def incomplete_beta(a: float, b: float, x: float) -> float:
         value *= c * d
         if step and abs(1.0 - c * d) < 1e-14:
             break
-    return front * (value - 1.0)
+    return factor * (value - 1.0)
