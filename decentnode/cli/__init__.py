@@ -65,16 +65,16 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
         if cmd_name not in COMMANDS or not importlib.util.find_spec(f"decentnode.cli.{cmd_name}"):
             return None
-        found = importlib.import_module(f"decentnode.cli.{cmd_name}").command
-        assert isinstance(found, click.Command)
-        return found
+        command = importlib.import_module(f"decentnode.cli.{cmd_name}").command
+        assert isinstance(command, click.Command)
+        return command
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        near = difflib.get_close_matches(args[0], self.list_commands(ctx), 1)
-        if near and near[0] != args[0] and not args[0].startswith("-") and not ctx.resilient_parsing:
-            ctx.fail(f"No such command '{args[0]}': did you mean '{near[0]}'?")
+        similar = difflib.get_close_matches(args[0], self.list_commands(ctx), 1)
+        if similar and similar[0] != args[0] and not args[0].startswith("-") and not ctx.resilient_parsing:
+            ctx.fail(f"No such command '{args[0]}': did you mean '{similar[0]}'?")
         return super().resolve_command(ctx, args)
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem[Any]]:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import click
 
-from decentnode.cli.comparing import RunCount
+from decentnode.cli.compare_progress import CompareProgress
 from decentnode.cli.run_names import run_names
 from decentnode.errors import DecentnodeError, UsageError
 from decentnode.launch.files.run_dir import resolve_all
@@ -73,14 +73,14 @@ def command(
     """
     if output is not None and output.suffix not in TABLES:
         raise click.UsageError(f"the table's name must end in {', '.join(TABLES)}, got {output.name}")
-    found = _all(what, seeds, overrides, run_dir)
-    groups, said = repeats.group_repeats(found)
-    for line in said:
+    runs = _collect_runs(what, seeds, overrides, run_dir)
+    groups, notes = repeats.group_repeats(runs)
+    for line in notes:
         click.echo(line, err=True)
     if not groups:
         raise UsageError(f"no finished run in {', '.join(what)}")
-    kept = [each for group in groups for each in group]
-    extra = [*(target_columns(kept, target) if target is not None else []), *(best_columns(kept) if best else [])]
+    pooled = [each for group in groups for each in group]
+    extra = [*(target_columns(pooled, target) if target is not None else []), *(best_columns(pooled) if best else [])]
     rows, test = compare.rows(groups, extra), compare.against_best(groups)
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -91,25 +91,25 @@ def command(
     click.echo(compare.as_json(rows, test) if as_json else compare.text_table(rows, test, width))
 
 
-def _all(what: Sequence[str], seeds: int, overrides: tuple[str, ...], run_dir: Path) -> list[repeats.Ran]:
+def _collect_runs(what: Sequence[str], seeds: int, overrides: tuple[str, ...], run_dir: Path) -> list[repeats.Ran]:
     """Runs all configs and reads the runs that exist already. Blocking."""
-    found: list[repeats.Ran] = []
+    runs: list[repeats.Ran] = []
     configs = [each for each in what if _is_config(each)]
-    ahead = [each for each in configs for _ in range(seeds)]
-    with RunCount(len(ahead)) as count:
+    waiting = [each for each in configs for _ in range(seeds)]
+    with CompareProgress(len(waiting)) as count:
         for each in what:
             if not _is_config(each):
-                found += [repeats.read(run) for run in resolve_all(each, run_dir)]
+                runs += [repeats.read(run) for run in resolve_all(each, run_dir)]
                 continue
-            ran = []
+            own_runs = []
             for seed in range(1, seeds + 1):
-                count.begins(each, seed, ahead := ahead[1:])
-                ran.append(_run(each, seed, overrides, run_dir, count))
-                count.ended()
-            found += ran
-            main = ran[0].measured.by_name[f"{ran[0].measured.main.name}_mean"]
-            count.say(f"{ran[0].name}: {main.title} {compare.rows([ran])[0].shown(main)}")
-    return found
+                count.run_started(each, seed, waiting := waiting[1:])
+                own_runs.append(_run(each, seed, overrides, run_dir, count))
+                count.run_ended()
+            runs += own_runs
+            metric = own_runs[0].measured.by_name[f"{own_runs[0].measured.main.name}_mean"]
+            count.say(f"{own_runs[0].name}: {metric.title} {compare.rows([own_runs])[0].shown(metric)}")
+    return runs
 
 
 def _is_config(what: str) -> bool:
@@ -117,7 +117,7 @@ def _is_config(what: str) -> bool:
     return not path.is_dir() and path.suffix in (".yaml", ".yml")
 
 
-def _run(config: str, seed: int, overrides: tuple[str, ...], runs: Path, count: RunCount) -> repeats.Ran:
+def _run(config: str, seed: int, overrides: tuple[str, ...], runs: Path, count: CompareProgress) -> repeats.Ran:
     """Runs one experiment in a process of its own, as `decentnode run` does. Blocking."""
     command = [sys.executable, "-m", "decentnode", "run", config, "--quiet", "--json", "--seed", str(seed),
                "--run-dir", str(runs.absolute())]  # fmt: skip

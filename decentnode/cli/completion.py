@@ -30,9 +30,9 @@ def command(shell: str | None, install: bool) -> None:
     """
     shell = shell or _own_shell()
     if not install:
-        click.echo(source(shell))
+        click.echo(script_text(shell))
         return
-    for line in installed(shell):
+    for line in install_script(shell):
         click.echo(line)
 
 
@@ -44,34 +44,34 @@ def _own_shell() -> str:
     return name
 
 
-def source(shell: str) -> str:
+def script_text(shell: str) -> str:
     """Returns the script that makes a shell complete."""
     from click.shell_completion import get_completion_class
 
     from decentnode.cli import main
 
-    found = get_completion_class(shell)
-    assert found is not None
-    complete = found(main, {}, "decentnode", VARIABLE)
+    shell_class = get_completion_class(shell)
+    assert shell_class is not None
+    complete = shell_class(main, {}, "decentnode", VARIABLE)
     return str(complete.source_template % complete.source_vars()).rstrip()
 
 
-def installed(shell: str) -> list[str]:
+def install_script(shell: str) -> list[str]:
     """Writes the script and the line that reads it. Returns what was done, in words. Raises EnvironmentFault."""
-    script, start = places(shell)
-    said = []
+    script, start = script_paths(shell)
+    messages = []
     try:
         script.parent.mkdir(parents=True, exist_ok=True)
-        script.write_text(source(shell) + "\n", encoding="utf-8")
-        said.append(f"written  {script}")
+        script.write_text(script_text(shell) + "\n", encoding="utf-8")
+        messages.append(f"written  {script}")
         if start is not None:
-            said.append(_mention(script, start))
+            messages.append(_add_line(script, start))
     except OSError as error:
         raise EnvironmentFault(f"cannot write {error.filename}: {error.strerror}") from error
-    return [*said, f"new {shell} shells will complete decentnode commands"]
+    return [*messages, f"new {shell} shells will complete decentnode commands"]
 
 
-def places(shell: str) -> tuple[Path, Path | None]:
+def script_paths(shell: str) -> tuple[Path, Path | None]:
     """Returns (the script, the start-up file that has to read it; None if the shell finds the script by itself)."""
     home = Path.home()
     if shell == "fish":
@@ -81,7 +81,7 @@ def places(shell: str) -> tuple[Path, Path | None]:
     return script, (Path(os.environ.get("ZDOTDIR") or home) / ".zshrc" if shell == "zsh" else home / ".bashrc")
 
 
-def _mention(script: Path, start: Path) -> str:
+def _add_line(script: Path, start: Path) -> str:
     """Adds a line that reads the script to a start-up file, unless it has one."""
     before = start.read_text(encoding="utf-8", errors="surrogateescape") if start.exists() else ""
     path = shlex.quote(str(script))

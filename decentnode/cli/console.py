@@ -50,8 +50,8 @@ def shown(path: Path) -> str:
 def program() -> str:
     """Returns the command that calls decentnode from this shell."""
     script = Path(sys.prefix) / "bin" / "decentnode"
-    found = shutil.which("decentnode")
-    if found and Path(found).resolve() == script.resolve():
+    on_path = shutil.which("decentnode")
+    if on_path and Path(on_path).resolve() == script.resolve():
         return "decentnode"
     if script.exists():
         return shlex.quote(shown(script))
@@ -84,13 +84,13 @@ class ConsoleObserver(Observer):
         self._held: list[Callable[[], None]] | None = []
         """What is to be shown below the header, while the header has not arrived; None afterwards."""
         self._changed = False
-        self._said_round = -1
+        self._printed_round = -1
         """The last round that was printed, so that each is printed once."""
         self._waiting = False
         """Whether the terminal's last line is about a wait; the next text replaces it."""
         self._wait_seconds = WAITING_SECONDS[0]
         """The time without a line after which plain output reports a wait."""
-        self._drawn = self._line_at = started
+        self._drawn_at = self._line_at = started
         self._refresh_seconds = REFRESH_SECONDS
 
     def say(
@@ -130,7 +130,7 @@ class ConsoleObserver(Observer):
     def header(self, lines: list[list[str]]) -> None:
         for label, text in lines:
             self.say(label, text)
-        self._let_go()
+        self._release_held()
 
     def _below_header(self, show: Callable[[], None]) -> None:
         """Shows something below the header: at once if the header has been shown, else after it."""
@@ -139,7 +139,7 @@ class ConsoleObserver(Observer):
         else:
             self._held.append(show)
 
-    def _let_go(self) -> None:
+    def _release_held(self) -> None:
         held, self._held = self._held or [], None
         for show in held:
             show()
@@ -193,7 +193,7 @@ class ConsoleObserver(Observer):
         self._changed = not self._failed  # records that nodes send while the run is aborted would only hide the reason
         if self._live is None and not self.quiet and complete and not self._failed:
             round, side = self._state.latest["round"], self._state.latest["side"]
-            self._say_line(self._state.evaluation_line(again=round <= self._said_round and not side), round)
+            self._print_round(self._state.evaluation_line(again=round <= self._printed_round and not side), round)
 
     def lost(self, uid: int) -> None:
         if self._state is not None:
@@ -203,25 +203,25 @@ class ConsoleObserver(Observer):
         if self._state is not None:
             self._state.restart(uid)
 
-    def _say_line(self, line: str, round: int) -> None:
+    def _print_round(self, line: str, round: int) -> None:
         assert self._state is not None
-        self._line_at, self._said_round = clock.now(), max(self._said_round, round)
+        self._line_at, self._printed_round = clock.now(), max(self._printed_round, round)
         text = f"{self._time()}{escape(line + self._state.left_text(self._line_at))}"
         self._below_header(lambda: self._print(text, kind=OutputKind.PROGRESS))
 
     def tick(self) -> None:
         now = clock.now()
         if self._held and now - self._line_at > HEADER_SECONDS:
-            self._let_go()
+            self._release_held()
         if self._live is not None:
             if self.output.behind or not self.output.foreground:
                 return  # a frame overwrites the previous one, which must have been written completely
-            if self._changed and now - self._drawn >= self._refresh_seconds:
+            if self._changed and now - self._drawn_at >= self._refresh_seconds:
                 self._draw(now)
         elif self._changed and not self.quiet and now - self._line_at > LINE_SECONDS:
             assert self._state is not None
-            if self._state.done > self._said_round and not self._state.evaluation_due:
-                self._say_line(self._state.line(), self._state.done)
+            if self._state.done > self._printed_round and not self._state.evaluation_due:
+                self._print_round(self._state.line(), self._state.done)
 
     def _draw(self, now: float) -> None:
         assert self._state is not None and self._live is not None
@@ -229,7 +229,7 @@ class ConsoleObserver(Observer):
         rows = max(4, self.console.size.height - 8)
         left = self._state.seconds_left(now)
         self._live.update(live_table(self._state, now - self.started, self._note, rows, left), refresh=True)
-        self._drawn, self._changed = clock.now(), False
+        self._drawn_at, self._changed = clock.now(), False
         self._refresh_seconds = max(REFRESH_SECONDS, REFRESH_SHARE * (clock.cpu() - began))
 
     def notice(self, text: str) -> None:
@@ -251,8 +251,8 @@ class ConsoleObserver(Observer):
 
     def failed(self, failure: Failed, log: Path | None) -> None:
         self._broken_off()
-        where = f"node {failure.uid}" if failure.uid >= 0 else "decentnode"
-        self._print(f"{self._time()}[red]error[/] {where}, exit code {failure.exit_code}", kind=OutputKind.ERROR)
+        source = f"node {failure.uid}" if failure.uid >= 0 else "decentnode"
+        self._print(f"{self._time()}[red]error[/] {source}, exit code {failure.exit_code}", kind=OutputKind.ERROR)
         self._print(escape((failure.text or failure.title).rstrip()), kind=OutputKind.ERROR)
         if log is not None:
             self._print(f"[dim]log     [/] {escape(shown(log))}/log.txt, stderr.txt", kind=OutputKind.ERROR)
@@ -267,14 +267,14 @@ class ConsoleObserver(Observer):
         """Removes the live table or the line about a wait, and shows what is still held back for the header.
         Idempotent."""
         if self._held:
-            self._let_go()
+            self._release_held()
         self._end_waiting_line()
         if self._live is not None:
             live, self._live = self._live, None
             live.stop()
 
-    def finished(self, outcome: Outcome, again: list[str]) -> None:
-        """Prints the closing lines. again: arguments of the suggested next command; empty for none."""
+    def finished(self, outcome: Outcome, next_command: list[str]) -> None:
+        """Prints the closing lines. next_command: arguments of the suggested next command; empty for none."""
         self.end()
         kind = OutputKind.RESULT if outcome.failure is None else OutputKind.ERROR
         for line in closing(outcome.summary):
@@ -287,7 +287,7 @@ class ConsoleObserver(Observer):
         if outcome.run_dir is not None and outcome.exit_code == 0:
             run, name = shlex.quote(shown(outcome.run_dir)), program()
             self.say("next", f"{name} plot {run}", kind=OutputKind.RESULT)
-            if self._single and again:
-                self.say("", f"{name} {shlex.join(again)}", kind=OutputKind.RESULT)
-        elif self._single and again:
-            self.say("next", f"{program()} {shlex.join(again)}", kind=kind)
+            if self._single and next_command:
+                self.say("", f"{name} {shlex.join(next_command)}", kind=OutputKind.RESULT)
+        elif self._single and next_command:
+            self.say("next", f"{program()} {shlex.join(next_command)}", kind=kind)

@@ -67,9 +67,9 @@ def prepare(name: str, folder: Path, keys: tuple[str, ...]) -> None:
     tree = Item({key: Item(value, here) for key, value in written.items()}, here)
     for path, item in assignments(keys, {}):
         tree = replace(tree, path, item)
-    given = tree.plain()
+    values = tree.plain()
     try:
-        config = made_of.model_validate(given)
+        config = made_of.model_validate(values)
     except pydantic.ValidationError as error:
         problems = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
         raise DataError(f"data {name}: {problems}; --set KEY=VALUE gives a key") from error
@@ -80,7 +80,7 @@ def prepare(name: str, folder: Path, keys: tuple[str, ...]) -> None:
         dataset = chosen(config, Path())
     for line in check(dataset):
         click.echo(line)
-    click.echo(f"data: {_flow(given)}")
+    click.echo(f"data: {_flow(values)}")
 
 
 def check(dataset: Dataset) -> list[str]:
@@ -96,13 +96,13 @@ def check(dataset: Dataset) -> list[str]:
         _read(dataset.train(np.arange(start, min(start + block, train))), f"training sample {start} on")
     for start in range(0, test, block):
         _read(dataset.test_part(np.arange(start, min(start + block, test))), f"test sample {start} on")
-    found = [f"{train:,} training samples, {test:,} test samples, all readable"]
+    lines = [f"{train:,} training samples, {test:,} test samples, all readable"]
     if keys is not None:
         sizes = np.unique(keys, return_counts=True)[1]
-        found.append(f"{len(sizes):,} users, with {sizes.min():,} to {sizes.max():,} training samples")
+        lines.append(f"{len(sizes):,} users, with {sizes.min():,} to {sizes.max():,} training samples")
     if index is not None:
-        found.append(f"{'listed in' if block == IMAGES else 'converted into'} {index.folder}")
-    return found
+        lines.append(f"{'listed in' if block == IMAGES else 'converted into'} {index.folder}")
+    return lines
 
 
 def _read(samples: Any, where: str) -> None:
@@ -134,31 +134,31 @@ def info(config: str, overrides: tuple[str, ...], draw: Path | None, as_json: bo
     config, variables = start.config_of(config, start.environ())
     experiment = load(config, overrides, variables)
     data = experiment.open_data()
-    found, spec = report.shares_of(data), data.spec
+    shares, spec = report.shares_of(data), data.spec
     total, test = data.dataset().num_train(), data.dataset().num_test()
-    left_out = max(total - sum(found.sizes), 0)
+    left_out = max(total - sum(shares.sizes), 0)
     partition: Any = getattr(experiment.data, "partition", None)
     augment: Any = getattr(experiment.training, "augment", None)
     tested = report.tested(data)
     if as_json:
         facts = {"training_samples": total, "left_out": left_out, "test_samples": test, "tested_samples": tested,
                  **report.normalization(data), "augmentation": augment.model_dump() if augment is not None else None,
-                 "nodes": found.facts()}  # fmt: skip
+                 "nodes": shares.facts()}  # fmt: skip
         click.echo(json.dumps(facts))
     else:
         kind = f", {spec.num_classes} classes" if spec.num_classes is not None else f", {spec.task}"
         click.echo(f"{experiment.data.name}: {total:,} training samples, {test:,} test samples{kind}")
         rest = f"; {left_out:,} left out" if left_out else ""
-        span = f"{min(found.sizes):,} to {max(found.sizes):,}"
-        click.echo(f"{partition.name} on {len(found.sizes)} nodes: {span} each{rest}")
+        span = f"{min(shares.sizes):,} to {max(shares.sizes):,}"
+        click.echo(f"{partition.name} on {len(shares.sizes)} nodes: {span} each{rest}")
         click.echo(report.inputs(data) + (f"; in training {augment.text}" if augment is not None else ""))
         if tested != test:
             click.echo(f"each node's model is tested on {'up to ' if data.sharded else ''}{tested:,} test samples")
         click.echo()
-        for line in report.lines(found):
+        for line in report.lines(shares):
             click.echo(line.rstrip())
     if draw is not None:
-        report.draw(found, draw, f"{experiment.data.name}, {partition.name}, {len(found.sizes)} nodes")
+        report.draw(shares, draw, f"{experiment.data.name}, {partition.name}, {len(shares.sizes)} nodes")
         click.echo(str(draw), err=as_json)
 
 

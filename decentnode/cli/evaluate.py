@@ -35,10 +35,10 @@ def command(run: str, section: str | None, overrides: tuple[str, ...], device: s
     sections = None if section is None else {"data": _plain(section)}
     from decentnode.launch.evaluate import evaluate
 
-    found = evaluate(folder, sections, overrides, device)
-    if found.missing:
-        click.echo(f"no model found for node {', '.join(map(str, found.missing))}", err=True)
-    click.echo(json.dumps(found.summary, indent=2) if as_json else table(found))
+    evaluated = evaluate(folder, sections, overrides, device)
+    if evaluated.missing:
+        click.echo(f"no model found for node {', '.join(map(str, evaluated.missing))}", err=True)
+    click.echo(json.dumps(evaluated.summary, indent=2) if as_json else table(evaluated))
 
 
 def _plain(section: str) -> Any:
@@ -50,16 +50,16 @@ def _plain(section: str) -> Any:
     return value
 
 
-def table(found: EvaluatedModels) -> str:
+def table(evaluated: EvaluatedModels) -> str:
     """Returns a table with a row per model and a column per metric."""
-    names = list(dict.fromkeys(name for row in [*found.nodes.values(), found.merged or {}] for name in row))
-    known = {each.name: each.text for each in found.measured.metrics}
-    told = found.summary
-    rows = [["model", "samples", *(known.get(name, name) for name in names)]]
-    rows += [[f"node {uid}", f"{found.samples[uid]:,}", *(_number(row.get(name)) for name in names)]
-             for uid, row in found.nodes.items()]  # fmt: skip
-    for label in [*(["mean"] if found.nodes else []), *(["merged"] if found.merged is not None else [])]:
-        rows.append([label, "", *(_number(told.get(f"{name}_{label}")) for name in names)])
+    names = list(dict.fromkeys(name for row in [*evaluated.nodes.values(), evaluated.merged or {}] for name in row))
+    titles = {each.name: each.text for each in evaluated.measured.metrics}
+    summary = evaluated.summary
+    rows = [["model", "samples", *(titles.get(name, name) for name in names)]]
+    rows += [[f"node {uid}", f"{evaluated.samples[uid]:,}", *(_number(row.get(name)) for name in names)]
+             for uid, row in evaluated.nodes.items()]  # fmt: skip
+    for label in [*(["mean"] if evaluated.nodes else []), *(["merged"] if evaluated.merged is not None else [])]:
+        rows.append([label, "", *(_number(summary.get(f"{name}_{label}")) for name in names)])
     first, *others = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join([row[0].ljust(first), *(cell.rjust(w) for cell, w in zip(row[1:], others, strict=True))])
                      for row in rows)  # fmt: skip

@@ -25,35 +25,36 @@ FLAGS = {"nodes": "-n N (the number of nodes)", "degree": "-d N (the degree)", "
 
 def family(name: str, options: dict[str, Any], seed: int, weights: str | None = None) -> Topology:
     """Returns a graph of a family (its name in any case) with those `options` that are not None. Raises GraphError."""
-    plain = name.lower().replace("-", "_")
-    plain = ALIASES.get(plain.replace("_", ""), plain)
-    known = [each for each in GRAPHS if each != "file"]
-    if plain not in known:
-        raise GraphError(f"graph must be one of {', '.join(known)}, got {name!r}{did_you_mean(plain, known)}")
-    found = load_class(plain, GRAPHS, "graph")
-    given = {key: value for key, value in options.items() if value is not None}
+    graph_name = name.lower().replace("-", "_")
+    graph_name = ALIASES.get(graph_name.replace("_", ""), graph_name)
+    families = [each for each in GRAPHS if each != "file"]
+    if graph_name not in families:
+        raise GraphError(f"graph must be one of {', '.join(families)}, got {name!r}"
+                         + did_you_mean(graph_name, families))  # fmt: skip
+    graph_class = load_class(graph_name, GRAPHS, "graph")
+    given_options = {key: value for key, value in options.items() if value is not None}
     try:
-        config = found.Config.model_validate({"name": plain, **given})
+        config = graph_class.Config.model_validate({"name": graph_name, **given_options})
     except pydantic.ValidationError as error:
         needed = [str(each["loc"][0]) for each in error.errors() if each["type"] == "missing"]
         if needed and len(needed) == len(error.errors()):
             if sections := [key for key in needed if key not in options]:
-                raise GraphError(f"graph {plain} needs {', '.join(sections)}, for which there is no option: put it in "
-                                 "an experiment (.yaml) and give that to `graph info` or `graph draw`") from error
+                raise GraphError(f"graph {graph_name} needs {', '.join(sections)}, for which there is no option: put "
+                                 "it in an experiment (.yaml) and give that to `graph info` or `graph draw`") from error
             flags = " and ".join(FLAGS.get(key, f"--{key.replace('_', '-')}") for key in needed)
-            raise GraphError(f"graph {plain} needs {flags}") from error
-        takes = ", ".join(sorted(set(found.Config.model_fields) - {"name", "nodes", "seed"})) or "no options"
+            raise GraphError(f"graph {graph_name} needs {flags}") from error
+        takes = ", ".join(sorted(set(graph_class.Config.model_fields) - {"name", "nodes", "seed"})) or "no options"
         problems = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
-        raise GraphError(f"graph {plain} (takes {takes}): {problems}") from error
-    return _with_weights(found, config, seed, weights)
+        raise GraphError(f"graph {graph_name} (takes {takes}): {problems}") from error
+    return _with_weights(graph_class, config, seed, weights)
 
 
-def _with_weights(found: Any, config: Any, seed: int, weights: str | None) -> Topology:
+def _with_weights(graph_class: Any, config: Any, seed: int, weights: str | None) -> Topology:
     rule = None
     if weights is not None:
         rule_class = load_class(weights, WEIGHTS, "weights")
         rule = rule_class(rule_class.Config(name=weights))
-    graph: Topology = found(config, seed=seed, weights=rule)
+    graph: Topology = graph_class(config, seed=seed, weights=rule)
     return graph
 
 
@@ -61,14 +62,14 @@ def open_graph(text: str, options: dict[str, Any], seed: int, weights: str | Non
     """Returns the graph of an experiment file, with its own weights, of a graph file, or of a family, depending on the
     form of `text`."""
     if text.endswith((".yaml", ".yml")):
-        if given := [key for key, value in {**options, "weights": weights}.items() if value is not None]:
-            raise GraphError(f"{text} already defines the whole graph: leave out --{given[0].replace('_', '-')}")
+        if unused := [key for key, value in {**options, "weights": weights}.items() if value is not None]:
+            raise GraphError(f"{text} already defines the whole graph: leave out --{unused[0].replace('_', '-')}")
         from decentnode.experiment import load
 
         return cast("Topology", load(text, check=False).make_graph())
     if text.endswith((".edges", ".adj")) or Path(text).exists():
-        found = load_class("file", GRAPHS, "graph")
-        return _with_weights(found, found.Config(name="file", file=Path(text).absolute()), seed, weights)
+        graph_class = load_class("file", GRAPHS, "graph")
+        return _with_weights(graph_class, graph_class.Config(name="file", file=Path(text).absolute()), seed, weights)
     return family(text, options, seed, weights)
 
 

@@ -71,29 +71,30 @@ def command(
     seed = _address(member, "--seed")
     host, port = own_address(*seed) if listen is None else _address(listen, "--listen")
     request = Request(member, seed_uid, host, port, keys, invitation, ["auto", "direct", "relayed"].index(reach))
-    chosen = request_of(overrides, keys)
+    all_overrides = machine_overrides(overrides, keys)
 
     def tell(why: str) -> None:
         if not quiet:
             click.echo(f"asking again: {why}", err=True)
 
-    told = experiment_of(request, timeout, tell)
-    text = checked_text(told.config)
-    check(text, told.digest, chosen, start.environ(), samples_of, device)
-    granted = admitted(request, max(1.0, timeout + started - clock.now()), tell)
-    began = clock.now() - granted.age_milliseconds / 1000
+    offered = experiment_of(request, timeout, tell)
+    text = checked_text(offered.config)
+    check(text, offered.digest, all_overrides, start.environ(), samples_of, device)
+    answer = admitted(request, max(1.0, timeout + started - clock.now()), tell)
+    began = clock.now() - answer.age_milliseconds / 1000
     if not quiet:
-        how = "; behind NAT: other nodes reach it through relays" if relayed(granted) else ""
-        click.echo(f"admitted as node {granted.uid}{how}")
-    seat = _Seat(request, granted, began)
-    with seat:
-        if granted.config != told.config:
+        note = "; behind NAT: other nodes reach it through relays" if relayed(answer) else ""
+        click.echo(f"admitted as node {answer.uid}{note}")
+    admission = _Admission(request, answer, began)
+    with admission:
+        if answer.config != offered.config:
             raise AssemblyError("the run sent a different experiment after it admitted this node; start the node "
                                 "again", [])
-        ctx.exit(_take_part(seat, text, chosen, (host, port), run_dir, samples_of, (device, threads), quiet))
+        ctx.exit(_run_to_end(admission, text, all_overrides, (host, port), run_dir, samples_of, (device, threads),
+                             quiet))  # fmt: skip
 
 
-class _Seat:
+class _Admission:
     """The uid that the run granted to this node. A context manager: if the node has not joined when it exits, it gives
     the uid back."""
 
@@ -118,7 +119,7 @@ class _Seat:
             resign(self._request, self.granted)
 
 
-def request_of(overrides: tuple[str, ...], keys: Path | None) -> list[str]:
+def machine_overrides(overrides: tuple[str, ...], keys: Path | None) -> list[str]:
     """Returns the overrides of this machine."""
     own = [] if keys is None else [f"communication.keys={keys.absolute()}"]
     return [*overrides, *own]
@@ -132,14 +133,14 @@ def _address(text: str, option: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _take_part(
-    seat: _Seat, text: str, chosen: list[str], at: tuple[str, int], run_dir: Path, samples_of: int | None,
-    computes: tuple[str, int | None], quiet: bool,
+def _run_to_end(
+    admission: _Admission, text: str, overrides: list[str], address: tuple[str, int], run_dir: Path,
+    samples_of: int | None, device_and_threads: tuple[str, int | None], quiet: bool,
 ) -> int:
     """Runs the node to its end. Returns the exit code. Blocking."""
     import os
 
-    from decentnode.cli.node import Teller, leavable, leave_on_signals, struck_by_itself
+    from decentnode.cli.node import NodePrinter, leave_on_request, leave_on_signals, own_faults
     from decentnode.experiment import load
     from decentnode.launch.children import messages
     from decentnode.launch.children.messages import Task
@@ -149,46 +150,47 @@ def _take_part(
     from decentnode.launch.supervising.prepare import facts as facts_of
     from decentnode.system import write_atomic
 
-    granted = seat.granted
+    granted = admission.granted
     uid = granted.uid
     directory = run_dirs.create(run_dir.absolute(), "joined", 0, [uid])
     config = directory / "told.yaml"
     write_atomic(config, text)
-    experiment = load(str(config), chosen, start.environ(), False)
-    newcomer = newcomer_of(experiment, granted, at, samples_of, computes)
-    request = messages.Request(str(config), chosen, start.environ(), 0, join=True)
-    told = Teller(uid, facts_of(experiment, request), quiet, join=True)
+    experiment = load(str(config), overrides, start.environ(), False)
+    newcomer = newcomer_of(experiment, granted, address, samples_of, device_and_threads)
+    request = messages.Request(str(config), overrides, start.environ(), 0, join=True)
+    printer = NodePrinter(uid, facts_of(experiment, request), quiet, join=True)
     task = Task(
         request=request, uids=[uid], machine=newcomer.place.machine, run_dir=str(directory),
-        threads=computes[1] or os.cpu_count() or 1, run_id="", in_process=False, progress_seconds=1.0, socket_dir="",
-        join=True, began=seat.began,
+        threads=device_and_threads[1] or os.cpu_count() or 1, run_id="", in_process=False, progress_seconds=1.0,
+        socket_dir="", join=True, began=admission.began,
     )  # fmt: skip
     # Without the command: an invitation in it is a secret
     facts = {"name": experiment.name, "digest": experiment.digest(), "machine": newcomer.place.machine}
     environment = provenance.begin_writing(directory, facts, directory)
-    with leavable(directory, uid, leave_on_signals) as attach, struck_by_itself(experiment, task, told) as strikes:
+    with leave_on_request(directory, uid, leave_on_signals) as attach, own_faults(experiment, task, printer) as inject:
 
         def tell(message: ChildMessage) -> None:
-            seat.tell(message)
-            told.tell(message)
-            strikes(message)
+            admission.tell(message)
+            printer.tell(message)
+            inject(message)
 
         code = run_node(task, Link(tell, attach, dict), newcomer)
     environment.join(run_dirs.ENVIRONMENT_SECONDS)
-    told.drain()
+    printer.drain()
     if not quiet:
         click.echo(f"node {uid} ends with exit code {code}; its files are in {directory}")
     return code
 
 
 def newcomer_of(
-    experiment: Experiment, granted: Granted, at: tuple[str, int], samples_of: int | None,
-    computes: tuple[str, int | None],
+    experiment: Experiment, granted: Granted, address: tuple[str, int], samples_of: int | None,
+    device_and_threads: tuple[str, int | None],
 ) -> Newcomer:
     """Returns what the node's process needs to know about its own place in the run."""
     from decentnode.mapping.base import Place
     from decentnode.mapping.newcomer import Newcomer, machine_of
 
     mapping = experiment.make_mapping()
-    place = Place(granted.uid, machine_of(granted.uid, mapping), 0, at[0], at[1], computes[0], at[0], computes[1])
+    device, threads = device_and_threads
+    place = Place(granted.uid, machine_of(granted.uid, mapping), 0, *address, device, address[0], threads)
     return Newcomer(place, granted.seat, granted.seats, samples_of)

@@ -44,8 +44,8 @@ def command(nodes: str | None, out: Path, newcomer: bool, secret: Path | None) -
     if nodes is None:
         click.echo(write_newcomer(out).decode())
         return
-    made = write_keys(out, parse_uids(nodes))
-    click.echo(f"{len(made)} secret keys in {out} (never copy one to another node's machine)")
+    uids = write_keys(out, parse_uids(nodes))
+    click.echo(f"{len(uids)} secret keys in {out} (never copy one to another node's machine)")
     click.echo(f"{out / PUBLIC_FILE}: the public keys of {len(read_public(out))} nodes, for every machine")
 
 
@@ -65,14 +65,14 @@ def parse_uids(text: str) -> list[int]:
     """Returns the uids of "16", "4-7" or "0,3,5"; "2," is uid 2 alone. Raises UsageError."""
     try:
         if text.isdigit():
-            found = list(range(min(int(text), MAX_NODES + 1)))
+            uids = list(range(min(int(text), MAX_NODES + 1)))
         else:
-            found = []
+            uids = []
             for part in filter(None, text.split(",")):
                 first, dash, last = part.partition("-")
-                found += range(int(first), min(int(last if dash else first), MAX_NODES) + 1)
+                uids += range(int(first), min(int(last if dash else first), MAX_NODES) + 1)
     except ValueError:
-        found = []
-    if not found or len(set(found)) != len(found) or max(found) >= MAX_NODES:
+        uids = []
+    if not uids or len(set(uids)) != len(uids) or max(uids) >= MAX_NODES:
         raise UsageError(f"NODES must be a count (16), a range (4-7) or different uids (0,3,5), got {text!r}")
-    return found
+    return uids

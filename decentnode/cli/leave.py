@@ -29,13 +29,13 @@ def command(run: str, nodes: str | None, timeout: float) -> None:
     from decentnode.launch.supervising.leaving import ask
 
     path = resolve(run)
-    here = sorted(int(each.name) for each in (path / "nodes").iterdir() if each.name.isdigit())
-    if nodes is None and len(here) != 1:
-        raise UsageError(f"{path} has {len(here)} nodes on this machine: choose with --node which of them leave")
-    asked = here if nodes is None else _uids(nodes)
-    if wrong := [uid for uid in asked if uid not in here]:
-        raise UsageError(f"{path} has no node {', '.join(map(str, wrong[:5]))} on this machine")
-    for uid in asked:
+    local_uids = sorted(int(each.name) for each in (path / "nodes").iterdir() if each.name.isdigit())
+    if nodes is None and len(local_uids) != 1:
+        raise UsageError(f"{path} has {len(local_uids)} nodes on this machine: choose with --node which of them leave")
+    leaving = local_uids if nodes is None else _uids(nodes)
+    if unknown := [uid for uid in leaving if uid not in local_uids]:
+        raise UsageError(f"{path} has no node {', '.join(map(str, unknown[:5]))} on this machine")
+    for uid in leaving:
         if over := ended(path, node_dir(path, uid)):
             raise UsageError(f"node {uid} cannot leave {path}: {over}")
         ask(path, uid, timeout)

@@ -50,44 +50,44 @@ def command(
     from decentnode.launch.supervising.prepare import facts as facts_of
 
     chosen = start.all_overrides(overrides, run_dir, name, seed)
-    given, resume = start.resumed(config, resume)
-    config, variables = start.config_of(given or config, start.environ())
+    resume_config, resume = start.resumed(config, resume)
+    config, variables = start.config_of(resume_config or config, start.environ())
     experiment = load(config, chosen, variables)
     mapping = experiment.make_mapping()
     place = mapping.place(uid)
-    without = [u for u in range(mapping.num_nodes) if mapping.place(u).port is None]
-    if without:
-        raise UsageError(f"`decentnode node` needs a port for every node, node {without[0]} has none: set "
+    portless = [u for u in range(mapping.num_nodes) if mapping.place(u).port is None]
+    if portless:
+        raise UsageError(f"`decentnode node` needs a port for every node, node {portless[0]} has none: set "
                          "mapping.base_port")
     request = Request(config, chosen, variables, place.machine, join=join, resume=resume)
     facts = facts_of(experiment, request)
     if facts.finished:
         click.echo(facts.finished)
         return
-    directory = _directory(facts, into, uid)
+    directory = _make_run_directory(facts, into, uid)
     task = Task(
         request=request, uids=[uid], machine=-1, run_dir=str(directory), threads=facts.threads[str(uid)], run_id="",
         in_process=False, progress_seconds=1.0, socket_dir="", join=join,
         resume=facts.resume, resume_runs=facts.resume_runs,
     )
-    ledger, told = Ledger(directory), Teller(uid, facts, quiet or as_json, join)
+    ledger, printer = Ledger(directory), NodePrinter(uid, facts, quiet or as_json, join)
 
-    with leavable(directory, uid, stop_on_signals) as attach, struck_by_itself(experiment, task, told) as strikes:
+    with leave_on_request(directory, uid, stop_on_signals) as attach, own_faults(experiment, task, printer) as inject:
 
         def send(message: ChildMessage) -> None:
-            told.tell(message)
-            _keep(ledger, message)
-            strikes(message)
+            printer.tell(message)
+            _record_message(ledger, message)
+            inject(message)
 
         code = run_node(task, Link(send, attach, dict))
     if uid == 0:
         wall = clock.now() - started
-        _summarize(facts, ledger, code, directory, told, Durations(told.joined_after(started), wall), as_json)
-    told.drain()
+        _write_summary(facts, ledger, code, directory, printer, Durations(printer.joined_after(started), wall), as_json)
+    printer.drain()
     ctx.exit(code)
 
 
-def _directory(facts: Facts, into: Path | None, uid: int) -> Path:
+def _make_run_directory(facts: Facts, into: Path | None, uid: int) -> Path:
     from decentnode.launch.children.own_modules import local_modules
     from decentnode.launch.files import provenance, run_dir
     from decentnode.launch.files.run_dir import node_dir
@@ -112,21 +112,23 @@ def _directory(facts: Facts, into: Path | None, uid: int) -> Path:
 def stop_on_signals(node: Node) -> None:
     """Installs signal handlers: the first signal makes all nodes finish the round and write their results, the second
     ends this process at once. Ctrl-Z is ignored."""
-    on_signals(node.ask_stop)
+    install_signal_handlers(node.ask_stop)
 
 
 def leave_on_signals(node: Node) -> None:
     """Installs signal handlers as `stop_on_signals` does, but the first signal makes only this node finish the round
     and leave."""
-    on_signals(node.ask_leave)
+    install_signal_handlers(node.ask_leave)
 
 
 @contextlib.contextmanager
-def leavable(directory: Path, uid: int, signals: Callable[[Node], None]) -> Iterator[Callable[[Node], None]]:
+def leave_on_request(
+    directory: Path, uid: int, install_handlers: Callable[[Node], None]
+) -> Iterator[Callable[[Node], None]]:
     """Lets `decentnode leave` reach this process's node while entered. Yields a function to which the node must be
     given.
 
-    signals: called with the node, to install signal handlers.
+    install_handlers: called with the node, to install signal handlers.
     """
     from decentnode.launch.files import supervisor_file
     from decentnode.launch.files.run_dir import node_dir
@@ -135,7 +137,7 @@ def leavable(directory: Path, uid: int, signals: Callable[[Node], None]) -> Iter
     nodes: list[Node] = []
 
     def attach(node: Node) -> None:
-        signals(node)
+        install_handlers(node)
         nodes.append(node)
 
     def leave() -> str:
@@ -155,28 +157,28 @@ def leavable(directory: Path, uid: int, signals: Callable[[Node], None]) -> Iter
 
 
 @contextlib.contextmanager
-def struck_by_itself(experiment: Experiment, task: Task, told: Teller) -> Iterator[Callable[[ChildMessage], None]]:
+def own_faults(experiment: Experiment, task: Task, printer: NodePrinter) -> Iterator[Callable[[ChildMessage], None]]:
     """Injects the experiment's kill and pause faults into this process itself while entered. Yields a function to which
     all messages of the node must be given."""
     from decentnode.launch.children.messages import FaultDue, NodeJoined
     from decentnode.launch.nodes.own_strikes import OwnStrikes
 
     assert task.run_dir is not None
-    strikes = OwnStrikes(experiment.make_faults(), task.uids[0], Path(task.run_dir), told.warn)
+    injector = OwnStrikes(experiment.make_faults(), task.uids[0], Path(task.run_dir), printer.warn)
 
     def take(message: ChildMessage) -> None:
         if isinstance(message, NodeJoined):
-            strikes.begin(clock.now() if task.began is None else task.began)
+            injector.begin(clock.now() if task.began is None else task.began)
         elif isinstance(message, FaultDue):
-            strikes.strike(message.index)
+            injector.strike(message.index)
 
     try:
         yield take
     finally:
-        strikes.close()
+        injector.close()
 
 
-def on_signals(ask: Callable[[], None]) -> None:
+def install_signal_handlers(ask: Callable[[], None]) -> None:
     """Installs handlers: the first signal calls `ask`, the second ends this process at once."""
     from decentnode.launch.children.signals import SUSPENDING
 
@@ -194,7 +196,7 @@ def on_signals(ask: Callable[[], None]) -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-class Teller:
+class NodePrinter:
     """Prints the progress of one node as lines. `tell` never blocks, even if the terminal does."""
 
     def __init__(self, uid: int, facts: Facts, quiet: bool, join: bool) -> None:
@@ -247,7 +249,7 @@ class Teller:
         self.errors.close()
 
 
-def _keep(ledger: Ledger, message: ChildMessage) -> None:
+def _record_message(ledger: Ledger, message: ChildMessage) -> None:
     from decentnode.launch.children.messages import Failed, Finished, Progress
 
     if isinstance(message, Progress):
@@ -258,8 +260,8 @@ def _keep(ledger: Ledger, message: ChildMessage) -> None:
         ledger.failures.append(message)
 
 
-def _summarize(
-    facts: Facts, ledger: Ledger, code: int, directory: Path, told: Teller, durations: Durations, as_json: bool
+def _write_summary(
+    facts: Facts, ledger: Ledger, code: int, directory: Path, printer: NodePrinter, durations: Durations, as_json: bool
 ) -> None:
     import json
 
@@ -268,10 +270,10 @@ def _summarize(
     from decentnode.metrics import summary as summaries
     from decentnode.report.closing import closing
 
-    found = summary(facts, ledger, code, directory, durations)
+    summary_values = summary(facts, ledger, code, directory, durations)
     with contextlib.suppress(OSError):
-        summaries.write(directory / "summary.json", found)
-    for line in closing(found):
-        (told.errors if as_json else told.lines).put(f"{line}\n", OutputKind.RESULT)
+        summaries.write(directory / "summary.json", summary_values)
+    for line in closing(summary_values):
+        (printer.errors if as_json else printer.lines).put(f"{line}\n", OutputKind.RESULT)
     if as_json:
-        told.lines.put(json.dumps(found) + "\n", OutputKind.RESULT)
+        printer.lines.put(json.dumps(summary_values) + "\n", OutputKind.RESULT)

@@ -41,14 +41,14 @@ class Output(io.TextIOBase):
 
     def __init__(self, stream: TextIO, instead: TextIO | None = None) -> None:
         """instead: the stream for errors if `stream` is closed, unless both are the same file."""
-        self._stream, self._instead = stream, instead
-        self._number = _descriptor(stream)
-        self._broken = self._over = False
+        self._stream, self._error_stream = stream, instead
+        self._descriptor_number = _descriptor(stream)
+        self._is_broken = self._is_closed = False
         self._kind = OutputKind.LINE
         self._queue: deque[tuple[str, OutputKind]] = deque()
         self._characters = 0
         """Characters in the queue and in the text that is being written."""
-        self._left_out = 0
+        self._dropped_lines = 0
         """Lines dropped since the last text was queued."""
         self._changed = threading.Condition()
         threading.Thread(target=self._write_all, name="output", daemon=True).start()
@@ -73,12 +73,12 @@ class Output(io.TextIOBase):
         most = {OutputKind.PROGRESS: PROGRESS_CHARACTERS, OutputKind.LINE: KEPT_CHARACTERS}.get(kind)
         with self._changed:
             if most is not None and self._characters > most:
-                self._left_out += text.count("\n")
+                self._dropped_lines += text.count("\n")
                 return
-            if self._left_out:
-                note = f"... {self._left_out} lines were left out because the output was blocked\n"
+            if self._dropped_lines:
+                note = f"... {self._dropped_lines} lines were left out because the output was blocked\n"
                 self._append(note, OutputKind.LINE)
-                self._left_out = 0
+                self._dropped_lines = 0
             self._append(text, kind)
             self._changed.notify_all()
 
@@ -95,7 +95,7 @@ class Output(io.TextIOBase):
     def foreground(self) -> bool:
         """Returns False if the stream is a terminal and this process is not in its foreground."""
         try:
-            return self._number is None or os.tcgetpgrp(self._number) == os.getpgrp()
+            return self._descriptor_number is None or os.tcgetpgrp(self._descriptor_number) == os.getpgrp()
         except OSError:  # not a terminal
             return True
 
@@ -109,7 +109,7 @@ class Output(io.TextIOBase):
         """Ends the thread once all text is written; later text is lost. Blocks for at most `timeout_seconds`."""
         self.drain(timeout_seconds)
         with self._changed:
-            self._over = True
+            self._is_closed = True
             self._changed.notify_all()
 
     def flush(self) -> None:
@@ -133,7 +133,7 @@ class Output(io.TextIOBase):
     def _write_all(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._queue or self._over)
+                self._changed.wait_for(lambda: self._queue or self._is_closed)
                 if not self._queue:
                     return
                 text, kind = self._queue.popleft()
@@ -143,17 +143,17 @@ class Output(io.TextIOBase):
                 self._changed.notify_all()
 
     def _write_one(self, text: str, kind: OutputKind) -> None:
-        if not self._broken:
+        if not self._is_broken:
             try:
-                self._into(self._stream, text)
+                self._write_to(self._stream, text)
                 return
             except (OSError, ValueError):  # closed: the reader of the pipe ended, or the terminal is gone
-                self._broken = True
-        if kind is OutputKind.ERROR and self._instead is not None and not _same(self._stream, self._instead):
+                self._is_broken = True
+        if kind is OutputKind.ERROR and self._error_stream is not None and not _same(self._stream, self._error_stream):
             with contextlib.suppress(OSError, ValueError):
-                self._into(self._instead, text)
+                self._write_to(self._error_stream, text)
 
-    def _into(self, stream: TextIO, text: str) -> None:
+    def _write_to(self, stream: TextIO, text: str) -> None:
         """Writes a text; blocking. It uses the descriptor, not the stream: if the thread hung inside the stream's lock
         while the interpreter ends, Python would abort with a fatal error."""
         number = _descriptor(stream)

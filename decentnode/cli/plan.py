@@ -71,20 +71,21 @@ def command(
                 target=target)  # fmt: skip
     choices = Choices(graphs or usual_graphs(plan.experiment), sharings or (OWN,), compressions or (OWN,), steps,
                       batches)  # fmt: skip
-    found, skipped = plan.predictions(choices)
-    if not found:
+    predictions, skipped = plan.predictions(choices)
+    if not predictions:
         raise UsageError("no combination can run: " + "; ".join(f"{each.name}: {each.reason}" for each in skipped))
     reduced = plan.all_reduce()
-    found = ranked(found, by)
-    best = pareto(found)
-    if choose > len(found):
-        raise UsageError(f"--choose must be at most {len(found)}, got {choose}")
+    predictions = ranked(predictions, by)
+    best = pareto(predictions)
+    if choose > len(predictions):
+        raise UsageError(f"--choose must be at most {len(predictions)}, got {choose}")
     if as_json:
-        rows = [{**each.plain(), "name": each.name, "pareto": star} for each, star in zip(found, best, strict=True)]
+        rows = [{**each.plain(), "name": each.name, "pareto": star}
+                for each, star in zip(predictions, best, strict=True)]  # fmt: skip
         click.echo(json.dumps({"target": target, "candidates": rows, "skipped": [vars(each) for each in skipped],
                                "all_reduce": None if reduced is None else vars(reduced)}))  # fmt: skip
     else:
-        click.echo(table(found, best, target))
+        click.echo(table(predictions, best, target))
         if reduced is not None:
             click.echo(
                 "for comparison, all-reduce of gradients in every step (PyTorch DDP): "
@@ -97,28 +98,28 @@ def command(
         from decentnode.report.pictures.plan import plot
 
         plot([(each.name, each.samples_per_second, each.consensus_seconds, star)
-              for each, star in zip(found, best, strict=True)], target, picture)  # fmt: skip
+              for each, star in zip(predictions, best, strict=True)], target, picture)  # fmt: skip
         click.echo(str(picture), err=as_json)
     if output is not None:
-        _write(output, config, [*overrides, *found[choose - 1].overrides], found[choose - 1].name)
+        _write(output, config, [*overrides, *predictions[choose - 1].overrides], predictions[choose - 1].name)
         click.echo(str(output), err=as_json)
 
 
-def table(found: Sequence[Prediction], best: Sequence[bool], target: float) -> str:
+def table(predictions: Sequence[Prediction], best: Sequence[bool], target: float) -> str:
     """Returns a table with a row per candidate; a tilde marks measured consensus."""
     heads = ["", "graph", "sharing", "codec", "H", "batch", "round", "steps", "sent/node", "samples/s", "rate",
              "rounds", f"to {target:g}", "memory", "busiest link"]  # fmt: skip
     rows = [heads]
-    for number, (each, star) in enumerate(zip(found, best, strict=True), 1):
-        told = "~" if each.consensus_measured else ""
+    for number, (each, star) in enumerate(zip(predictions, best, strict=True), 1):
+        mark = "~" if each.consensus_measured else ""
         never = each.consensus_rounds is None
         busiest = f"{each.busiest_link} {each.busiest_share:.0%}" if each.busiest_link else "-"
         rows.append([
             f"{number}{'*' if star else ''}", each.graph, each.sharing, each.compression, str(each.local_steps),
             str(each.batch_size), _seconds(each.round_seconds), _seconds(each.compute_seconds),
-            _bytes(each.bytes_per_node), f"{each.samples_per_second:,.0f}", f"{told}{each.consensus_rate:.3f}",
-            "never" if never else f"{told}{each.consensus_rounds:,}",
-            "never" if each.consensus_seconds is None else told + _seconds(each.consensus_seconds),
+            _bytes(each.bytes_per_node), f"{each.samples_per_second:,.0f}", f"{mark}{each.consensus_rate:.3f}",
+            "never" if never else f"{mark}{each.consensus_rounds:,}",
+            "never" if each.consensus_seconds is None else mark + _seconds(each.consensus_seconds),
             _bytes(each.memory_bytes), busiest,
         ])  # fmt: skip
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

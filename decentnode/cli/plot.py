@@ -60,14 +60,14 @@ def command(
     from decentnode.report.reading.runs import axes_of, curves_of, lines, overview
 
     if dumps:
-        _tell([], _dumps(runs, output))
+        _print_result([], _dumps(runs, output))
         return
     paths = [path for run in runs for path in (resolve_all(run, Path("runs")) if all_runs else [resolve(run)])]
     if panel is not None and (preset != "curves" or (output is not None and output.suffix == ".csv")):
         raise click.UsageError("--panel needs --preset curves")
-    drawn, said = lines(paths, labels, seeds_once=all_runs, panel=panel)
+    drawn, notes = lines(paths, labels, seeds_once=all_runs, panel=panel)
     if preset != "curves":
-        _tell(said, _preset(preset, drawn, metric, axes, paper, output, paths[0]))
+        _print_result(notes, _preset(preset, drawn, metric, axes, paper, output, paths[0]))
         return
     ending = "_paper.pdf" if paper else ".png"
     if paper or panel is not None:
@@ -75,7 +75,7 @@ def command(
     if panel is not None:
         target = output or paths[0] / "plots" / f"{metric}_by_{axes}_per_{panel.replace('.', '_')}{ending}"
         write(lambda: draw_side_by_side(drawn, metric, axes, paper), target, paper)
-        _tell(said, target)
+        _print_result(notes, target)
         return
     metrics = overview(drawn) if metric == "all" else [metric]
     if output is not None and output.suffix == ".csv":
@@ -85,20 +85,20 @@ def command(
         if metric == "all":
             metrics = [*curves_of(drawn)]
         write_atomic(output, csv_of(drawn, metrics))
-        _tell(said, output)
+        _print_result(notes, output)
         return
     name = "_".join(["overview" if metric == "all" else metric, *([] if axes == "all" else ["by", axes])])
     if len(paths) > 1:
         name += f"_{len(paths)}_runs"
     target = output or paths[0] / "plots" / f"{name}{ending}"
-    said += [f"nothing to plot for {label}" for label in
-             plot(drawn, metrics, axes_of(drawn) if axes == "all" else [axes], target, paper)]  # fmt: skip
-    _tell(said, target)
+    notes += [f"nothing to plot for {label}" for label in
+              plot(drawn, metrics, axes_of(drawn) if axes == "all" else [axes], target, paper)]  # fmt: skip
+    _print_result(notes, target)
 
 
-def _tell(said: Sequence[str], target: Path) -> None:
+def _print_result(notes: Sequence[str], target: Path) -> None:
     """Prints the notes to stderr, and the path of the written file to stdout."""
-    for line in said:
+    for line in notes:
         click.echo(line, err=True)
     click.echo(str(target))
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from decentnode.simulate.world.replay import ReplayWorld
 
 
-class Differs(DecentnodeError):
+class ReplayDiffers(DecentnodeError):
     """The replay differs from the records, or the records contradict each other."""
 
     exit_code = 1
@@ -55,12 +55,12 @@ def command(run: str, only_check: bool, as_json: bool) -> None:
     for warning in warnings(experiment, lives):
         click.echo(f"warning: {warning}", err=True)
     try:
-        told = {"run": str(folder), **_checked(experiment, lives, folder)}
+        facts = {"run": str(folder), **_check_records(experiment, lives, folder)}
         if not only_check:
-            told |= _repeated(experiment, lives, folder)
+            facts |= _repeat_run(experiment, lives, folder)
     except Violation as violation:
-        raise Differs(str(violation)) from violation
-    click.echo(json.dumps(told) if as_json else _text(told))
+        raise ReplayDiffers(str(violation)) from violation
+    click.echo(json.dumps(facts) if as_json else _text(facts))
 
 
 def refuse(experiment: Experiment, lives: Lives) -> None:
@@ -86,13 +86,13 @@ def refuse(experiment: Experiment, lives: Lives) -> None:
             raise UsageError(f"{each[0].path} begins with round {first.round}: the run was resumed from a checkpoint "
                              "of another run, but the records, of an older version, do not say which")  # fmt: skip
         for life in each if experiment.node.checkpoint is not None else ():
-            came = None
+            return_event = None
             for event in life.events:
-                if event.kind == "steps" and came is not None:
-                    raise UsageError(f"{place_of(life, came)}: it came back, but the records do not say what it took "
-                                     "from a checkpoint (an older version wrote them)")  # fmt: skip
+                if event.kind == "steps" and return_event is not None:
+                    raise UsageError(f"{place_of(life, return_event)}: it came back, but the records do not say what "
+                                     "it took from a checkpoint (an older version wrote them)")  # fmt: skip
                 if event.kind in ("entered", "restored"):
-                    came = event if event.kind == "entered" and life.uid in event.fresh else None
+                    return_event = event if event.kind == "entered" and life.uid in event.fresh else None
     for life, event in every_event(lives):
         if "total" in event.fields:
             raise UsageError(f"{place_of(life, event)}: torch.distributed summed the payloads of a whole group. Its "
@@ -108,20 +108,20 @@ def warnings(experiment: Experiment, lives: Lives) -> list[str]:
     from decentnode.launch.reporting.header import other_code
     from decentnode.version import __version__
 
-    found = [text for _, text in other_code(experiment)]
+    texts = [text for _, text in other_code(experiment)]
     headers = [life.header for each in lives.values() for life in each]
-    for key, here in (("version", __version__), ("torch", torch.__version__)):
-        others = sorted({str(each.get(key)) for each in headers} - {here})
+    for key, present in (("version", __version__), ("torch", torch.__version__)):
+        others = sorted({str(each.get(key)) for each in headers} - {present})
         if others:
             what = "decentnode" if key == "version" else key
-            found.append(f"the run was made with {what} {', '.join(others)}, this is {here}: results may differ")
+            texts.append(f"the run was made with {what} {', '.join(others)}, this is {present}: results may differ")
     threads = sorted({int(each.get("threads", 1)) for each in headers})
     if len(threads) > 1:
-        found.append(f"nodes computed with {threads} threads; here all compute with {threads[0]}: results may differ")
-    return found
+        texts.append(f"nodes computed with {threads} threads; here all compute with {threads[0]}: results may differ")
+    return texts
 
 
-def _checked(experiment: Experiment, lives: Lives, folder: Path) -> dict[str, Any]:
+def _check_records(experiment: Experiment, lives: Lives, folder: Path) -> dict[str, Any]:
     from decentnode.build import limits_of
     from decentnode.metrics import summary as summaries
     from decentnode.simulate.world.records import check_generations, check_payloads, unseen
@@ -129,15 +129,15 @@ def _checked(experiment: Experiment, lives: Lives, folder: Path) -> dict[str, An
     limits, founders = limits_of(experiment), experiment.make_graph().num_nodes
     summary = summaries.read(folder / "summary.json")
     rounds = summary["rounds"] if summary.get("ended") == "early_stop" else limits.rounds
-    found = {
+    facts = {
         "nodes": len(lives), "processes": sum(map(len, lives.values())), "payloads": check_payloads(lives),
         "generations": check_generations(lives, min_nodes=limits.min_nodes, rounds=rounds, founders=founders),
     }  # fmt: skip
-    elsewhere = unseen(lives)
-    return {**found, "unseen": elsewhere} if elsewhere else found
+    unseen_nodes = unseen(lives)
+    return {**facts, "unseen": unseen_nodes} if unseen_nodes else facts
 
 
-def _repeated(experiment: Experiment, lives: Lives, folder: Path) -> dict[str, Any]:
+def _repeat_run(experiment: Experiment, lives: Lives, folder: Path) -> dict[str, Any]:
     from decentnode import native
     from decentnode.simulate.world.run_again import checkpoints_of, run_again
 
@@ -147,17 +147,17 @@ def _repeated(experiment: Experiment, lives: Lives, folder: Path) -> dict[str, A
     logger.setLevel(logging.ERROR)  # nodes repeat the log lines of the run
     try:
         with native.torch_threads(threads):
-            world, found = run_again(experiment, lives, files)
+            world, outcome = run_again(experiment, lives, files)
     finally:
         logger.setLevel(level)
     return {
-        "compared": found.compared, "rounds": max(process.node.round for process in world.processes.values()),
-        "models": _compared_models(world, folder),
-        "skipped": [[life.uid, life.number] for life in found.skipped],
+        "compared": outcome.compared, "rounds": max(process.node.round for process in world.processes.values()),
+        "models": _compare_models(world, folder),
+        "skipped": [[life.uid, life.number] for life in outcome.skipped],
     }  # fmt: skip
 
 
-def _compared_models(world: ReplayWorld, folder: Path) -> int:
+def _compare_models(world: ReplayWorld, folder: Path) -> int:
     """Compares the final models of the run with those of the replay, as no record covers them after the last exchange.
     Returns how many were compared. Raises Violation."""
     from safetensors import SafetensorError
@@ -172,29 +172,29 @@ def _compared_models(world: ReplayWorld, folder: Path) -> int:
         if not path.is_file() or not process.record.ended:
             continue
         try:
-            then = load_file(path)
+            recorded = load_file(path)
         except (OSError, SafetensorError) as error:
             raise Violation(f"{path.relative_to(folder)}: cannot be read: {error}") from error
-        now = process.node.training.model.module.state_dict()
-        others = [name for name, value in now.items() if name not in then or not then[name].equal(value)]
+        replayed = process.node.training.model.module.state_dict()
+        others = [name for name, value in replayed.items() if name not in recorded or not recorded[name].equal(value)]
         must(not others, f"{path.relative_to(folder)}: node {uid} ended with another {', '.join(others)} in the run")
         compared += 1
     return compared
 
 
-def _text(told: dict[str, Any]) -> str:
+def _text(facts: dict[str, Any]) -> str:
     from decentnode.launch.reporting.checked import told as sentence
 
-    generations = told["generations"] + 1
-    processes = told["processes"] - told["nodes"]
+    generations = facts["generations"] + 1
+    processes = facts["processes"] - facts["nodes"]
     lines = [
-        f"{Path(told['run']).name}: {told['nodes']} nodes, {processes} of them started again, "
+        f"{Path(facts['run']).name}: {facts['nodes']} nodes, {processes} of them started again, "
         f"{generations} generation{'s' if generations > 1 else ''} of members",
-        sentence(told),
+        sentence(facts),
     ]
-    if "compared" in told:
-        lines.append(f"repeated: {told['rounds']} rounds, {told['compared']:,} records and the models at the end of "
-                     f"{told['models']} nodes, all the same")
-    for uid, number in told.get("skipped", []):
+    if "compared" in facts:
+        lines.append(f"repeated: {facts['rounds']} rounds, {facts['compared']:,} records and the models at the end of "
+                     f"{facts['models']} nodes, all the same")
+    for uid, number in facts.get("skipped", []):
         lines.append(f"  not repeated: process {number} of node {uid}, which ended before it took part")
     return "\n".join(lines)

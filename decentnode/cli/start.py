@@ -38,9 +38,9 @@ def since_start() -> float:
     """
     age = _process_age()
     with contextlib.suppress(ValueError):
-        said = clock.wall() - float(os.environ.pop("DECENTNODE_STARTED", "nan").replace(",", "."))
-        if 0 <= said <= age:
-            return said
+        since_set_up = clock.wall() - float(os.environ.pop("DECENTNODE_STARTED", "nan").replace(",", "."))
+        if 0 <= since_set_up <= age:
+            return since_set_up
     return age
 
 

@@ -29,26 +29,26 @@ def command(run: str, edges: bool, once: bool, as_json: bool) -> None:
     from decentnode.report.reading.run_status import in_progress, read, table
 
     path = resolve(run)
-    found = read(path)
-    dead = died(path)
-    if not found and not dead:
+    statuses = read(path)
+    death = died(path)
+    if not statuses and not death:
         raise UsageError(f"{path} has no status of any node: the run has not begun, or has not written its status")
     if as_json:
-        click.echo(json.dumps({str(uid): status for uid, status in found.items()}, indent=1))
-        if dead:
-            click.echo(dead, err=True)
+        click.echo(json.dumps({str(uid): status for uid, status in statuses.items()}, indent=1))
+        if death:
+            click.echo(death, err=True)
         return
     console = Console(highlight=False, emoji=False)
-    if once or not console.is_terminal or not in_progress(found):
-        if found:
-            console.print(table(found, edges))
-        if dead:
-            console.print(dead, style="red", soft_wrap=True)
+    if once or not console.is_terminal or not in_progress(statuses):
+        if statuses:
+            console.print(table(statuses, edges))
+        if death:
+            console.print(death, style="red", soft_wrap=True)
         return
-    with Live(table(found, edges), console=console, refresh_per_second=2) as live:
-        while in_progress(found):
+    with Live(table(statuses, edges), console=console, refresh_per_second=2) as live:
+        while in_progress(statuses):
             clock.sleep(1.0)
-            found = read(path) or found
-            live.update(table(found, edges))
-    if dead := died(path):
-        console.print(dead, style="red", soft_wrap=True)
+            statuses = read(path) or statuses
+            live.update(table(statuses, edges))
+    if death := died(path):
+        console.print(death, style="red", soft_wrap=True)

@@ -30,7 +30,7 @@ class ConsoleWatcher(Watcher):
         self.live = (self.console.is_terminal if live is None else live) and not quiet
         self._live: Live | None = None
         self._note = ""
-        self._drawn = self._said = clock.now()
+        self._drawn_at = self._printed_at = clock.now()
         self._refresh_seconds = REFRESH_SECONDS
 
     def say(self, text: str, style: str = "", kind: OutputKind = OutputKind.LINE) -> None:
@@ -63,22 +63,22 @@ class ConsoleWatcher(Watcher):
             self.say(point_line(state, ended, clock.now()), kind=OutputKind.PROGRESS)
         else:
             self.say(point_line(state, ended, clock.now()), "red", OutputKind.ERROR)
-        self._said = clock.now()
+        self._printed_at = clock.now()
 
     def tick(self, state: State) -> None:
         now = clock.now()
         if self._live is not None:
-            if self.output.behind or not self.output.foreground or now - self._drawn < self._refresh_seconds:
+            if self.output.behind or not self.output.foreground or now - self._drawn_at < self._refresh_seconds:
                 return
             began = clock.cpu()
             rows = max(2, self.console.size.height - 12)
             self._live.update(live_table(state, now, self._note, rows), refresh=True)
-            self._drawn = clock.now()
+            self._drawn_at = clock.now()
             self._refresh_seconds = max(REFRESH_SECONDS, REFRESH_SHARE * (clock.cpu() - began))
-        elif now - self._said > LINE_SECONDS:
-            self._said = now
-            going = ", ".join(f"{each.point.label} {each.round}/{each.prepared.rounds}" for each in state.running)
-            parts = [f"{len(state.ended)}/{state.total}  {duration(now - state.started)}: {going}",
+        elif now - self._printed_at > LINE_SECONDS:
+            self._printed_at = now
+            progress = ", ".join(f"{each.point.label} {each.round}/{each.prepared.rounds}" for each in state.running)
+            parts = [f"{len(state.ended)}/{state.total}  {duration(now - state.started)}: {progress}",
                      time_left_text(state, now)]  # fmt: skip
             self.say("; ".join(filter(None, parts)), kind=OutputKind.PROGRESS)
 

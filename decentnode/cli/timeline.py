@@ -59,34 +59,34 @@ def command(
         done, seconds = recorded_step_seconds(experiment, run)
         rounds = rounds or done
     described = experiment.simulate.links if links is None else read_links(links)
-    found, _ = time_line_of(experiment, rounds or experiment.node.rounds, step_seconds=seconds, links=described)
-    summary = _summary(found, experiment)
+    timeline, _ = time_line_of(experiment, rounds or experiment.node.rounds, step_seconds=seconds, links=described)
+    summary = _summary(timeline, experiment)
     if run is not None:
-        _keep(run, summary, found)
+        _write_record(run, summary, timeline)
     if output is not None:
-        _write(output, found)
+        _write(output, timeline)
     if as_json:
         click.echo(json.dumps(summary))
         return
-    _tell(summary, described is not None)
+    _print_summary(summary, described is not None)
     for path in [*([run / "virtual.json"] if run is not None else []), *([output] if output is not None else [])]:
         click.echo(str(path))
 
 
-def _summary(found: TimeLine, experiment: Experiment) -> dict[str, Any]:
+def _summary(timeline: TimeLine, experiment: Experiment) -> dict[str, Any]:
     waits = [{"node": i, "waits_for": j, "rounds": count, "seconds": seconds}
-             for i, j, count, seconds in found.waits()]  # fmt: skip
-    steps = found.computed - found.steps_began
+             for i, j, count, seconds in timeline.waits()]  # fmt: skip
+    steps = timeline.computed - timeline.steps_began
     return {
-        "rounds": found.rounds, "nodes": experiment.make_graph().num_nodes, "schedule": experiment.node.schedule,
-        "round_seconds": found.steady_seconds(), "total_seconds": float(found.finished()[-1]),
-        "compute_seconds": float(steps[found.present].mean()) if found.present.any() else 0.0,
-        "waited_seconds": float(found.waited[found.present].mean()) if found.present.any() else 0.0,
-        "present": float(found.present.mean()), "waits": waits,
+        "rounds": timeline.rounds, "nodes": experiment.make_graph().num_nodes, "schedule": experiment.node.schedule,
+        "round_seconds": timeline.steady_seconds(), "total_seconds": float(timeline.finished()[-1]),
+        "compute_seconds": float(steps[timeline.present].mean()) if timeline.present.any() else 0.0,
+        "waited_seconds": float(timeline.waited[timeline.present].mean()) if timeline.present.any() else 0.0,
+        "present": float(timeline.present.mean()), "waits": waits,
     }  # fmt: skip
 
 
-def _tell(summary: dict[str, Any], links: bool) -> None:
+def _print_summary(summary: dict[str, Any], links: bool) -> None:
     """Prints the summary. links: whether the links are described; without a description they are unlimited."""
     click.echo(f"{plural(summary['nodes'], 'node')}, {plural(summary['rounds'], 'round')}, {summary['schedule']}: "
                f"{summary['total_seconds']:.4g} virtual seconds")  # fmt: skip
@@ -101,30 +101,30 @@ def _tell(summary: dict[str, Any], links: bool) -> None:
         click.echo("links are without bounds: simulate.links describes them")
 
 
-def _keep(run: Path, summary: dict[str, Any], found: TimeLine) -> None:
+def _write_record(run: Path, summary: dict[str, Any], timeline: TimeLine) -> None:
     from decentnode.metrics.figures import VIRTUAL_FILE
     from decentnode.system import write_atomic
 
-    told = {**summary, "finished": found.finished().tolist()}
-    write_atomic(run / VIRTUAL_FILE, json.dumps(told) + "\n")
+    record = {**summary, "finished": timeline.finished().tolist()}
+    write_atomic(run / VIRTUAL_FILE, json.dumps(record) + "\n")
 
 
-def _write(path: Path, found: TimeLine) -> None:
+def _write(path: Path, timeline: TimeLine) -> None:
     from decentnode.system import write_atomic
 
     if path.suffix != ".csv":
         from decentnode.report.pictures.timeline import plot
 
-        plot(found.steps_began, found.computed, found.end, path)
+        plot(timeline.steps_began, timeline.computed, timeline.end, path)
         return
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(COLUMNS)
-    for r in range(found.rounds):
-        for uid in range(found.end.shape[1]):
-            row = (found.begin, found.computed, found.end, found.waited)
-            late = int(found.waits_for[r, uid])
+    for r in range(timeline.rounds):
+        for uid in range(timeline.end.shape[1]):
+            row = (timeline.begin, timeline.computed, timeline.end, timeline.waited)
+            late = int(timeline.waits_for[r, uid])
             writer.writerow([r, uid, *(f"{each[r, uid]:.9g}" for each in row), late if late >= 0 else "",
-                             int(found.present[r, uid])])  # fmt: skip
+                             int(timeline.present[r, uid])])  # fmt: skip
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, out.getvalue())

@@ -35,18 +35,18 @@ def command(run: str, tracker: str, follow: bool) -> None:
     look_beside(Path.cwd())
     section, tracked = _section(tracker), opened(path)
     try:
-        made = make(section, tracked)
+        connected = make(section, tracked)
     except DecentnodeError:
         raise
     except pydantic.ValidationError as error:
-        said = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
-        raise UsageError(f"--to {section['name']}: {said}") from error
+        problems = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
+        raise UsageError(f"--to {section['name']}: {problems}") from error
     except Exception as error:  # the tracker's library may raise anything
         raise EnvironmentFault(f"tracker {section['name']}: {told(error)}") from error
-    if made.place:
-        click.echo(made.place)
+    if connected.place:
+        click.echo(connected.place)
     refused: list[str] = []
-    feed = Feed(tracked, made, refused.append)
+    feed = Feed(tracked, connected, refused.append)
     try:
         feed.poll()
         while follow and not (path / "summary.json").exists():
@@ -68,10 +68,10 @@ def _section(text: str) -> dict[str, Any]:
     import yaml
 
     try:
-        found = yaml.safe_load(text)
+        section = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise UsageError(f"--to must be a name or a section, got {text!r}") from error
-    found = {"name": found} if isinstance(found, str) else found
-    if not isinstance(found, dict) or not isinstance(found.get("name"), str):
-        raise UsageError(f"--to must be a name or a section with a name, got {json.dumps(found)}")
-    return found
+    section = {"name": section} if isinstance(section, str) else section
+    if not isinstance(section, dict) or not isinstance(section.get("name"), str):
+        raise UsageError(f"--to must be a name or a section with a name, got {json.dumps(section)}")
+    return section

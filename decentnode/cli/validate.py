@@ -22,11 +22,11 @@ def check_machine(experiment: Experiment, machine: str, config: str) -> None:
     from decentnode.launch.supervising.prepare import check_memory, choose_machine
 
     mapping, chosen = experiment.make_mapping(), experiment.communication
-    here = mapping.local(choose_machine(mapping, machine, config))
-    devices_of(mapping, here)
-    experiment.open_data().check_private_files(here)
-    check_memory(experiment, here)
-    for uid in here:
+    uids = mapping.local(choose_machine(mapping, machine, config))
+    devices_of(mapping, uids)
+    experiment.open_data().check_private_files(uids)
+    check_memory(experiment, uids)
+    for uid in uids:
         if chosen.key_folder is not None:
             load_keyring(experiment.base_dir / chosen.key_folder, uid, mapping.num_nodes)
     if (invitations := getattr(chosen, "invitations", None)) is not None:

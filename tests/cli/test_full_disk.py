@@ -128,11 +128,11 @@ def test_the_start_up_file_of_a_shell_stays(tmp_path: Path, monkeypatch: pytest.
     kept.write_text("alias ll='ls -l'\n")
     kept.chmod(0o600)
     (tmp_path / ".bashrc").symlink_to(kept)
-    script, start = completion.places("bash")
+    script, start = completion.script_paths("bash")
     assert start is not None
     with full(), pytest.raises(OSError, match="File too large"):
-        completion._mention(script, start)
+        completion._add_line(script, start)
     assert kept.read_text() == "alias ll='ls -l'\n"
-    completion._mention(script, start)
+    completion._add_line(script, start)
     assert len(kept.read_text().splitlines()) == 2 and kept.stat().st_mode & 0o777 == 0o600
     assert (tmp_path / ".bashrc").is_symlink()

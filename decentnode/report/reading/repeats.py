@@ -135,13 +135,13 @@ class Label:
 
     name: str
     """The name of its runs."""
-    told: Mapping[str, str]
+    settings: Mapping[str, str]
     """The keys in which groups of this name differ, with the values of this one."""
 
     @property
     def text(self) -> str:
         """Returns the complete label."""
-        return " ".join([self.name, *(f"{key}={value}" for key, value in self.told.items())])
+        return " ".join([self.name, *(f"{key}={value}" for key, value in self.settings.items())])
 
 
 def labels_of(groups: Sequence[Sequence[Ran]]) -> list[Label]:
@@ -175,7 +175,7 @@ def short_labels(labels: Sequence[Label], width: int) -> list[str]:
     if all(len(label.text) <= width for label in labels):
         return [label.text for label in labels]
     needed = _distinguishing_keys(labels)
-    optional = [key for key in dict.fromkeys(key for label in labels for key in label.told) if key not in needed]
+    optional = [key for key in dict.fromkeys(key for label in labels for key in label.settings) if key not in needed]
     best = _shortened(labels, needed)
     for count in range(1, len(optional) + 1):
         texts = _shortened(labels, [*needed, *optional[:count]])
@@ -194,11 +194,11 @@ def _shortened(labels: Sequence[Label], keys: Collection[str]) -> list[str]:
 
     def text(label: Label, most: int) -> str:
         parts = [f"{key}={value if len(value) <= most else f'{value[: most - 4]} ...'}"
-                 for key, value in label.told.items() if key in keys]  # fmt: skip
-        others = len(label.told) - len(parts)
+                 for key, value in label.settings.items() if key in keys]  # fmt: skip
+        others = len(label.settings) - len(parts)
         return " ".join([label.name, *parts, *([f"and {others} more"] if others else [])])
 
-    whole = [text(label, max(map(len, label.told.values()), default=0)) for label in labels]
+    whole = [text(label, max(map(len, label.settings.values()), default=0)) for label in labels]
     cut = [text(label, MAX_VALUE) for label in labels]
     return cut if len({*cut}) == len({*whole}) else whole
 
@@ -208,10 +208,10 @@ def _distinguishing_keys(labels: Sequence[Label]) -> list[str]:
     most, among equal ones the one with the shortest values."""
 
     def kinds(keys: Sequence[str]) -> int:
-        return len({(label.name, *(label.told.get(key) for key in keys)) for label in labels})
+        return len({(label.name, *(label.settings.get(key) for key in keys)) for label in labels})
 
-    remaining = list(dict.fromkeys(key for label in labels for key in label.told))
-    longest = {key: max(len(label.told.get(key, "")) for label in labels) + len(key) for key in remaining}
+    remaining = list(dict.fromkeys(key for label in labels for key in label.settings))
+    longest = {key: max(len(label.settings.get(key, "")) for label in labels) + len(key) for key in remaining}
     chosen: list[str] = []
     while kinds(chosen) < kinds([*chosen, *remaining]):
         best = max(remaining, key=lambda key: (kinds([*chosen, key]), -longest[key]))

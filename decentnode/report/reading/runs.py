@@ -364,9 +364,9 @@ def _labels(groups: Sequence[Sequence[Ran]]) -> list[str]:
     stripped = [[replace(each, config={k: v for k, v in each.config.items() if k != "run"}) for each in group]
                 for group in groups]  # fmt: skip
     labels = repeats.labels_of(stripped)
-    share_name = len(labels) > 1 and len({each.name for each in labels}) == 1 and all(each.told for each in labels)
+    share_name = len(labels) > 1 and len({each.name for each in labels}) == 1 and all(each.settings for each in labels)
     texts = [" ".join([*([] if share_name else [each.name]),
-                       *(f"{key.removesuffix('.name')}={value}" for key, value in each.told.items())])
+                       *(f"{key.removesuffix('.name')}={value}" for key, value in each.settings.items())])
              for each in labels]  # fmt: skip
     for index, group in enumerate(groups):
         if len(group) > 1:

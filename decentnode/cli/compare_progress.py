@@ -14,7 +14,7 @@ from decentnode import clock
 from decentnode.words import duration, stamp
 
 
-class RunCount:
+class CompareProgress:
     """A progress bar on a terminal, removed at the end; elsewhere a timed line at the start of each run. It is written
     to stderr, as the table goes to stdout."""
 
@@ -25,13 +25,13 @@ class RunCount:
         self.console = console or Console(stderr=True, highlight=False, emoji=False)
         self._seconds: dict[str, list[float]] = {}
         """Duration of each finished run, by config."""
-        self._begun = clock.now()
-        self._now: tuple[str, str, float] | None = None
+        self._started_at = clock.now()
+        self._current: tuple[str, str, float] | None = None
         """Config, name and start time of the current run."""
-        self._ahead: list[str] = []
+        self._waiting: list[str] = []
         self._live: Live | None = None
 
-    def __enter__(self) -> RunCount:
+    def __enter__(self) -> CompareProgress:
         if self.console.is_terminal and self.total:
             self._live = Live(console=self.console, auto_refresh=False, transient=True)
             self._live.start()
@@ -43,21 +43,21 @@ class RunCount:
         if self._live is not None:
             self._live.stop()
 
-    def begins(self, config: str, seed: int, ahead: list[str]) -> None:
-        """Notes the start of a run. ahead: the configs of the runs after it."""
-        self._now, self._ahead = (config, f"{config} seed {seed}", clock.now()), ahead
+    def run_started(self, config: str, seed: int, waiting: list[str]) -> None:
+        """Notes the start of a run. waiting: the configs of the runs after it."""
+        self._current, self._waiting = (config, f"{config} seed {seed}", clock.now()), waiting
         if self._live is None:
             left = self._left_text(clock.now())
             self.console.print(f"{stamp(clock.wall())}  run {self.done + 1} of {self.total}: {config} seed {seed}"
                                f"{f'; {left}' if left else ''}", soft_wrap=True, markup=False)  # fmt: skip
         self.tick()
 
-    def ended(self) -> None:
+    def run_ended(self) -> None:
         """Notes the end of the current run."""
-        assert self._now is not None
-        config, _, began = self._now
+        assert self._current is not None
+        config, _, began = self._current
         self._seconds.setdefault(config, []).append(clock.now() - began)
-        self.done, self._now = self.done + 1, None
+        self.done, self._current = self.done + 1, None
 
     def say(self, text: str) -> None:
         """Prints a line above the bar."""
@@ -69,14 +69,14 @@ class RunCount:
         A run is expected to take as long as the average of those with its config, or of all runs if there is none.
         """
         every = [seconds for each in self._seconds.values() for seconds in each]
-        if not every or self._now is None:
+        if not every or self._current is None:
             return None
 
         def expected(config: str) -> float:
             own = self._seconds.get(config, every)
             return sum(own) / len(own)
 
-        return max(0.0, expected(self._now[0]) - (now - self._now[2])) + sum(map(expected, self._ahead))
+        return max(0.0, expected(self._current[0]) - (now - self._current[2])) + sum(map(expected, self._waiting))
 
     def _left_text(self, now: float) -> str:
         left = self.seconds_left(now)
@@ -84,11 +84,11 @@ class RunCount:
 
     def tick(self) -> None:
         """Draws the bar. To be called about once a second."""
-        if self._live is None or self._now is None:
+        if self._live is None or self._current is None:
             return
         now = clock.now()
-        bar, times = Table.grid(padding=(0, 1)), (duration(now - self._begun), self._left_text(now))
+        bar, times = Table.grid(padding=(0, 1)), (duration(now - self._started_at), self._left_text(now))
         bar.add_row(Text(f"run {self.done + 1} of {self.total}", style="bold"),
                     ProgressBar(total=self.total, completed=self.done, width=20),
                     Text(" · ".join(filter(None, times)), "dim"))  # fmt: skip
-        self._live.update(Group(bar, Text(self._now[1], "dim", overflow="ellipsis", no_wrap=True)), refresh=True)
+        self._live.update(Group(bar, Text(self._current[1], "dim", overflow="ellipsis", no_wrap=True)), refresh=True)

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from decentnode.cli import compare, main
-from decentnode.cli.comparing import RunCount
+from decentnode.cli.compare_progress import CompareProgress
 from decentnode.clock import VirtualClock, use
 from decentnode.report.reading import repeats
 from tests.cli.test_compare import finished
@@ -27,13 +27,13 @@ def clock() -> Iterator[VirtualClock]:
 def counted(console: Console, clock: VirtualClock) -> None:
     """Three runs of a.yaml, 10 s each, then two of b.yaml, 100 s each."""
     plan = [("a.yaml", seed, 10.0) for seed in (1, 2, 3)] + [("b.yaml", seed, 100.0) for seed in (1, 2)]
-    with RunCount(len(plan), console) as count:
+    with CompareProgress(len(plan), console) as count:
         for place, (config, seed, seconds) in enumerate(plan):
-            count.begins(config, seed, [each for each, _, _ in plan[place + 1 :]])
+            count.run_started(config, seed, [each for each, _, _ in plan[place + 1 :]])
             clock.sleep(seconds / 2)
             count.tick()
             clock.sleep(seconds / 2)
-            count.ended()
+            count.run_ended()
 
 
 def test_every_run_has_a_line_with_its_number_the_time_and_the_time_left(clock: VirtualClock) -> None:
