@@ -98,7 +98,7 @@ def test_no_line_and_no_band_comes_from_where_all_models_were_alike(first: float
 def test_a_plot_of_one_machines_records_says_so(tmp_path: Path) -> None:
     (tmp_path / "summary.json").write_text('{"num_nodes": 4}')
     records: Any = {uid: [{"kind": "round", "round": 0, "loss": 1.0, "time": 1.0}] for uid in (2, 3)}
-    run, figure = RecordedRun(tmp_path, records), plots.empty(12, 4)
+    run, figure = RecordedRun(tmp_path, records), plots.new_figure(12, 4)
     plots._title(figure, [SimpleNamespace(label="pair", runs=[run])])  # type: ignore[list-item]
     assert " ".join(figure.get_suptitle().split()) == \
         "pair: mean of 2 of 4 nodes, those of one machine, band from lowest to highest node"

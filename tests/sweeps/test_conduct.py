@@ -23,7 +23,7 @@ def test_a_point_that_could_not_hear_yet_is_asked_to_stop_at_its_first_word(monk
     made.state = State(None, 0.0, [early, heard], [])  # type: ignore[arg-type]
     made.signals = SimpleNamespace(received=[2], exit_code=130)
     made.watcher = SimpleNamespace(stopping=lambda *_: None)
-    words = iter([lambda: None, lambda: setattr(early, "began", 0), lambda: None, made.state.running.clear])
-    monkeypatch.setattr(conduct._Conductor, "_watch", lambda _: next(words)())
+    words = iter([lambda: None, lambda: setattr(early, "first_round", 0), lambda: None, made.state.running.clear])
+    monkeypatch.setattr(conduct._Conductor, "_wait_for_messages", lambda _: next(words)())
     made._stop()
     assert asked == ["early", "heard", "early"]
