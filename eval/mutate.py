@@ -31,13 +31,13 @@ from cosmic_ray.mutating import mutate_code
 
 ROOT = Path(__file__).parents[1]
 ROOMS = ("wire", "communication", "sharing", "node", "graph")
-ELSEWHERE = {"communication/shared_memory/cuda_ipc.py": "needs a GPU"}
+UNTESTED = {"communication/shared_memory/cuda_ipc.py": "needs a GPU"}
 """Files whose tests do not run here."""
 CORE = {"communication": ("receive/test_exchange", "zeromq/test_tree_collectives",
                           "torch_distributed/test_group_collective", "test_faults", "test_limits")}  # fmt: skip
 """Rooms whose tests take long: for a mutant only these tests run, and those that name its file."""
-WARM = ("torch", "torch._dynamo", "torch.distributed", "numpy", "hypothesis", "pytest", "zmq", "msgpack", "networkx",
-        "pydantic", "yaml", "safetensors.torch")  # fmt: skip
+PRELOADED = ("torch", "torch._dynamo", "torch.distributed", "numpy", "hypothesis", "pytest", "zmq", "msgpack",
+             "networkx", "pydantic", "yaml", "safetensors.torch")  # fmt: skip
 """What every test run imports: imported once here, as the runs are forked from this process."""
 
 
@@ -82,7 +82,7 @@ def make_operator(name: str) -> object:
 Span = tuple[tuple[int, int], tuple[int, int]]
 
 
-def spared(source: str) -> list[Span]:
+def excluded_spans(source: str) -> list[Span]:
     """Returns the places where a mistake does not change correct behavior: annotations, log calls, imports for type
     checkers, and guards against bugs (assert, zip(strict=True), dataclass(frozen=True))."""
     found: list[ast.AST] = []
@@ -101,7 +101,7 @@ def mutants_of(file: str) -> Iterator[tuple[tuple[int, int], Mutant]]:
     """Yields (place, mutant) for everything that cosmic-ray can do to a file."""
     source = source_of(file)
     tree = get_ast(source)
-    spans = spared(source)
+    spans = excluded_spans(source)
     for name in sorted(cosmic_ray.plugins.operator_names()):
         if cosmic_ray.plugins.get_operator(name).arguments():
             continue
@@ -113,7 +113,7 @@ def mutants_of(file: str) -> Iterator[tuple[tuple[int, int], Mutant]]:
             yield tuple(start), Mutant(file, start[0], name, occurrence)
 
 
-def drawn(count: int, rooms: list[str], seed: int) -> list[Mutant]:
+def draw_mutants(count: int, rooms: list[str], seed: int) -> list[Mutant]:
     """Returns randomly drawn mutants, equally many from each room. Within a room every place in the code is equally
     likely, however many mistakes are possible there."""
     chosen = []
@@ -121,7 +121,7 @@ def drawn(count: int, rooms: list[str], seed: int) -> list[Mutant]:
         places: dict[tuple[str, tuple[int, int]], list[Mutant]] = {}
         for path in sorted((ROOT / "decentnode" / room).rglob("*.py")):
             file = str(path.relative_to(ROOT / "decentnode"))
-            for place, mutant in () if file in ELSEWHERE else mutants_of(file):
+            for place, mutant in () if file in UNTESTED else mutants_of(file):
                 places.setdefault((file, place), []).append(mutant)
         draw = random.Random(f"{seed} {room}")
         share = count // len(rooms) + (number < count % len(rooms))
@@ -198,7 +198,7 @@ def run_tests(folder: Path, tests: list[str], log: Path, seconds: float) -> tupl
     return code, time.monotonic() - started
 
 
-def tried(mutant: Mutant, folders: SimpleQueue[Path], seconds: float) -> tuple[bool, str]:
+def try_mutant(mutant: Mutant, folders: SimpleQueue[Path], seconds: float) -> tuple[bool, str]:
     """Tries a mutant. Returns (whether the tests noticed, how). seconds: time limit; exceeding it counts as noticed."""
     folder = folders.get()
     path, log = folder / "decentnode" / mutant.file, folder / "log.txt"
@@ -225,10 +225,10 @@ def main() -> None:
     parser.add_argument("--only", default="", help="FILE:LINE,...: of those drawn, the ones at these places")
     options = parser.parse_args()
     rooms = options.rooms.split(",")
-    mutants = drawn(options.count, rooms, options.seed)
+    mutants = draw_mutants(options.count, rooms, options.seed)
     if options.only:
         mutants = [m for m in mutants if f"{m.file}:{m.line}" in options.only.split(",")]
-    for name in WARM:
+    for name in PRELOADED:
         importlib.import_module(name)
     folders: SimpleQueue[Path] = SimpleQueue()
     copies = [copy_tree() for _ in range(options.jobs)]
@@ -246,7 +246,7 @@ def main() -> None:
                 sys.exit(f"{said}\n{room}: the tests of the code as it is must pass, got exit code {code}")
         survivors = []
         with ThreadPoolExecutor(options.jobs) as pool:
-            outcomes = pool.map(lambda m: tried(m, folders, limits[m.room]), mutants)
+            outcomes = pool.map(lambda m: try_mutant(m, folders, limits[m.room]), mutants)
             for number, (mutant, (noticed, how)) in enumerate(zip(mutants, outcomes, strict=True), 1):
                 print(f"{number}/{len(mutants)} {'killed' if noticed else 'SURVIVED'} {mutant}: {how}", flush=True)
                 if not noticed:

@@ -55,7 +55,7 @@ class Original:
     """Environment variables that it needs."""
 
 
-def toml(path: Path, tables: dict[str, object]) -> None:
+def write_toml(path: Path, tables: dict[str, object]) -> None:
     lines: list[str] = []
     for key, value in tables.items():  # plain values come first
         if isinstance(value, dict):
@@ -65,7 +65,7 @@ def toml(path: Path, tables: dict[str, object]) -> None:
     path.write_text("\n".join([*lines, ""]))
 
 
-def digits(folder: Path, name: str = "MNIST") -> None:
+def write_digits(folder: Path, name: str = "MNIST") -> None:
     """Writes generated images as files that torchvision, if installed, can read."""
     raw = folder / name / "raw"
     raw.mkdir(parents=True)
@@ -80,14 +80,14 @@ def digits(folder: Path, name: str = "MNIST") -> None:
             struct.pack(">2i", 0x801, count) + labels.astype(np.uint8).tobytes())
 
 
-def fashion(folder: Path) -> None:
-    digits(folder / "data", "FashionMNIST")
+def prepare_fashion(folder: Path) -> None:
+    write_digits(folder / "data", "FashionMNIST")
 
 
-def cnn(folder: Path) -> None:
+def prepare_cnn(folder: Path) -> None:
     (folder / "log/0").mkdir(parents=True)
-    toml(folder / "data.toml", {"num_classes": 10})
-    toml(folder / "train.toml", {
+    write_toml(folder / "data.toml", {"num_classes": 10})
+    write_toml(folder / "train.toml", {
         "backend": "decentdp", "topology": "alternating-exp-ring", "batch_size": 64, "max_epochs": 3, "lr": 0.005,
         "arch": "resnet18", "use_amp": False,
         "preprocess": {"train_crop_size": 24, "val_image_size": 24, "val_crop_size": 24},
@@ -96,11 +96,11 @@ def cnn(folder: Path) -> None:
     })  # fmt: skip
 
 
-def transformer(folder: Path) -> None:
+def prepare_transformer(folder: Path) -> None:
     (folder / "log/0").mkdir(parents=True)
     data: dict[str, object] = {"data_dir": str(folder / "drawn"), "tokenizer": {"vocab_size": 32}}
-    toml(folder / "data.toml", data)
-    toml(folder / "train.toml", {
+    write_toml(folder / "data.toml", data)
+    write_toml(folder / "train.toml", {
         "backend": "decentdp", "topology": "complete", "max_tokens_per_batch": 800, "max_epochs": 3, "use_amp": False,
         "optim": {"name": "accumadam", "lr": 0.01, "accum_iter": 2}, "lr_scheduler": {"warmup_steps": 10},
         "model": {"d_model": 32, "num_heads": 2, "num_layers": 1, "dim_feedforward": 64, "dropout": 0.0},
@@ -122,12 +122,12 @@ def transformer(folder: Path) -> None:
         (output / f"{split}.de").write_bytes(target)
 
 
-def gpt2(folder: Path) -> None:
+def prepare_gpt2(folder: Path) -> None:
     (folder / "drawn").mkdir()
     pattern = np.random.default_rng(0).integers(0, 64, 40, np.uint16)
     for split, times in (("train", 200), ("val", 50)):
         np.tile(pattern, times).tofile(folder / f"drawn/{split}.bin")
-    toml(folder / "config.toml", {
+    write_toml(folder / "config.toml", {
         "log_dir": "./log", "data_dir": "./drawn", "log": {"wandb_log": False, "eval_interval": 20, "eval_steps": 4},
         "train": {"backend": "decentdp", "topology": "alternating-exp-ring", "global_batch_size": 16,
                   "context_length": 16, "n_steps": 60, "compile": False, "amp": False},
@@ -142,17 +142,17 @@ CONFIGS = ("--data-cfg", "data.toml", "--train-cfg", "train.toml")
 SDTL = ("--ip_address", "127.0.0.1", "--node_gpus", str(RANKS), "--dataset", "fashionmnist", "--model", "simplenetwork",
         "--epochs", "3", "--bs", "16", "--lr", "0.05", "--save_model")  # fmt: skip
 ORIGINALS = (
-    Original("decent-dp", "tests/test.py", ".", (*TORCHRUN, "tests/test.py"), r"Training loss: ([\d.]+)", digits),
+    Original("decent-dp", "tests/test.py", ".", (*TORCHRUN, "tests/test.py"), r"Training loss: ([\d.]+)", write_digits),
     Original("experiments", "cnn/cnn/decent_train.py", "cnn", (*TORCHRUN, "-m", "cnn.decent_train", *CONFIGS),
-             r"Epoch: \d+, Train Loss: ([\d.]+)", cnn, saved="log/0/checkpoints/model_3.pt"),
+             r"Epoch: \d+, Train Loss: ([\d.]+)", prepare_cnn, saved="log/0/checkpoints/model_3.pt"),
     Original("experiments", "transformer/src/decent_train.py", "transformer",
-             (*TORCHRUN, "-m", "src.decent_train", *CONFIGS), r"\] train loss: ([\d.]+)", transformer,
+             (*TORCHRUN, "-m", "src.decent_train", *CONFIGS), r"\] train loss: ([\d.]+)", prepare_transformer,
              saved="log/0/checkpoints/checkpoint_3.pt"),
     Original("experiments", "gpt2/gpt/decent_train.py", "gpt2",
-             (*TORCHRUN, "-m", "gpt.decent_train", "--config", "config.toml"), r"Train loss: ([\d.]+)", gpt2,
+             (*TORCHRUN, "-m", "gpt.decent_train", "--config", "config.toml"), r"Train loss: ([\d.]+)", prepare_gpt2,
              saved="log/0/checkpoint.pth"),
     *(Original("sdtl", f"main.py {name}", ".", ("main.py", *SDTL, "--dist_optim_name", name),
-               r"^\d+,0,[\d.]+,([\d.]+),", fashion, files="export/experiment/messages.csv",
+               r"^\d+,0,[\d.]+,([\d.]+),", prepare_fashion, files="export/experiment/messages.csv",
                saved="export/experiment/model_params-end-w0.pt") for name in ("EASGD", "LSGD")),
 )  # fmt: skip
 
@@ -176,13 +176,13 @@ def saved_values(path: Path) -> int:
     return sum(value.numel() for value in model.values())
 
 
-def started_and_ended(command: Sequence[str], where: Path) -> tuple[int, str]:
+def run_command(command: Sequence[str], where: Path) -> tuple[int, str]:
     """Runs a command. Returns its exit code and output. Raises TimeoutExpired. If a time-out or Ctrl-C ends it, it gets
     time to end the ranks that it has started."""
     with subprocess.Popen(command, cwd=where, env=environment(), text=True, stdout=subprocess.PIPE,
                           stderr=subprocess.STDOUT, start_new_session=True) as process:  # fmt: skip
         try:
-            said, _ = process.communicate(timeout=SECONDS)
+            output, _ = process.communicate(timeout=SECONDS)
         except BaseException:
             process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -190,7 +190,7 @@ def started_and_ended(command: Sequence[str], where: Path) -> tuple[int, str]:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             raise
-        return process.returncode, said
+        return process.returncode, output
 
 
 def run(original: Original, checkout: Path) -> bool:
@@ -202,20 +202,22 @@ def run(original: Original, checkout: Path) -> bool:
         where, started = copy / original.folder, time.monotonic()
         original.prepare(where)
         try:
-            code, said = started_and_ended([sys.executable, *original.command], where)
+            code, output = run_command([sys.executable, *original.command], where)
         except subprocess.TimeoutExpired:
             print(f"{original.name:32} took longer than {SECONDS:g} s", flush=True)
             return False
-        text = said + "".join(p.read_text() for p in where.glob(original.files or "no file"))
+        text = output + "".join(p.read_text() for p in where.glob(original.files or "no file"))
         losses = [float(each) for each in re.findall(original.loss, text, re.MULTILINE)]
         if code or len(losses) < 2:
-            print(f"{original.name:32} ended with {code}:\n{said[-4000:]}", flush=True)
+            print(f"{original.name:32} ended with {code}:\n{output[-4000:]}", flush=True)
             return False
-        kept = f"{saved_values(where / original.saved)} numbers saved and loaded" if original.saved else "saves nothing"
+        saved_text = "saves nothing"
+        if original.saved:
+            saved_text = f"{saved_values(where / original.saved)} numbers saved and loaded"
         falls = losses[-1] < losses[0]
-        told = f"loss {losses[0]:.4f} to {losses[-1]:.4f}{'' if falls else ' (did not fall)'}"
+        losses_text = f"loss {losses[0]:.4f} to {losses[-1]:.4f}{'' if falls else ' (did not fall)'}"
         seconds = time.monotonic() - started
-        print(f"{original.name:32} {len(losses):3} losses, {told}, {kept}, {seconds:.0f} s", flush=True)
+        print(f"{original.name:32} {len(losses):3} losses, {losses_text}, {saved_text}, {seconds:.0f} s", flush=True)
         return falls
 
 

@@ -46,7 +46,7 @@ def test_a_figure_says_what_made_it(
 
     def here(wanted: list[object], jobs: int) -> None:
         for point in wanted:
-            if not gallery.done(point):
+            if not gallery.is_done(point):
                 gallery.run(point)
                 made.append(str(point))
 

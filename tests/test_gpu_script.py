@@ -88,7 +88,7 @@ def test_what_fails_in_a_case_leaves_the_rest_of_it(gpu: ModuleType, monkeypatch
         if nodes == 1024:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.")
 
-    monkeypatch.setattr(gpu, "_simulated", simulated)
+    monkeypatch.setattr(gpu, "_simulator_rows", simulated)
     rows = list(gpu.simulator(False))
     assert [row.what for row in rows if row.failed] == ["1024 nodes"] and len(rows) == 6
     assert rows[2].note == "failed: OutOfMemoryError: CUDA out of memory. Tried to allocate 9 GiB."
@@ -266,8 +266,8 @@ TRACE = [
 
 def test_a_profile_says_where_the_time_of_a_gpu_went(gpu: ModuleType) -> None:
     profiles = sys.modules["gpu_profiles"]
-    found = profiles.told(TRACE, "mixing", "4 arrivals")
-    assert found.telling == [
+    found = profiles.summarize(TRACE, "mixing", "4 arrivals")
+    assert found.main_results == [
         "device: 75.0 us a call, idle for 46.7 % of it",
         "30.0 us a call in 1 of 30.0 us: _weighted_sum (registers 40)",
         "1 launches a call; the host waits 0.5 times a call, 15.0 us",
@@ -282,8 +282,8 @@ def test_a_profile_says_where_the_time_of_a_gpu_went(gpu: ModuleType) -> None:
 
 def test_work_is_traced_and_told(gpu: ModuleType) -> None:
     profiles = sys.modules["gpu_profiles"]
-    found = profiles.told(profiles.trace_of(lambda: torch.ones(3).sum().item(), stacks=True), "host", "x")
-    assert found.telling[-1].startswith("the host reads scalars 1 times a call")
+    found = profiles.summarize(profiles.trace_of(lambda: torch.ones(3).sum().item(), stacks=True), "host", "x")
+    assert found.main_results[-1].startswith("the host reads scalars 1 times a call")
     assert any("aten::sum" in line for line in found.lines)
     assert any("aten::item, " in line and "test_gpu_script.py(" in line for line in found.lines), found.lines
 
@@ -329,7 +329,7 @@ def test_what_missed_is_profiled_the_worst_first_and_the_kernel_by_ncu(
     assert "launch__registers_per_thread register/thread 40" in table and "91.92" in said
     assert table.index("mixing: w: b") < table.index("asked >= .85: MISSED")
     gpu.profile_all(SimpleNamespace(tiny=False, patience=1), report, time.monotonic() + 1)
-    assert len(asked) == 1 and report.profiles[-1].telling == ["not profiled: no time left"]
+    assert len(asked) == 1 and report.profiles[-1].main_results == ["not profiled: no time left"]
 
 
 def test_the_kernel_that_ncu_counts_has_its_name(gpu: ModuleType) -> None:
@@ -368,7 +368,7 @@ def test_the_table_at_the_end_fits_into_what_a_reader_sees(gpu: ModuleType, caps
 
 
 def test_every_case_has_a_limit_and_every_file_of_tests_is_run(gpu: ModuleType) -> None:
-    assert gpu.LIMITS.keys() == gpu.CASES.keys() and gpu.CASES.keys() > gpu.TOGETHER
+    assert gpu.LIMITS.keys() == gpu.CASES.keys() and gpu.CASES.keys() > gpu.CONCURRENT
     found = {path.name for path in (Path(__file__).parent / "gpu").glob("test_*.py")}
     assert {path.name for path in sys.modules["gpu_tests"].files()} == found - {"test_pretended.py"}
 

@@ -89,14 +89,14 @@ def test_the_interval_of_paired_differences(
     """Differences of 1, 2, 3, 4, 5 points: mean 3, deviation 1.5811, 2.776 * 1.5811 / sqrt(5) = 1.963."""
     tables = modules[0]
 
-    def reach(points: list[Any], _store: object) -> dict[Any, Any]:
+    def run_points(points: list[Any], _store: object) -> dict[Any, Any]:
         def merged(point: Any) -> float:
             seed = int(next(each for each in point.overrides if each.startswith("seed=")).removeprefix("seed="))
             return 0.4 if point.config == "cifar_central" else 0.4 + 0.01 * seed
 
-        return {point: tables.Reached("accuracy", 0.5, merged(point), 1.0, 1.0) for point in points}
+        return {point: tables.PointResult("accuracy", 0.5, merged(point), 1.0, 1.0) for point in points}
 
-    monkeypatch.setattr(tables, "reach", reach)
+    monkeypatch.setattr(tables, "run_points", run_points)
     monkeypatch.setattr(tables, "with_enough_tests", lambda folder: folder)
     rows = tables.paired_table(Path("x"), 5, [], None)
     assert rows[-1] == ["mean", "43.00", "40.00", "+3.00 [+1.04, +4.96]"]
@@ -108,9 +108,9 @@ def test_a_table_that_was_stopped_goes_on(
 ) -> None:
     tables = modules[0]
     monkeypatch.setattr(tables, "STORE", tmp_path)
-    point, reached = tables.Point("femnist", ("seed=1",)), tables.Reached("accuracy", 0.5, 0.6, 1.0, 2.0)
-    tables.Store("abc").keep(point, reached)
-    assert tables.reach([point, point], tables.Store("abc")) == {point: reached}
+    point, reached = tables.Point("femnist", ("seed=1",)), tables.PointResult("accuracy", 0.5, 0.6, 1.0, 2.0)
+    tables.Store("abc").append(point, reached)
+    assert tables.run_points([point, point], tables.Store("abc")) == {point: reached}
     assert tables.Store("abd").found == {}
 
 
@@ -120,7 +120,7 @@ def test_images_are_divided_anew_where_few_are_for_tests(
 ) -> None:
     tables = modules[0]
     monkeypatch.setattr(tables, "STORE", tmp_path / "store")
-    monkeypatch.setattr(tables, "JUDGES", 3)
+    monkeypatch.setattr(tables, "MIN_TEST_IMAGES", 3)
     images = [bytes([label]) * tables.IMAGE for label in range(6)]
     for name, part in (("data_batch_1.bin", images[:4]), ("test_batch.bin", images[4:])):
         (tmp_path / name).write_bytes(b"".join(part))

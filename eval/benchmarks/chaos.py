@@ -35,7 +35,7 @@ from decentnode.metrics.reader import read, read_kind
 ROOT = Path(__file__).resolve().parents[2]
 TABLES = ROOT / "docs" / "tables"
 NODES = 16
-STRUCK, SPARED = tuple(range(8)), tuple(range(8, NODES))
+KILLED, NEVER_KILLED = tuple(range(8)), tuple(range(8, NODES))
 """Nodes that are killed, node 0 among them, and nodes that never are."""
 ENDLESS = 10_000_000
 """Rounds of a run that is stopped after some seconds."""
@@ -46,7 +46,7 @@ FAULT_FREE: list[dict[str, Any]] = []
 
 
 @dataclass
-class Watched:
+class ObservedRun:
     """A run and what was observed of it."""
 
     exit_code: int
@@ -66,7 +66,7 @@ class Watched:
         path = self.folder / "nodes" / f"{uid:03d}" / "metrics.jsonl"
         return [(float(each["time"]), int(each["round"])) for each in read_kind(path, "round")]
 
-    def rate(self, uids: Sequence[int] = SPARED) -> float:
+    def rate(self, uids: Sequence[int] = NEVER_KILLED) -> float:
         """Returns the mean rounds per second of these nodes between their first and last round."""
         found = []
         for uid in uids:
@@ -75,7 +75,7 @@ class Watched:
                 found.append((len(times) - 1) / (times[-1][0] - times[0][0]))
         return statistics.mean(found) if found else 0.0
 
-    def out_of_order(self, uids: Sequence[int] = SPARED) -> tuple[int, int, int]:
+    def out_of_order(self, uids: Sequence[int] = NEVER_KILLED) -> tuple[int, int, int]:
         """Returns for these nodes: the number of skipped rounds, of rounds whose local steps were repeated, and of
         rounds with local steps."""
         skipped = repeated = made = 0
@@ -93,7 +93,7 @@ class Watched:
     def recoveries(self) -> list[float]:
         """Returns the seconds from each kill of a node to the end of its next round."""
         found = []
-        for uid in STRUCK:
+        for uid in KILLED:
             events = read_kind(self.folder / "nodes" / f"{uid:03d}" / "events.jsonl", "fault")
             killed = [float(each["time"]) for each in events if '"kill"' in each["detail"]]
             ends = [when for when, _ in self.rounds(uid)]
@@ -104,7 +104,7 @@ class Watched:
 
     def distances(self) -> list[float]:
         """Returns the consensus distances of the evaluations, as recorded by node SPARED[0]."""
-        path = self.folder / "nodes" / f"{SPARED[0]:03d}" / "metrics.jsonl"
+        path = self.folder / "nodes" / f"{NEVER_KILLED[0]:03d}" / "metrics.jsonl"
         return [each["consensus_distance"] for each in read_kind(path, "evaluation") if "consensus_distance" in each]
 
     @property
@@ -133,16 +133,16 @@ class Sampler(threading.Thread):
 
     def __init__(self, pid: int) -> None:
         super().__init__(daemon=True)
-        self._root, self._over = psutil.Process(pid), threading.Event()
+        self._root, self._stopped = psutil.Process(pid), threading.Event()
         self.processes: dict[tuple[int, float], psutil.Process] = {}
         self.memory: list[float] = []
         self.files: list[int] = []
 
     def run(self) -> None:
-        while not self._over.wait(1.0):
-            self._look()
+        while not self._stopped.wait(1.0):
+            self._sample()
 
-    def _look(self) -> None:
+    def _sample(self) -> None:
         memory = files = 0
         with contextlib.suppress(psutil.Error):
             for each in (self._root, *self._root.children(recursive=True)):
@@ -156,15 +156,15 @@ class Sampler(threading.Thread):
     def close(self) -> list[str]:
         """Stops sampling and returns the processes that are still running after at most ENDING_SECONDS, as the fork
         server ends only after the run. Blocking."""
-        self._over.set()
+        self._stopped.set()
         self.join()
         deadline = time.monotonic() + ENDING_SECONDS
-        while time.monotonic() < deadline and any(map(_lives, self.processes.values())):
+        while time.monotonic() < deadline and any(map(_is_running, self.processes.values())):
             time.sleep(0.1)
-        return [f"process {pid}" for (pid, _), each in self.processes.items() if _lives(each)]
+        return [f"process {pid}" for (pid, _), each in self.processes.items() if _is_running(each)]
 
 
-def _lives(process: psutil.Process) -> bool:
+def _is_running(process: psutil.Process) -> bool:
     """Returns whether a process is running; a zombie has ended, as only its parent could reap it."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
@@ -183,25 +183,25 @@ def temporary() -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def watch(folder: Path, path: Path, seconds: float | None) -> Watched:
+def watch(folder: Path, path: Path, seconds: float | None) -> ObservedRun:
     """Runs an experiment, interrupted by Ctrl-C after `seconds` of rounds (None: to its end). Blocking."""
-    place = folder / "tmp"
+    temporary_folder = folder / "tmp"
     buffers = {each.name for each in BUFFERS.glob(f"{PREFIX}*")}
     (folder / "runs" / path.stem / "latest").unlink(missing_ok=True)  # else the previous run is taken for this one
     command = [sys.executable, "-m", "decentnode", "run", str(path), "--plain", "--quiet"]
-    environ = {**os.environ, "TMPDIR": str(place)}
+    environ = {**os.environ, "TMPDIR": str(temporary_folder)}
     with (folder / "out.txt").open("ab") as out:
         child = subprocess.Popen(command, env=environ, cwd=ROOT, stdout=out, stderr=out, start_new_session=True)
     sampler = Sampler(child.pid)
     sampler.start()
     names: set[str] = set()
     try:
-        run = _begun(folder / "runs" / path.stem, child)
+        run = _wait_for_first_round(folder / "runs" / path.stem, child)
         began = time.monotonic()
         while child.poll() is None and (seconds is None or time.monotonic() < began + seconds):
-            names |= {each.name for each in place.glob(f"{PREFIX}*")}
+            names |= {each.name for each in temporary_folder.glob(f"{PREFIX}*")}
             time.sleep(0.5)
-        ran = time.monotonic() - began
+        ran_seconds = time.monotonic() - began
         if child.poll() is None:
             child.send_signal(signal.SIGINT)
         code = child.wait(STOP_SECONDS)
@@ -209,20 +209,21 @@ def watch(folder: Path, path: Path, seconds: float | None) -> Watched:
         if child.poll() is None:
             child.kill()
             child.wait()
-    left = [*sampler.close(), *(each.name for each in place.iterdir() if not each.name.startswith("torchinductor"))]
+    left = sampler.close()
+    left += [each.name for each in temporary_folder.iterdir() if not each.name.startswith("torchinductor")]
     left += [each.name for each in BUFFERS.glob(f"{PREFIX}*") if each.name not in buffers
              and any(each.name.startswith(name) for name in names)]  # fmt: skip
     try:
         summary = json.loads((run / "summary.json").read_text())
     except (OSError, ValueError):
         summary = {}
-    return Watched(code, run, summary, ran, left, sampler.memory, sampler.files)
+    return ObservedRun(code, run, summary, ran_seconds, left, sampler.memory, sampler.files)
 
 
-def _begun(runs: Path, child: subprocess.Popen[bytes]) -> Path:
+def _wait_for_first_round(runs: Path, child: subprocess.Popen[bytes]) -> Path:
     """Waits until a node has finished a round. Returns the run's folder."""
     while child.poll() is None:
-        for metrics in sorted((runs / "latest" / "nodes").glob(f"{SPARED[0]:03d}/metrics.jsonl")):
+        for metrics in sorted((runs / "latest" / "nodes").glob(f"{NEVER_KILLED[0]:03d}/metrics.jsonl")):
             if any(each.get("kind") == "round" for each in read(metrics)):
                 return metrics.parents[2].resolve()
         time.sleep(0.2)
@@ -248,13 +249,13 @@ class Suite:
     def __init__(self, folder: Path, scale: float) -> None:
         self.folder, self.scale = folder, scale
         self.rows: list[Row] = []
-        self.calm: list[Watched] = []
+        self.fault_free_runs: list[ObservedRun] = []
 
     def add(self, scenario: str, measured: str, target: str, holds: bool) -> None:
         self.rows.append(Row(scenario, measured, target, holds))
         print(line(self.rows[-1]), flush=True)
 
-    def watch(self, name: str, faults: list[dict[str, Any]], seconds: float | None, **sections: Any) -> Watched:
+    def watch(self, name: str, faults: list[dict[str, Any]], seconds: float | None, **sections: Any) -> ObservedRun:
         """Runs an experiment and checks what must hold in every scenario."""
         found = watch(self.folder, config(self.folder, name, faults, **sections), seconds)
         wanted = 0 if seconds is None else 130
@@ -268,13 +269,13 @@ class Suite:
 
     def fault_free(self, seconds: float = 30.0) -> float:
         """Measures the rounds per second without faults again, beside a scenario; returns the mean so far."""
-        self.calm.append(self.watch("calm", FAULT_FREE, seconds * max(self.scale, 0.3)))
-        return statistics.mean(each.rate() for each in self.calm)
+        self.fault_free_runs.append(self.watch("calm", FAULT_FREE, seconds * max(self.scale, 0.3)))
+        return statistics.mean(each.rate() for each in self.fault_free_runs)
 
     def kills(self, every: float, seconds: float, least: float) -> None:
         seconds = max(seconds * self.scale, 3 * every)
         before = self.fault_free()
-        found = self.watch(f"kill_{every:g}", [{"do": "kill", "nodes": list(STRUCK), "count": 1, "every_seconds": every,
+        found = self.watch(f"kill_{every:g}", [{"do": "kill", "nodes": list(KILLED), "count": 1, "every_seconds": every,
                                                 "until_seconds": seconds}], seconds)  # fmt: skip
         after = self.fault_free()
         calm, name = (before + after) / 2, f"SIGKILL every {every:g} s"
@@ -286,7 +287,7 @@ class Suite:
         recoveries = found.recoveries()
         median = statistics.median(recoveries) if recoveries else float("inf")
         self.add(name, f"back in a round after {median:.1f} s (median of {len(recoveries)})", "< 5 s", median < 5)
-        wanted = statistics.mean(each.accuracy for each in self.calm)
+        wanted = statistics.mean(each.accuracy for each in self.fault_free_runs)
         self.add(name, f"merged accuracy {found.accuracy:.1f} %, {wanted:.1f} % without faults", "within .5 points",
                  found.accuracy >= wanted - 0.5)  # fmt: skip
         self.add(name, f"{found.checked:,} payloads were what their sources sent", "all", found.checked > 0)
@@ -299,12 +300,12 @@ class Suite:
 
     def interrupt(self) -> None:
         """Interrupts runs early, and while a node comes back."""
-        kills = [{"do": "kill", "nodes": list(STRUCK), "count": 1, "every_seconds": 1.0, "until_seconds": 60}]
+        kills = [{"do": "kill", "nodes": list(KILLED), "count": 1, "every_seconds": 1.0, "until_seconds": 60}]
         for seconds in (0.0, 0.7, 2.3):
             found = self.watch("interrupt", kills, seconds)
-            whole = found.exit_code == 130 and found.summary.get("status") == "interrupted"
-            told = f"exit code {found.exit_code}, merged accuracy {found.accuracy:.1f} %"
-            self.add(f"Ctrl-C after {seconds:g} s", told, "130, a summary", whole and found.accuracy > 0)
+            is_interrupted = found.exit_code == 130 and found.summary.get("status") == "interrupted"
+            text = f"exit code {found.exit_code}, merged accuracy {found.accuracy:.1f} %"
+            self.add(f"Ctrl-C after {seconds:g} s", text, "130, a summary", is_interrupted and found.accuracy > 0)
 
     def pause(self) -> None:
         seconds = max(30 * self.scale, 8.0)
@@ -374,7 +375,7 @@ class Suite:
         """Kills nodes 1,000 times, several at once to save time, but never so many that no majority is left."""
         count, together, every = max(int(1000 * self.scale), 20), 4, 3.0
         seconds = every * count / together
-        found = self.watch("thousand", [{"do": "kill", "nodes": list(STRUCK), "count": together, "every_seconds": every,
+        found = self.watch("thousand", [{"do": "kill", "nodes": list(KILLED), "count": together, "every_seconds": every,
                                          "until_seconds": seconds}], seconds + 10)  # fmt: skip
         killed = found.summary.get("struck", {}).get("kill", 0)
         self.add(f"{count} kills", f"{killed} kills; left behind: {len(found.left)}", "nothing left",
@@ -384,8 +385,8 @@ class Suite:
         seconds = max(1800 * self.scale, 60)
         every = {"every_seconds": 15, "until_seconds": seconds}
         found = self.watch("mixed", [
-            {"do": "kill", "nodes": list(STRUCK), "count": 1, **every},
-            {"do": "pause", "nodes": list(SPARED), "count": 1, "seconds": 5, **every, "every_seconds": 50},
+            {"do": "kill", "nodes": list(KILLED), "count": 1, **every},
+            {"do": "pause", "nodes": list(NEVER_KILLED), "count": 1, "seconds": 5, **every, "every_seconds": 50},
             {"do": "slow", "nodes": "all", "count": 2, "factor": 4, "seconds": 5, **every},
             {"do": "cut", "sides": [[0, 1, 2], [3, 4, 5]], "seconds": 3, "every_seconds": 60, "until_seconds": seconds},
             {"do": "drop", "share": 0.01}, {"do": "corrupt", "share": 0.01, "plane": "bulk"},

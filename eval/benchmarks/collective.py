@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 from common import machine, memory_ceilings, run_rounds
-from link import both
+from link import run_pair
 
 from decentnode.communication.hybrid.transport import Collective
 from decentnode.communication.parts import BindPlan, Schema, TransportParts
@@ -144,7 +144,7 @@ def main() -> None:
         print("ratio: raw gloo's time (the faster of its two) / this; for rounds, ZeroMQ's or p2p's / this\n")
     with tempfile.TemporaryDirectory(prefix="dn") as name:
         for label, (elements, repeats) in SIZES.items():
-            pair = both(take_turns(elements, repeats, Path(name) / label.replace(" ", "")))
+            pair = run_pair(take_turns(elements, repeats, Path(name) / label.replace(" ", "")))
             slower = {way: max(found[way] for found in pair) for way in WAYS}  # type: ignore[index]
             best = min(slower[way] for way in WAYS[:2])
             for way in WAYS:

@@ -91,15 +91,15 @@ def floor_seconds(overrides: list[str], nodes: int, rounds: int, processes: int 
     together."""
     count = processes or cores()
     shares = [nodes // count + (number < nodes % count) for number in range(count)]
-    return max(_floors(overrides, [(share, 1) for share in shares if share], rounds))
+    return max(_run_floors(overrides, [(share, 1) for share in shares if share], rounds))
 
 
 def separate_seconds(overrides: list[str], nodes: int, rounds: int) -> float:
     """Returns the seconds per round of one process per node, all started together, without any exchange."""
-    return max(_floors(overrides, [(nodes, nodes)], rounds))
+    return max(_run_floors(overrides, [(nodes, nodes)], rounds))
 
 
-def _floors(overrides: list[str], shares: list[tuple[int, int]], rounds: int) -> list[float]:
+def _run_floors(overrides: list[str], shares: list[tuple[int, int]], rounds: int) -> list[float]:
     """Returns the seconds per round that each floor process prints. shares: (nodes, processes) of each."""
     started, first = [], 0
     for count, processes in shares:
@@ -158,7 +158,7 @@ class Run:
     """Maximum over the samples of the median node process's threads and open descriptors."""
 
 
-class _Memory(threading.Thread):
+class _MemorySampler(threading.Thread):
     """A thread that samples the memory of the nodes of a run."""
 
     def __init__(self, pid: int, nodes: int, processes: int) -> None:
@@ -178,11 +178,11 @@ class _Memory(threading.Thread):
             except psutil.NoSuchProcess:
                 return
             began = time.time()
-            found = sorted(((self._pss(pid), pid) for pid in pids), reverse=True)[: self._processes]
-            if len(found) == self._processes:  # starting them takes seconds if many nodes keep the cores busy
-                self.samples.append(((began + time.time()) / 2, sum(size for size, _ in found) / self._nodes))
+            sizes = sorted(((self._pss(pid), pid) for pid in pids), reverse=True)[: self._processes]
+            if len(sizes) == self._processes:  # starting them takes seconds if many nodes keep the cores busy
+                self.samples.append(((began + time.time()) / 2, sum(size for size, _ in sizes) / self._nodes))
                 with contextlib.suppress(psutil.Error):
-                    nodes = [psutil.Process(pid) for _, pid in found]
+                    nodes = [psutil.Process(pid) for _, pid in sizes]
                     self.threads = max(self.threads, statistics.median_low(node.num_threads() for node in nodes))
                     self.descriptors = max(self.descriptors, statistics.median_low(node.num_fds() for node in nodes))
 
@@ -212,7 +212,7 @@ def run_rounds(overrides: list[str], nodes: int, look: bool = True) -> Run:
         sets = [part for override in overrides for part in ("--set", override)]
         command = [sys.executable, "-m", "decentnode", "run", str(CONFIG), "--run-dir", folder, "--plain", *sets]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        memory = _Memory(process.pid, nodes, node_processes(overrides))
+        memory = _MemorySampler(process.pid, nodes, node_processes(overrides))
         if look:
             memory.start()
         output, _ = process.communicate()
@@ -221,16 +221,16 @@ def run_rounds(overrides: list[str], nodes: int, look: bool = True) -> Run:
             raise SystemExit(f"{' '.join(command)} ended with {process.returncode}:\n{output}")
         latest = next(Path(folder).glob("*/latest"))
         summary = json.loads((latest / "summary.json").read_text())
-        seconds, turned = [], []
+        seconds, round_times = [], []
         for rounds in round_records(latest):
             times = [record["seconds"] for record in rounds]
             seconds.append((statistics.median(times), sum(record["wait_seconds"] for record in rounds) / sum(times)))
-            turned += [record["time"] for record in rounds]
-    during = [mb for at, mb in memory.samples if min(turned) <= at <= max(turned)]
+            round_times += [record["time"] for record in rounds]
+    samples = [mb for at, mb in memory.samples if min(round_times) <= at <= max(round_times)]
     return Run(
         statistics.median(s for s, _ in seconds), summary["start_seconds"], summary["accuracy_mean"],
         statistics.mean(w for _, w in seconds),
         summary["bytes_sent_total"] / nodes / max(summary["rounds"], 1),
-        statistics.median(during) if during else float("nan"),
+        statistics.median(samples) if samples else float("nan"),
         max((mb for _, mb in memory.samples), default=float("nan")), memory.threads, memory.descriptors,
     )

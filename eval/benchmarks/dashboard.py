@@ -12,11 +12,11 @@ import psutil
 from decentnode import clock
 
 NODES = 64
-MOST_SHARE = 0.01
-LOOK_SECONDS = 0.1
+MAX_SHARE = 0.01
+SAMPLE_SECONDS = 0.1
 
 
-class Spent:
+class CpuSeconds:
     """CPU seconds of a process and all its descendants, as last seen. Processes that lived less than LOOK_SECONDS are
     missed, which makes the run look cheaper than it was."""
 
@@ -27,7 +27,7 @@ class Spent:
         self.run: dict[int, float] = {}
         self._is_page: dict[int, bool] = {}
 
-    def look(self) -> None:
+    def sample(self) -> None:
         try:
             processes = [self._top, *self._top.children(recursive=True)]
         except psutil.Error:
@@ -37,8 +37,8 @@ class Spent:
                 times, pid = each.cpu_times(), each.pid
                 if pid not in self._is_page:
                     self._is_page[pid] = "decentnode.dashboard.serve" in each.cmdline()
-                into = self.page if self._is_page[pid] else self.run
-                into[pid] = max(into.get(pid, 0.0), times.user + times.system)
+                totals = self.page if self._is_page[pid] else self.run
+                totals[pid] = max(totals.get(pid, 0.0), times.user + times.system)
             except psutil.Error:
                 continue
 
@@ -53,17 +53,17 @@ def main(rounds: int) -> int:
         ]  # fmt: skip
         began = clock.now()
         with subprocess.Popen(command, stdout=subprocess.DEVNULL) as run:
-            spent = Spent(run.pid)
+            seconds = CpuSeconds(run.pid)
             while run.poll() is None:
-                spent.look()
-                clock.sleep(LOOK_SECONDS)
+                seconds.sample()
+                clock.sleep(SAMPLE_SECONDS)
         wall = clock.now() - began
-    assert run.returncode == 0 and spent.page, "the run failed, or had no dashboard"
-    every, cost = sum(spent.run.values()), sum(spent.page.values())
-    share = cost / every
-    print(f"{NODES} nodes, {rounds} rounds, {wall:.0f} s: the run spent {every:.1f} CPU seconds, its dashboard "
-          f"{cost:.2f}: {100 * share:.2f} % (at most {100 * MOST_SHARE:g} %)")  # fmt: skip
-    return 0 if share <= MOST_SHARE else 1
+    assert run.returncode == 0 and seconds.page, "the run failed, or had no dashboard"
+    run_seconds, page_seconds = sum(seconds.run.values()), sum(seconds.page.values())
+    share = page_seconds / run_seconds
+    print(f"{NODES} nodes, {rounds} rounds, {wall:.0f} s: the run spent {run_seconds:.1f} CPU seconds, its dashboard "
+          f"{page_seconds:.2f}: {100 * share:.2f} % (at most {100 * MAX_SHARE:g} %)")  # fmt: skip
+    return 0 if share <= MAX_SHARE else 1
 
 
 if __name__ == "__main__":

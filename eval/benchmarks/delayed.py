@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-class Later:
+class PendingOperation:
     """The handle of an operation that another thread performs."""
 
     def __init__(self) -> None:
@@ -55,15 +55,15 @@ class DelayedLink:
         """Replaces torch.distributed's function of this name."""
         return [self._send(o) if o.op is dist.isend else dist.irecv(o.tensor, o.peer) for o in operations]
 
-    def _send(self, operation: dist.P2POp) -> Later:
-        later = Later()
+    def _send(self, operation: dist.P2POp) -> PendingOperation:
+        pending = PendingOperation()
 
         def job() -> None:
             dist.send(operation.tensor, operation.peer)
-            later.done.set()
+            pending.done.set()
 
         self._post(operation.tensor.numel() * operation.tensor.element_size(), 1, job)
-        return later
+        return pending
 
     def hook(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # noqa: ARG002
         """A communication hook of DistributedDataParallel: its default, timed as a ring all-reduce over such links.

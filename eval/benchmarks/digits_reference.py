@@ -167,7 +167,7 @@ class GivenBatchesConfig(SupervisedConfig):
     """A file with [rounds, nodes, batch_size] positions in a node's own share."""
 
 
-class _Given(Sampler):
+class _GivenSampler(Sampler):
     def __init__(self, batches: np.ndarray, num_samples: int) -> None:
         super().__init__(num_samples, batches.shape[1], seed=0, uid=0)
         self._batches = batches
@@ -187,4 +187,4 @@ class GivenBatches(Supervised):
         self, config: GivenBatchesConfig, model: FlatModel, task: Task, data: NodeSamples, *, seed: int, uid: int
     ) -> None:
         super().__init__(config, model, task, data, seed=seed, uid=uid)
-        self.share.sampler = _Given(np.load(config.batches)[:, uid], len(data.train))
+        self.share.sampler = _GivenSampler(np.load(config.batches)[:, uid], len(data.train))

@@ -40,11 +40,11 @@ LABELS = {
     "el": "EL-Oracle, 4 new ones per round",
 }  # fmt: skip
 COLORS = dict(zip(GRAPHS, ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9"), strict=True))
-MARKS = dict(zip(GRAPHS, "osD^vP", strict=True))
+MARKERS = dict(zip(GRAPHS, "osD^vP", strict=True))
 
 
 @dataclass(frozen=True)
-class Reached:
+class FinalFigures:
     """The final figures of one run."""
 
     graph: str
@@ -61,7 +61,7 @@ class Reached:
     seconds: float
 
 
-class Silent(Sink):
+class DiscardingSink(Sink):
     """Discards all records."""
 
     def take_round(self, found: RoundOfAll) -> None: ...
@@ -71,7 +71,7 @@ class Silent(Sink):
     def tick(self) -> None: ...
 
 
-def run(graph: str, nodes: int, more: Sequence[str]) -> Reached:
+def run(graph: str, nodes: int, more: Sequence[str]) -> FinalFigures:
     experiment = load(str(CONFIG), [
         f"graph={{{GRAPHS[graph]}, nodes: {nodes}}}", f"mapping.nodes_per_machine={nodes}",
         f"data.train_samples={32 * nodes}", *more,
@@ -79,16 +79,16 @@ def run(graph: str, nodes: int, more: Sequence[str]) -> Reached:
     started = time.perf_counter()
     population = Population(experiment)
     engine = Batched(population, WAYS["layers"](population))
-    engine.run(Silent())
+    engine.run(DiscardingSink())
     population.close()
     figures = [engine.figures(uid) for uid in range(nodes)]
     sent = sum(float(each["bytes_data"]) + float(each["bytes_metadata"]) for each in figures) / nodes
     first = figures[0]
-    return Reached(graph, nodes, engine.round, float(first["accuracy_mean"]), float(first["accuracy_merged"]),
-                   float(first["consensus_distance"]), sent / 1e6, time.perf_counter() - started)  # fmt: skip
+    return FinalFigures(graph, nodes, engine.round, float(first["accuracy_mean"]), float(first["accuracy_merged"]),
+                        float(first["consensus_distance"]), sent / 1e6, time.perf_counter() - started)  # fmt: skip
 
 
-def table(found: Sequence[Reached]) -> str:
+def table(found: Sequence[FinalFigures]) -> str:
     """Returns a table in reStructuredText."""
     rows = [["graph", "nodes", "consensus distance", "local %", "merged %", "MB per node"]]
     rows += [[LABELS[each.graph], f"{each.nodes:,}", f"{each.distance:.4f}", f"{100 * each.local:.1f}",
@@ -99,14 +99,14 @@ def table(found: Sequence[Reached]) -> str:
     return "\n".join([rule, lines[0], rule, *lines[1:], rule])
 
 
-def draw(found: Sequence[Reached], path: Path) -> None:
+def draw(found: Sequence[FinalFigures], path: Path) -> None:
     """Plots consensus distance and accuracies against the number of nodes, a line per graph."""
     figure = Figure(figsize=(9, 3.9), layout="constrained")
     panels = figure.subplots(1, 2)
     for graph in dict.fromkeys(each.graph for each in found):
         own = [each for each in found if each.graph == graph]
         at = [each.nodes for each in own]
-        style: dict[str, Any] = {"color": COLORS[graph], "marker": MARKS[graph], "markersize": 5, "linewidth": 1.6}
+        style: dict[str, Any] = {"color": COLORS[graph], "marker": MARKERS[graph], "markersize": 5, "linewidth": 1.6}
         # exact averages have a distance of about 1e-8, which would stretch the scale
         panels[0].plot(at, [max(each.distance, 1e-3) for each in own], label=LABELS[graph], **style)
         panels[1].plot(at, [100 * each.local for each in own], **style)

@@ -42,7 +42,7 @@ class Arm:
 
 
 @dataclass(frozen=True)
-class Shown:
+class FigureSpec:
     """One figure: the method of the config first, then its alternatives."""
 
     arms: tuple[Arm, ...]
@@ -55,33 +55,33 @@ class Shown:
 
 
 FIGURES = {
-    "dpsgd": Shown((
+    "dpsgd": FigureSpec((
         Arm("D-PSGD, ring"),
         Arm("mean of all after every step", ("graph={name: complete, nodes: 16}",)),
     ), axes=("rounds", "virtual_seconds"), bottom=50),
-    "epidemic": Shown((
+    "epidemic": FigureSpec((
         Arm("EL-Oracle, 4 others each round"),
         Arm("EL-Local, 4 others each round", ("graph={name: el_local, nodes: 64, degree: 4}",)),
         Arm("D-PSGD, 4 fixed neighbors", ("graph={name: regular, nodes: 64, degree: 4}",)),
     )),
-    "choco": Shown((
+    "choco": FigureSpec((
         Arm("CHOCO-SGD, 1 % of the entries"),
         Arm("CHOCO-SGD, 10 %", ("sharing.fraction=0.1",)),
         Arm("10 % of the models' entries", ("sharing={name: topk, fraction: 0.1}",)),
         Arm("D-PSGD", ("sharing={name: full}",)),
     ), target=0.8),
-    "jwins": Shown((
+    "jwins": FigureSpec((
         Arm("JWINS"),
         Arm("random 34 %", ("sharing={name: subsample, fraction: 0.34}",)),
         Arm("CHOCO-SGD, 20 %", ("sharing={name: choco, fraction: 0.2}",)),
         Arm("D-PSGD", ("sharing={name: full}",)),
     )),
-    "relaysgd": Shown((
+    "relaysgd": FigureSpec((
         Arm("RelaySGD, chain"),
         Arm("D-PSGD, chain", ("sharing={name: full}",)),
         Arm("D-PSGD, ring", ("sharing={name: full}", "graph={name: ring, nodes: 16}")),
     ), bottom=50),
-    "adaptive_consensus": Shown((
+    "adaptive_consensus": FigureSpec((
         Arm("DSGD-AC, ring"),
         Arm("D-PSGD, ring", ("sharing={name: full}",)),
         Arm("mean of all after every step", ("sharing={name: full}", "graph={name: complete, nodes: 16}")),
@@ -130,7 +130,7 @@ def points(names: Sequence[str], seeds: int, rounds: int | None, store: Path) ->
     return found
 
 
-def done(point: Point) -> bool:
+def is_done(point: Point) -> bool:
     """Returns whether the run has finished already."""
     found = (repeats.read(each.parent) for each in Path(point.folder).glob(f"arm{point.arm}/*/summary.json"))
     return any(each.finished and each.seed == point.seed for each in found)
@@ -138,16 +138,16 @@ def done(point: Point) -> bool:
 
 def run_all(wanted: Sequence[Point], jobs: int) -> None:
     """Makes the runs that have not finished yet. Blocking."""
-    left = [each for each in wanted if not done(each)]
+    missing = [each for each in wanted if not is_done(each)]
     started = time.monotonic()
     with workers(jobs) as pool:
-        futures = {pool.submit(run, each): each for each in left}
+        futures = {pool.submit(run, each): each for each in missing}
         for count, future in enumerate(as_completed(futures), 1):
             each, seconds = futures[future], future.result()
-            gone = time.monotonic() - started
+            elapsed = time.monotonic() - started
             arm = FIGURES[each.figure].arms[each.arm].label
-            print(f"{count}/{len(left)}  {each.figure}: {arm}, seed {each.seed}: {seconds:.1f} CPU s; "
-                  f"about {gone / count * (len(left) - count):.0f} s left", flush=True)  # fmt: skip
+            print(f"{count}/{len(missing)}  {each.figure}: {arm}, seed {each.seed}: {seconds:.1f} CPU s; "
+                  f"about {elapsed / count * (len(missing) - count):.0f} s left", flush=True)  # fmt: skip
 
 
 def runs_of(name: str, seeds: int, store: Path) -> list[list[repeats.Ran]]:
@@ -160,38 +160,39 @@ def runs_of(name: str, seeds: int, store: Path) -> list[list[repeats.Ran]]:
     return found
 
 
-def draw(name: str, groups: Sequence[Sequence[repeats.Ran]], where: str, path: Path) -> None:
+def draw(name: str, groups: Sequence[Sequence[repeats.Ran]], machine_text: str, path: Path) -> None:
     """Plots means over seeds with bands of one standard deviation; merged models are dashed."""
-    shown = FIGURES[name]
+    spec = FIGURES[name]
     lines = [Line(arm.label, tuple(load(each.path) for each in group))
-             for arm, group in zip(shown.arms, groups, strict=True)]  # fmt: skip
+             for arm, group in zip(spec.arms, groups, strict=True)]  # fmt: skip
 
-    def drawn() -> Figure:
-        figure, _ = plots.draw(lines, shown.metrics, shown.axes)
-        if len(shown.metrics) > 1:  # panels stacked at full width would be taller than a page
+    def make_figure() -> Figure:
+        figure, _ = plots.draw(lines, spec.metrics, spec.axes)
+        if len(spec.metrics) > 1:  # panels stacked at full width would be taller than a page
             figure.set_figwidth(6.4)
-        if "accuracy" in shown.metrics:
-            figure.axes[0].set_ylim(shown.bottom, min(101.0, figure.axes[0].get_ylim()[1]))
-        if "consensus_distance" in shown.metrics:  # the distance of exact means is only rounding
+        if "accuracy" in spec.metrics:
+            figure.axes[0].set_ylim(spec.bottom, min(101.0, figure.axes[0].get_ylim()[1]))
+        if "consensus_distance" in spec.metrics:  # the distance of exact means is only rounding
             figure.axes[-1].set_ylim(bottom=1e-4)
         seeds = f"1 to {len(groups[0])}"
-        plots.add_source_note(figure, f"configs/gallery/{name}.yaml, seeds {seeds}; {where}")
+        plots.add_source_note(figure, f"configs/gallery/{name}.yaml, seeds {seeds}; {machine_text}")
         return figure
 
-    plots.write(drawn, path)
+    plots.write(make_figure, path)
 
 
-def table(name: str, groups: Sequence[Sequence[repeats.Ran]], where: str, seeds: int) -> str:
+def table(name: str, groups: Sequence[Sequence[repeats.Ran]], machine_text: str, seeds: int) -> str:
     """Returns a table in reStructuredText, and a line on how it was made."""
-    shown = FIGURES[name]
-    extra = target_columns([each for group in groups for each in group], f"accuracy={shown.target}")
+    spec = FIGURES[name]
+    extra = target_columns([each for group in groups for each in group], f"accuracy={spec.target}")
     extra = [each for each in extra if not each[0].name.startswith("seconds")]  # these depend on the machine
-    rows = [replace(row, name=arm.label) for row, arm in zip(compare.rows(groups, extra), shown.arms, strict=True)]
+    rows = [replace(row, name=arm.label) for row, arm in zip(compare.rows(groups, extra), spec.arms, strict=True)]
     kept = [figure for figure in rows[0].columns if figure.name in COLUMNS or figure.name.endswith("_to_target")]
     cells = compare.table_cells(rows, kept, compare.against_best(groups))
     cells = [[*line[:1], *line[2:]] for line in cells]  # without the column of runs: all arms have as many seeds
-    made = f"``bash eval/gallery.sh --only {name}`` on {time.strftime('%Y-%m-%d')}, seeds 1 to {seeds}: {where}."
-    return f"{compare.simple_table(cells)}\n\n{made}\n"
+    made_by = (f"``bash eval/gallery.sh --only {name}`` on {time.strftime('%Y-%m-%d')}, seeds 1 to {seeds}: "
+               f"{machine_text}.")  # fmt: skip
+    return f"{compare.simple_table(cells)}\n\n{made_by}\n"
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -203,21 +204,21 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--docs", type=Path, default=ROOT / "docs", metavar="FOLDER")
     parser.add_argument("--store", type=Path, default=STORE, metavar="FOLDER", help="of the runs")
     parser.add_argument("--anew", action="store_true", help="make runs again that are there")
-    given = parser.parse_args(words)
-    names = given.only or [*FIGURES]
-    where = machine().partition(", load")[0]  # before a figure changes the tree; the load changes no result
-    if given.anew:
+    options = parser.parse_args(words)
+    names = options.only or [*FIGURES]
+    machine_text = machine().partition(", load")[0]  # before a figure changes the tree; the load changes no result
+    if options.anew:
         for name in names:
-            shutil.rmtree(given.store / name, ignore_errors=True)
+            shutil.rmtree(options.store / name, ignore_errors=True)
     os.environ["OMP_NUM_THREADS"] = "1"
-    run_all(points(names, given.seeds, given.rounds, given.store), given.jobs)
+    run_all(points(names, options.seeds, options.rounds, options.store), options.jobs)
     for folder in ("pictures", "tables"):
-        (given.docs / folder).mkdir(parents=True, exist_ok=True)
+        (options.docs / folder).mkdir(parents=True, exist_ok=True)
     for name in names:
-        groups = runs_of(name, given.seeds, given.store)
-        draw(name, groups, where, given.docs / "pictures" / f"gallery_{name}.png")
-        text = table(name, groups, where, given.seeds)
-        (given.docs / "tables" / f"gallery_{name}.txt").write_text(text)
+        groups = runs_of(name, options.seeds, options.store)
+        draw(name, groups, machine_text, options.docs / "pictures" / f"gallery_{name}.png")
+        text = table(name, groups, machine_text, options.seeds)
+        (options.docs / "tables" / f"gallery_{name}.txt").write_text(text)
         print(f"\n{text}", flush=True)
 
 

@@ -37,7 +37,7 @@ from gpu_mixing import KERNEL, ipc, mix_named, mixing, profile_ipc, profile_mixi
 from gpu_nccl import nccl
 from gpu_profiles import Profile
 from gpu_report import Report
-from gpu_rows import CONFIGS, ROOT, Row, kept, milliseconds, on_gpu, python_header, run_summary
+from gpu_rows import CONFIGS, ROOT, Row, milliseconds, on_gpu, python_header, run_summary, with_failures
 from gpu_steps import bare_milliseconds, profile_wrapper, training, wrapper
 from gpu_tests import CASE_UNTIL, tests
 from gpu_waits import host, profile_host
@@ -46,7 +46,7 @@ sys.path.insert(0, str(ROOT))
 LIMITS = {"tests": 150, "bits": 150, "host": 140, "ceilings": 30, "mixing": 60, "ipc": 50, "codecs": 40, "rounds": 120,
           "wrapper": 90, "nccl": 60, "staging": 30, "simulator": 60, "training": 120}  # fmt: skip
 """Time limit of each case in seconds."""
-TOGETHER = frozenset({"tests", "bits", "host"})
+CONCURRENT = frozenset({"tests", "bits", "host"})
 """Cases about correctness, not speed: they run concurrently, before all others."""
 ABSENT = {
     "several nodes under MPS": "the daemon is not started here: the line above says whether it runs",
@@ -74,10 +74,10 @@ def bits(tiny: bool) -> Iterator[Row]:
     over inproc."""
     device = "cuda" if on_gpu() else "cpu"
     for n in (2,) if tiny else (2, 16, 8, 4):
-        yield from kept("bits", f"{n} nodes on one {device}", _bits_of(n, device))
+        yield from with_failures("bits", f"{n} nodes on one {device}", _bit_rows(n, device))
 
 
-def _bits_of(n: int, device: str) -> Iterator[Row]:
+def _bit_rows(n: int, device: str) -> Iterator[Row]:
     import torch
     from safetensors.torch import load_file
 
@@ -90,7 +90,7 @@ def _bits_of(n: int, device: str) -> Iterator[Row]:
                         folder, str(CONFIGS / "quickstart.yaml"))  # fmt: skip
             latest = next(Path(folder).glob("*/latest"))
             found = [load_file(path) for path in sorted(latest.glob("models/[0-9]*.safetensors"))]
-            return found, _without_memory(latest)
+            return found, _why_no_shared_memory(latest)
 
     with ThreadPoolExecutor() as pool:
         (found, why), (expected, _) = pool.map(models, ("auto", "inproc"))
@@ -102,7 +102,7 @@ def _bits_of(n: int, device: str) -> Iterator[Row]:
               note=f"failed: not by shared memory: {why}" if why else "")  # fmt: skip
 
 
-def _without_memory(latest: Path) -> str:
+def _why_no_shared_memory(latest: Path) -> str:
     """Returns why payloads of a run were not sent by shared memory, if a node's log says so; else ""."""
     for log in sorted(latest.glob("nodes/*/log.txt")):
         for line in log.read_text().splitlines():
@@ -118,8 +118,8 @@ def rounds(tiny: bool) -> Iterator[Row]:
     gpu = on_gpu()
     nodes, count = (2, 4) if tiny else (8, 40)
     for name, batch in (("gn_lenet", 8),) if tiny else (("gn_lenet", 8), ("resnet, depth: 18", 128), ("gn_lenet", 128)):
-        yield from kept("rounds", f"{nodes} nodes with {name}, batch {batch}",
-                        _round_rows(name, nodes, batch, count, gpu))  # fmt: skip
+        yield from with_failures("rounds", f"{nodes} nodes with {name}, batch {batch}",
+                                 _round_rows(name, nodes, batch, count, gpu))  # fmt: skip
 
 
 def _round_rows(name: str, nodes: int, batch: int, count: int, gpu: bool) -> Iterator[Row]:
@@ -167,7 +167,7 @@ def codecs(tiny: bool) -> Iterator[Row]:
             yield Row("codecs", f"top {fraction:.0%}: {what}", taken / copy, "copies", note=note)
 
     for fraction in (0.01, 0.1):
-        yield from kept("codecs", f"top {fraction:.0%}", of_the_largest(fraction))
+        yield from with_failures("codecs", f"top {fraction:.0%}", of_the_largest(fraction))
 
     def both_ways(name: str) -> Iterator[Row]:
         found = load_class(name, CODECS, "compression")
@@ -180,7 +180,7 @@ def codecs(tiny: bool) -> Iterator[Row]:
             yield Row("codecs", f"{name}: {what}", taken / copy, "copies", note=note)
 
     for name in ("float16", "int8", "int4", "qsgd", "sign"):
-        yield from kept("codecs", name, both_ways(name))
+        yield from with_failures("codecs", name, both_ways(name))
 
 
 def staging(tiny: bool) -> Iterator[Row]:
@@ -223,10 +223,10 @@ def simulator(tiny: bool) -> Iterator[Row]:
     """Node-updates per second of the batched engine (one local step and one mixing of one node), beside bare steps of
     SGD of one node after the other, without gathering data, mixing or recording."""
     for nodes in (16,) if tiny else (64, 1024, 256, 16, 4096):
-        yield from kept("simulator", f"{nodes} nodes", _simulated(nodes, tiny))
+        yield from with_failures("simulator", f"{nodes} nodes", _simulator_rows(nodes, tiny))
 
 
-def _simulated(nodes: int, tiny: bool) -> Iterator[Row]:
+def _simulator_rows(nodes: int, tiny: bool) -> Iterator[Row]:
     import torch
 
     from decentnode.experiment import load
@@ -277,7 +277,7 @@ PROFILES: dict[str, Callable[[Sequence[str], bool], Iterator[Profile]]] = {
     "mixing": profile_mixing, "ipc": profile_ipc, "wrapper": profile_wrapper, "host": profile_host,
 }  # fmt: skip
 """For cases whose rows have a speed as target: the function that profiles the work of the named rows."""
-PROFILED = 4
+MAX_PROFILED = 4
 """Most rows of a case that are profiled."""
 PROFILE_SECONDS = 30.0
 """Time limit of the profiles of a case, and of ncu."""
@@ -401,20 +401,20 @@ def run_all(options: argparse.Namespace, report: Report, until: float) -> None:
     def run(name: str) -> None:
         missed = {row.case for row in report.rows if row.missed and row.case in PROFILES}
         extra = "mixing" in missed and shutil.which("ncu") is not None
-        kept = PROFILE_SECONDS * (options.patience * len(missed) + extra)
-        left = until - time.monotonic() - kept
+        with_failures = PROFILE_SECONDS * (options.patience * len(missed) + extra)
+        left = until - time.monotonic() - with_failures
         if left < 5:
             report.add(Row(name, "the case", None, note="not measured: no time left"))
         else:
             run_case(name, options.tiny, min(options.patience * LIMITS[name], left), report.add)
 
-    first = [threading.Thread(target=run, args=(name,)) for name in CASES if name in names and name in TOGETHER]
+    first = [threading.Thread(target=run, args=(name,)) for name in CASES if name in names and name in CONCURRENT]
     for thread in first:
         thread.start()
     for thread in first:
         thread.join()
     for name in CASES:
-        if name in names and name not in TOGETHER:
+        if name in names and name not in CONCURRENT:
             run(name)
 
 
@@ -423,8 +423,8 @@ def profile_all(options: argparse.Namespace, report: Report, until: float) -> No
     figures mean nothing, it takes the first rows that have a target. until: by time.monotonic()."""
     for case in PROFILES:
         asked = [row for row in report.rows if row.case == case and row.asked and row.value is not None]
-        rows = asked if options.tiny else sorted((row for row in asked if row.missed), key=_share, reverse=True)
-        whats = [row.what for row in rows[:PROFILED]]
+        rows = asked if options.tiny else sorted((row for row in asked if row.missed), key=_missed_factor, reverse=True)
+        whats = [row.what for row in rows[:MAX_PROFILED]]
         left = until - time.monotonic()
         if not whats:
             continue
@@ -440,17 +440,17 @@ def profile_all(options: argparse.Namespace, report: Report, until: float) -> No
         if why := _run(command, min(options.patience * PROFILE_SECONDS, left), take):
             report.add_profile(Profile(case, "profiles", [why], [why]))
         if case == "mixing" and shutil.which("ncu"):
-            report.add_profile(_counted_by_ncu(whats, min(PROFILE_SECONDS, until - time.monotonic())))
+            report.add_profile(_ncu_profile(whats, min(PROFILE_SECONDS, until - time.monotonic())))
 
 
-def _share(row: Row) -> float:
+def _missed_factor(row: Row) -> float:
     """Returns by which factor a row missed its target."""
     bound, reached = float(row.asked.strip("<>= ")), row.reached or 0.0
     ends = (bound, reached) if row.asked.startswith(">") else (reached, bound)
     return ends[0] / ends[1] if ends[1] else math.inf
 
 
-def _counted_by_ncu(whats: list[str], limit: float) -> Profile:
+def _ncu_profile(whats: list[str], limit: float) -> Profile:
     """Returns the hardware counters of one launch of the kernel, for the smallest of these rows: some counters need
     several runs of it, between which ncu restores the memory that it wrote."""
     what = min(whats, key=lambda what: float(what.split()[2]) if what[0].isdigit() else math.inf)
@@ -485,7 +485,7 @@ def main() -> int:
     if unknown := set(options.cases) - CASES.keys():
         parser.error(f"no case {', '.join(sorted(unknown))}; there is: {', '.join(CASES)}")
     if options.case or options.profile or options.launch:
-        _of_another(options)
+        _run_as_child(options)
         return 0
     began = time.monotonic()
     about = environment()
@@ -503,7 +503,7 @@ def main() -> int:
     return 1 if any(row.failed for row in report.rows) else 0
 
 
-def _of_another(options: argparse.Namespace) -> None:
+def _run_as_child(options: argparse.Namespace) -> None:
     """The main function of a process that `_this_script` starts."""
     tiny = options.tiny or not on_gpu()
     if options.case:

@@ -8,8 +8,8 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from gpu_profiles import Event, Profile, told, trace_of
-from gpu_rows import Row, failure, kept, milliseconds, on_gpu
+from gpu_profiles import Event, Profile, summarize, trace_of
+from gpu_rows import Row, failure, milliseconds, on_gpu, with_failures
 
 ARRIVALS = (1, 2, 4, 8)
 KERNEL = "_weighted_sum"
@@ -25,14 +25,14 @@ def mixing(tiny: bool) -> Iterator[Row]:
     import torch
 
     gpu = on_gpu()
-    yield from _launched() if gpu else _interpreted()
+    yield from _check_launch() if gpu else _run_interpreted()
     for elements in (100_000,) if tiny else (25_000_000, 1_000_000_000):
         for dtype in (torch.float32, torch.bfloat16):
             what = f"{elements / 1e6:g} M elements, {str(dtype).removeprefix('torch.')}"
-            yield from kept("mixing", what, _mixed(elements, dtype, what, gpu))
+            yield from with_failures("mixing", what, _mixing_rows(elements, dtype, what, gpu))
 
 
-def _mixed(elements: int, dtype: Any, what: str, gpu: bool) -> Iterator[Row]:
+def _mixing_rows(elements: int, dtype: Any, what: str, gpu: bool) -> Iterator[Row]:
     from decentnode.mixing import passes
 
     size = dtype.itemsize * elements
@@ -92,11 +92,11 @@ def profile_mixing(whats: Sequence[str], _tiny: bool) -> Iterator[Profile]:
     for what in whats:
         work = mix_named(what)
         if work is not None:
-            yield told(trace_of(work), "mixing", what)
+            yield summarize(trace_of(work), "mixing", what)
         del work  # frees its memory before the next one allocates as much
 
 
-def _launched() -> Iterator[Row]:
+def _check_launch() -> Iterator[Row]:
     """Yields a failure if the kernel cannot be launched here: then the figures of mixing are those of several
     passes."""
     import torch
@@ -110,7 +110,7 @@ def _launched() -> Iterator[Row]:
         yield failure("mixing", "the Triton kernel is launched", error)
 
 
-def _interpreted() -> Iterator[Row]:
+def _run_interpreted() -> Iterator[Row]:
     """Runs the Triton kernel with its interpreter, for machines without a GPU."""
     what = "Triton kernel by its interpreter, largest error"
     if importlib.util.find_spec("triton") is None:
@@ -133,7 +133,7 @@ def ipc(tiny: bool) -> Iterator[Row]:
         return
     from tests.gpu.processes import on_one_gpu
 
-    for n, what in _crowds(tiny):
+    for n, what in _process_counts(tiny):
         try:
             copy, mixed = on_one_gpu(n, _elements(tiny), _mix_speed)[0]
         except Exception as error:  # the next one may still run
@@ -142,7 +142,7 @@ def ipc(tiny: bool) -> Iterator[Row]:
             yield Row("ipc", what, mixed, "GB/s", copy, ">= .80")
 
 
-def _crowds(tiny: bool) -> list[tuple[int, str]]:
+def _process_counts(tiny: bool) -> list[tuple[int, str]]:
     return [(n, f"mixing from the memory of {n - 1} neighbors") for n in ((2,) if tiny else (2, 4))]
 
 
@@ -153,9 +153,9 @@ def _elements(tiny: bool) -> int:
 def profile_ipc(whats: Sequence[str], tiny: bool) -> Iterator[Profile]:
     from tests.gpu.processes import on_one_gpu
 
-    for n, what in _crowds(tiny):
+    for n, what in _process_counts(tiny):
         if what in whats:
-            yield told(on_one_gpu(n, _elements(tiny), _mix_trace)[0], "ipc", what)
+            yield summarize(on_one_gpu(n, _elements(tiny), _mix_trace)[0], "ipc", what)
 
 
 def _mix_speed(node: Any, device: Any) -> tuple[float, float]:
@@ -164,7 +164,7 @@ def _mix_speed(node: Any, device: Any) -> tuple[float, float]:
 
     from decentnode.mixing import passes
 
-    found = _mapped(node, device)
+    found = _map_neighbors(node, device)
     if found is None:
         return 0.0, 0.0
     x, mix, others = found
@@ -175,11 +175,11 @@ def _mix_speed(node: Any, device: Any) -> tuple[float, float]:
 
 
 def _mix_trace(node: Any, device: Any) -> list[Event]:
-    found = _mapped(node, device)
+    found = _map_neighbors(node, device)
     return [] if found is None else trace_of(found[1])
 
 
-def _mapped(node: Any, device: Any) -> tuple[Any, Callable[[], None], int] | None:
+def _map_neighbors(node: Any, device: Any) -> tuple[Any, Callable[[], None], int] | None:
     """Exchanges a model among all nodes. Returns on node 0: (its model, a function that mixes it with all others in
     place of their memory, the number of others); None on the other nodes."""
     import torch
@@ -198,8 +198,8 @@ def _mapped(node: Any, device: Any) -> tuple[Any, Callable[[], None], int] | Non
     mapped = node.parts.paths.of(SharedMemoryPath)._buffer_readers
     if unread := set(others) - mapped.keys():
         raise RuntimeError(f"no CUDA IPC here: the memory of {len(unread)} of {len(others)} neighbors cannot be mapped")
-    boards = [mapped[uid].slots[0][1][0] for uid in others]  # the memory of the first payload, whole
-    weighted = [(tensor, 1 / (1 + len(others))) for tensor in boards]
+    slots = [mapped[uid].slots[0][1][0] for uid in others]  # the memory of the first payload, whole
+    weighted = [(tensor, 1 / (1 + len(others))) for tensor in slots]
 
     def mix() -> None:
         mix_into(x, x, 0.5, weighted)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from gpu_rows import CONFIGS, Row, failure, kept, milliseconds, on_gpu, run_summary
+from gpu_rows import CONFIGS, Row, failure, milliseconds, on_gpu, run_summary, with_failures
 
 
 def nccl(tiny: bool) -> Iterator[Row]:
@@ -16,14 +16,14 @@ def nccl(tiny: bool) -> Iterator[Row]:
     import torch.distributed as dist
 
     if on_gpu() and dist.is_nccl_available():
-        yield from kept("nccl", "to itself", _self_exchange(tiny))
+        yield from with_failures("nccl", "to itself", _self_exchange(tiny))
         yield _two_ranks()
-        yield from kept("nccl", "costs of calls between GPUs", _costs_of_calls(tiny))
+        yield from with_failures("nccl", "costs of calls between GPUs", _costs_of_calls(tiny))
         return
     with tempfile.TemporaryDirectory() as folder:
-        summary = run_summary(["graph={name: ring, nodes: 2}", "mapping.nodes_per_machine=2", "node.rounds=4",
-                        "node.evaluate_every=0", "communication={name: collective, backend: gloo, batched: true}"],
-                       folder, str(CONFIGS / "quickstart.yaml"))  # fmt: skip
+        overrides = ["graph={name: ring, nodes: 2}", "mapping.nodes_per_machine=2", "node.rounds=4",
+                     "node.evaluate_every=0", "communication={name: collective, backend: gloo, batched: true}"]
+        summary = run_summary(overrides, folder, str(CONFIGS / "quickstart.yaml"))
         yield Row("nccl", "rounds of two gloo nodes by the batched path", float(summary["rounds"]), "", asked="4")
 
 

@@ -18,7 +18,7 @@ Event = dict[str, Any]
 """An event of a Chrome trace: "cat", "name", "ts" and "dur" in microseconds, "tid", "args"."""
 CALL = "one call of the work"
 CALLS, WARM = 3, 2
-SHOWN = 6
+MAX_LINES = 6
 """Most lines of kernels, copies, waits or operators."""
 ON_DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 WAITS = re.compile(r"(cuda|cu)(Stream|Device|Event|Ctx)Synchronize|(cudaMemcpy|cuMemcpy)(?!.*Async)")
@@ -32,7 +32,7 @@ class Profile:
     case: str
     what: str
     lines: list[str]
-    telling: list[str]
+    main_results: list[str]
 
 
 def trace_of(work: Callable[[], object], *, stacks: bool = False, calls: int = CALLS, warm: int = WARM) -> list[Event]:
@@ -59,7 +59,7 @@ def trace_of(work: Callable[[], object], *, stacks: bool = False, calls: int = C
     return [each for each in events if each.get("ph") == "X" and "dur" in each]
 
 
-def told(events: Sequence[Event], case: str, what: str) -> Profile:
+def summarize(events: Sequence[Event], case: str, what: str) -> Profile:
     """Returns a summary of where the time of a trace from `trace_of` went."""
     calls = [each for each in events if each["name"] == CALL and each["cat"] == "user_annotation"]
     count = max(1, len(calls))
@@ -68,30 +68,30 @@ def told(events: Sequence[Event], case: str, what: str) -> Profile:
     device = sorted((each for each in events if each["cat"] in ON_DEVICE), key=lambda each: each["ts"])
     taken = sum(call["dur"] for call in calls) / count
     lines = [f"{count} calls, {_time(taken)} each for the host, with what the profiler takes"]
-    waits, of_waits = _waits(host, count, bool(device))
+    waits, of_waits = _host_waits(host, count, bool(device))
     if device:
-        idle, most, of_device = _on_device(device, count)
+        idle, most, of_device = _device_work(device, count)
         launches = f"{sum(bool(LAUNCHES.match(each['name'])) for each in host) / count:g} launches a call"
-        telling = [idle, most.strip(), f"{launches}; {waits}"]
-        return Profile(case, what, [*lines, *of_device, launches, *of_waits], telling)
+        main_results = [idle, most.strip(), f"{launches}; {waits}"]
+        return Profile(case, what, [*lines, *of_device, launches, *of_waits], main_results)
     own = _own_times(host, count)
     lines += ["no kernel of a GPU in it: operators of the CPU, by their own time", *own, *of_waits]
     return Profile(case, what, lines, [*(line.strip() for line in own[:1]), waits])
 
 
-def _on_device(device: Sequence[Event], calls: int) -> tuple[str, str, list[str]]:
+def _device_work(device: Sequence[Event], calls: int) -> tuple[str, str, list[str]]:
     """Returns (the idle time of the device, the kernel that took longest, lines on all its work). device: sorted by
     start."""
-    busy, gaps, until, last = 0.0, [], device[0]["ts"], device[0]
+    busy_time, gaps, until, last = 0.0, [], device[0]["ts"], device[0]
     for each in device:
         end = each["ts"] + each["dur"]
         if each["ts"] > until:
             gaps.append((each["ts"] - until, last["name"], each["name"]))
-        busy += max(0.0, end - max(until, each["ts"]))
+        busy_time += max(0.0, end - max(until, each["ts"]))
         if end >= until:
             until, last = end, each
     span = until - device[0]["ts"]
-    idle = f"device: {_time(span / calls)} a call, idle for {100 * (1 - busy / max(span, 1e-9)):.1f} % of it"
+    idle = f"device: {_time(span / calls)} a call, idle for {100 * (1 - busy_time / max(span, 1e-9)):.1f} % of it"
     lines = [idle]
     for gap, before, after in sorted(gaps, reverse=True)[:3]:
         lines.append(f"  idle for {_time(gap)} between {_short(before)} and {_short(after)}")
@@ -101,7 +101,7 @@ def _on_device(device: Sequence[Event], calls: int) -> tuple[str, str, list[str]
             kernels[each["name"]].append(each)
     lines.append(f"kernels: {sum(map(len, kernels.values())) / calls:g} a call, of {len(kernels)} kinds")
     shown = []
-    for name, those in _most(kernels, lambda those: sum(each["dur"] for each in those)):
+    for name, those in _largest(kernels, lambda those: sum(each["dur"] for each in those)):
         found, took = those[0].get("args", {}), sum(each["dur"] for each in those)
         known = [f"{label} {found[key]}" for label, key in (
             ("grid", "grid"), ("block", "block"), ("registers", "registers per thread"),
@@ -114,14 +114,14 @@ def _on_device(device: Sequence[Event], calls: int) -> tuple[str, str, list[str]
     for each in device:
         if each["cat"] != "kernel":
             copies[each["name"]].append(each)
-    for name, those in _most(copies, lambda those: sum(each["dur"] for each in those)):
+    for name, those in _largest(copies, lambda those: sum(each["dur"] for each in those)):
         size = sum(each.get("args", {}).get("bytes", 0) for each in those)
         lines.append(f"copies: {len(those) / calls:g} a call, {1e-6 * size / calls:.4g} MB, "
                      f"{_time(sum(each['dur'] for each in those) / calls)}: {name}")  # fmt: skip
     return idle, shown[0] if shown else "no kernels", lines
 
 
-def _waits(host: Sequence[Event], calls: int, gpu: bool) -> tuple[str, list[str]]:
+def _host_waits(host: Sequence[Event], calls: int, gpu: bool) -> tuple[str, list[str]]:
     """Returns (how often and how long the host waited, lines on where)."""
     waits = [each for each in host if (WAITS.match(each["name"]) if gpu else each["name"] == SCALAR)]
     microseconds = sum(each["dur"] for each in waits)
@@ -139,7 +139,7 @@ def _waits(host: Sequence[Event], calls: int, gpu: bool) -> tuple[str, list[str]
         place = f", {line}" if line else ""
         by_place[f"{each['name']} in {operator}{place}"].append(each)
     lines = [f"waits: {said}"]
-    for name, those in _most(by_place, len):
+    for name, those in _largest(by_place, len):
         lines.append(f"  {len(those) / calls:g} a call, {_time(sum(each['dur'] for each in those) / calls)}: {name}")
     return said, lines
 
@@ -158,12 +158,12 @@ def _own_times(host: Sequence[Event], calls: int) -> list[str]:
         own[each["name"]] += each["dur"]
         number[each["name"]] += 1
         outer.append(each)
-    most = own.most_common(SHOWN)
+    most = own.most_common(MAX_LINES)
     return [f"  {_time(took / calls)} a call in {number[name] / calls:g}: {name}" for name, took in most]
 
 
-def _most(found: dict[str, list[Event]], by: Callable[[list[Event]], float]) -> Iterator[tuple[str, list[Event]]]:
-    for name in sorted(found, key=lambda name: by(found[name]), reverse=True)[:SHOWN]:
+def _largest(found: dict[str, list[Event]], by: Callable[[list[Event]], float]) -> Iterator[tuple[str, list[Event]]]:
+    for name in sorted(found, key=lambda name: by(found[name]), reverse=True)[:MAX_LINES]:
         yield name, found[name]
 
 

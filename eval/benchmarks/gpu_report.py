@@ -65,8 +65,8 @@ class Report:
             text = _table(self._about, rows, profiles, longest)
             if len(text) <= TABLE_CHARACTERS:
                 return text
-        told = sorted((row for row in rows if row.failed or row.missed), key=lambda row: not row.failed)
-        lines = _table(self._about, told, profiles, 30).splitlines()
+        most_important = sorted((row for row in rows if row.failed or row.missed), key=lambda row: not row.failed)
+        lines = _table(self._about, most_important, profiles, 30).splitlines()
         while sum(map(len, lines)) + len(lines) > TABLE_CHARACTERS:
             del lines[-2]
         return "\n".join([*lines[:-1], f"and more: {len(rows)} rows in all, of which {lines[-1].partition(': ')[2]}"])
@@ -74,7 +74,7 @@ class Report:
 
 def _table(about: Sequence[str], rows: Sequence[Row], profiles: Sequence[Profile], longest: int) -> str:
     lines = ["== in short", *(line[:160] for line in about)]
-    lines += [f"{each.case}: {each.what}: {' | '.join(each.telling)}"[: 160 + 2 * longest] for each in profiles]
+    lines += [f"{each.case}: {each.what}: {' | '.join(each.main_results)}"[: 160 + 2 * longest] for each in profiles]
     case = ""
     for row in rows:
         if row.case == "tests" and row.value is not None and not row.missed:

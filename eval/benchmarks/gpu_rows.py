@@ -62,7 +62,7 @@ def failure(case: str, what: str, error: BaseException) -> Row:
     return Row(case, what, None, note=f"failed: {type(error).__name__}: {' '.join(str(error).split())[-300:]}")
 
 
-def kept(case: str, what: str, rows: Iterator[Row]) -> Iterator[Row]:
+def with_failures(case: str, what: str, rows: Iterator[Row]) -> Iterator[Row]:
     """Yields these rows; an error ends them with a row that says why, so that later rows can still be measured."""
     try:
         yield from rows

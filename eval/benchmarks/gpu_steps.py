@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from gpu_profiles import Profile, told, trace_of
+from gpu_profiles import Profile, summarize, trace_of
 from gpu_rows import Row, failure, milliseconds, on_gpu
 
 VOCABULARY, PLACES = 50257, 1024
@@ -72,7 +72,7 @@ def wrapper(tiny: bool) -> Iterator[Row]:
     initialize_dist(backend="nccl" if gpu and dist.is_nccl_available() else "gloo")
     for what, make, precision in _wrapped_cases(tiny, gpu):
         try:
-            yield _beside(make, precision, what, tiny, gpu)
+            yield _compare(make, precision, what, tiny, gpu)
         except Exception as error:  # the figures of the other models still count
             yield failure("wrapper", what, error)
 
@@ -96,11 +96,13 @@ def profile_wrapper(whats: Sequence[str], tiny: bool) -> Iterator[Profile]:
     initialize_dist(backend="nccl" if gpu and dist.is_nccl_available() else "gloo")
     for what, make, precision in _wrapped_cases(tiny, gpu):
         if what in whats:
-            for way, step in _ways(make, precision, gpu).items():
-                yield told(trace_of(step), "wrapper", f"{what}: {way}")
+            for way, step in _step_functions(make, precision, gpu).items():
+                yield summarize(trace_of(step), "wrapper", f"{what}: {way}")
 
 
-def _ways(make: Callable[[], tuple[Any, Any, Any]], precision: str, gpu: bool) -> dict[str, Callable[[], None]]:
+def _step_functions(
+    make: Callable[[], tuple[Any, Any, Any]], precision: str, gpu: bool
+) -> dict[str, Callable[[], None]]:
     """Returns functions that make a step alone, and the same step with the wrapper."""
     import torch
 
@@ -131,11 +133,11 @@ def _ways(make: Callable[[], tuple[Any, Any, Any]], precision: str, gpu: bool) -
     return {"alone": partial(step, alone, own, scalers[0]), "wrapped": partial(step, wrapped, None, scalers[1])}
 
 
-def _beside(make: Callable[[], tuple[Any, Any, Any]], precision: str, what: str, tiny: bool, gpu: bool) -> Row:
+def _compare(make: Callable[[], tuple[Any, Any, Any]], precision: str, what: str, tiny: bool, gpu: bool) -> Row:
     import torch
 
     steps, turns = (2, 2) if tiny else (5, 7)
-    ways = _ways(make, precision, gpu)
+    ways = _step_functions(make, precision, gpu)
     times: dict[str, list[float]] = {way: [] for way in ways}
     for turn in range(turns + 1):  # the first turn is not counted
         for way, step in ways.items():

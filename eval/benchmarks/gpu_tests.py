@@ -101,17 +101,17 @@ def rows_of(name: str, text: str, ended: int | None, seconds: float) -> Iterator
     skipped, passed = outcomes.count("SKIPPED"), outcomes.count("PASSED")
     note = f"{seconds:.0f} s" + (f", {skipped} skipped" if skipped else "")
     yield Row("tests", f"{name}: passed", passed, "", asked=f"= {len(outcomes) - skipped}", note=note)
-    told = False
+    has_summary = False
     for line in lines:
         if match := re.match(r"(FAILED|ERROR) (\S+?::.+?)(?: - (.*))?$", line):
-            told = True
+            has_summary = True
             yield Row("tests", match[2].rpartition("/")[2][:58], None, note=f"failed: {(match[3] or match[1])[:300]}")
         elif match := re.match(r"SKIPPED \[(\d+)\] (\S+?):? (.*)$", line):
             yield Row("tests", f"{name}: {match[1]} skipped", None, note=f"absent: {match[3]}")
     if ended in (0, 1, 5):  # 0: all passed; 1: some failed; 5: none is marked gpu
         return
     for match in filter(None, map(_DONE.match, lines)):
-        if match[2] in ("FAILED", "ERROR") and not told:  # the summary is missing
+        if match[2] in ("FAILED", "ERROR") and not has_summary:  # the summary is missing
             yield Row("tests", match[1].rpartition("/")[2][:58], None, note=f"failed: {match[2]}")
     last = next((line for line in reversed(lines) if "::" in line and not _DONE.match(line)), "before a test began")
     how = "stopped at its limit" if ended is None else f"failed: pytest ended with {ended}"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from gpu_profiles import Profile, told, trace_of
+from gpu_profiles import Profile, summarize, trace_of
 from gpu_rows import Row, on_gpu
 
 CONFIG = str(Path(__file__).resolve().parents[2] / "configs" / "quickstart.yaml")
@@ -27,7 +27,7 @@ def host(tiny: bool) -> Iterator[Row]:
         step_all(_nodes(rule, 1, gpu))  # waits while libraries are loaded do not belong to a round
         for length in (4, 8):
             nodes = _nodes(rule, length, gpu)
-            counts.append(_waits(lambda nodes=nodes: step_all(nodes), gpu))  # type: ignore[misc]
+            counts.append(_count_waits(lambda nodes=nodes: step_all(nodes), gpu))  # type: ignore[misc]
         what = WHAT + rule
         if not all(counts):
             yield Row("host", what, None, note="absent: torch's profiler sees no calls of CUDA here")
@@ -55,10 +55,10 @@ def profile_host(whats: Sequence[str], _tiny: bool) -> Iterator[Profile]:
     for what in whats:
         nodes = _nodes(what.removeprefix(WHAT), 8, on_gpu())
         trace = trace_of(lambda nodes=nodes: step_all(nodes), stacks=True, calls=1, warm=0)  # type: ignore[misc]
-        yield told(trace, "host", f"{what}: {NODES} nodes, 8 rounds")
+        yield summarize(trace, "host", f"{what}: {NODES} nodes, 8 rounds")
 
 
-def _waits(work: Callable[[], object], gpu: bool) -> int:
+def _count_waits(work: Callable[[], object], gpu: bool) -> int:
     """Returns how often the host waits for the GPU in work(), including a final synchronization; 0 if nothing can count
     that. On the CPU: how often it reads a scalar."""
     import torch

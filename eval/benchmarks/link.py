@@ -35,7 +35,7 @@ SMALL = 1024
 MEBIBYTE = 1 << 20
 
 
-def both(work: Callable[[int, Connection], object]) -> list[object]:
+def run_pair(work: Callable[[int, Connection], object]) -> list[object]:
     """Runs work(uid, pipe to the other process) in two forked processes and returns their results."""
     pipes, here = Pipe(), [Pipe(), Pipe()]
     pids = []
@@ -60,7 +60,7 @@ def both(work: Callable[[int, Connection], object]) -> list[object]:
             os.waitpid(pid, 0)
 
 
-def raw_stream(size: int, uid: int, pipe: Connection) -> list[float]:
+def raw_stream_seconds(size: int, uid: int, pipe: Connection) -> list[float]:
     """Returns the seconds for 100 MB in messages of `size` bytes, per repetition, measured by the sender until the
     answer."""
     context, times = zmq.Context(), []
@@ -214,26 +214,26 @@ def main() -> None:
         folder = Path(name)
         write_keys(folder / "keys", range(2))
         size = 4e-9 * ELEMENTS
-        streams = [both(partial(raw_stream, chunk))[0] for chunk in (MEBIBYTE, 4 * MEBIBYTE)]
+        streams = [run_pair(partial(raw_stream_seconds, chunk))[0] for chunk in (MEBIBYTE, 4 * MEBIBYTE)]
         raw = size / min(statistics.median(times) for times in streams)  # type: ignore[type-var]
-        bare = 1e6 * statistics.median(both(raw_pingpong)[0])  # type: ignore[type-var]
-        local = 1e3 * statistics.median(both(copy_and_axpy)[1])  # type: ignore[type-var]
+        bare = 1e6 * statistics.median(run_pair(raw_pingpong)[0])  # type: ignore[type-var]
+        local = 1e3 * statistics.median(run_pair(copy_and_axpy)[1])  # type: ignore[type-var]
         plain = 0.0
         for way, asked in (
             ("tcp", ">= 0.8"), ("unchecked", "-"), ("ipc", "-"), ("tcp+curve", "-"), ("tcp+aes-gcm", "-"),
         ):
             MIX = False
-            seconds = statistics.median(both(Edge(way, ELEMENTS, folder).stream)[0])  # type: ignore[type-var]
+            seconds = statistics.median(run_pair(Edge(way, ELEMENTS, folder).stream)[0])  # type: ignore[type-var]
             speed = size / seconds
             plain = plain or speed
             what = "tcp without checksums" if way == "unchecked" else way
             say(f"100 MB, one edge, {what}", speed, "GB/s", raw, "raw pyzmq stream (tcp)", speed / raw, asked)
         say("100 MB, aes-gcm against plain", speed, "GB/s", plain, "plain tcp above", speed / plain, ">= 0.75")
         MIX = True
-        mixed = 1e3 * statistics.median(both(Edge("shared_memory", ELEMENTS, folder).stream)[0])  # type: ignore[type-var]
+        mixed = 1e3 * statistics.median(run_pair(Edge("shared_memory", ELEMENTS, folder).stream)[0])  # type: ignore[type-var]
         say("100 MB, shared memory, publish + mix", mixed, "ms", local, "copy + axpy", local / mixed, ">= 0.8")
         for way, asked in (("tcp", "<= 2"), ("ipc", "-"), ("shared_memory", "-")):
-            half = 1e6 * statistics.median(both(Edge(way, SMALL, folder).pingpong)[0])  # type: ignore[type-var]
+            half = 1e6 * statistics.median(run_pair(Edge(way, SMALL, folder).pingpong)[0])  # type: ignore[type-var]
             say(f"4 KB half round trip, {way}", half, "us", bare, "raw DEALER-ROUTER (tcp)", half / bare, asked)
     if options.json:
         print(json.dumps({"machine": machine(), "ceilings": ceilings, "rows": rows}, indent=1))

@@ -76,7 +76,7 @@ def launch(
             raise SystemExit(f"a machine ended with {process.returncode}:\n{output}")
 
 
-def turn(where: list[tuple[str, str]], overrides: list[str]) -> dict[str, float]:
+def run_once(where: list[tuple[str, str]], overrides: list[str]) -> dict[str, float]:
     """Runs one node on each host. Returns medians over its rounds, without the first two."""
     with tempfile.TemporaryDirectory() as folder:
         addresses = ", ".join(address for _, address in where)
@@ -109,7 +109,7 @@ def main() -> None:
         for _ in range(options.repeats):
             apart.append(1e3 * separate_seconds([*common, *alone], 2, 4))
             for name, overrides in SCHEDULES.items():
-                found[name].append(turn(where, [*common, *overrides]))
+                found[name].append(run_once(where, [*common, *overrides]))
     steps, link = statistics.median(apart), 8 * size / options.gbit
     best = max(steps, link)
     print(f"model {size:.0f} MB; link {options.gbit:g} Gbit/s each way: {link:.0f} ms per model; "

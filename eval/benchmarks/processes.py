@@ -30,7 +30,7 @@ from decentnode import clock
 from decentnode.launch.children.forkserver import MALLOC
 
 
-def bare(first: str, count: str, seconds: str, *overrides: str) -> None:
+def run_bare_steps(first: str, count: str, seconds: str, *overrides: str) -> None:
     """Waits for a line on standard input, then prints the CPU seconds per local step of `count` nodes that are stepped
     in turn. The main function of a process of its own."""
     torch.set_num_threads(1)
@@ -66,7 +66,7 @@ def bare_seconds(overrides: list[str], nodes: int, seconds: float) -> float:
     return sum(found) / len(found)
 
 
-def status(folder: Path) -> list[dict[str, int]]:
+def read_status(folder: Path) -> list[dict[str, int]]:
     """Returns the status file of every node."""
     found = []
     for path in folder.glob("*/latest/nodes/*/status.json"):
@@ -75,17 +75,17 @@ def status(folder: Path) -> list[dict[str, int]]:
     return found
 
 
-def look(folder: Path) -> tuple[float, int]:
+def cpu_and_rounds(folder: Path) -> tuple[float, int]:
     """Returns (CPU seconds of all node processes, rounds of all nodes) so far."""
-    pids = {node["pid"] for node in status(folder)}
+    pids = {node["pid"] for node in read_status(folder)}
     seconds = sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids)
     records = folder.glob("*/latest/nodes/*/metrics.jsonl")  # status files are up to a second old
     return seconds, sum(path.read_bytes().count(b'"kind":"round"') for path in records)
 
 
-def sizes(folder: Path, nodes: int) -> str:
+def sizes_text(folder: Path, nodes: int) -> str:
     """Returns memory, threads and files per node, as text."""
-    pids = {node["pid"] for node in status(folder)}
+    pids = {node["pid"] for node in read_status(folder)}
     lines = [line for pid in pids for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()]
     pss = sum(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 1024
     threads = sum(psutil.Process(pid).num_threads() for pid in pids)
@@ -100,14 +100,14 @@ def measure(overrides: list[str], nodes: int, each: str, seconds: float) -> None
         command = [sys.executable, "-m", "decentnode", "run", str(CONFIG), "--run-dir", name, "--plain", *sets]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         folder = Path(name)
-        while len(found := status(folder)) < nodes or sum(node["round"] for node in found) < 2 * nodes:
+        while len(found := read_status(folder)) < nodes or sum(node["round"] for node in found) < 2 * nodes:
             time.sleep(1)
             if process.poll() is not None:
                 raise SystemExit(process.communicate()[0])
-        cpu, rounds = look(folder)
+        cpu, rounds = cpu_and_rounds(folder)
         time.sleep(seconds)
-        later, more = look(folder)
-        held = sizes(folder, nodes)
+        later, more = cpu_and_rounds(folder)
+        held = sizes_text(folder, nodes)
         process.send_signal(signal.SIGINT)
         output, _ = process.communicate()
     start = next((line.split(", ")[1] for line in output.splitlines() if "all connected" in line), "?")
@@ -129,6 +129,6 @@ def main(nodes: int = 64, seconds: float = 30.0, *each: str) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["bare"]:
-        bare(*sys.argv[2:])
+        run_bare_steps(*sys.argv[2:])
     else:
         main(*(int(each) for each in sys.argv[1:2]), *(float(each) for each in sys.argv[2:3]), *sys.argv[3:])

@@ -47,7 +47,7 @@ class Scale:
         return self.nodes / self.round_seconds
 
 
-def look(root: psutil.Process, cpu: dict[int, float]) -> float:
+def sample_memory(root: psutil.Process, cpu: dict[int, float]) -> float:
     """Returns the proportional set size of a process and all its descendants in MB. Writes their CPU seconds so far to
     `cpu`, by process."""
     total = 0
@@ -68,7 +68,7 @@ def run(config: Path, more: Sequence[str]) -> Scale:
         process = subprocess.Popen(words, stdout=subprocess.DEVNULL)
         root, peak = psutil.Process(process.pid), 0.0
         while process.poll() is None:
-            peak = max(peak, look(root, cpu))
+            peak = max(peak, sample_memory(root, cpu))
             time.sleep(0.5)
         seconds = time.perf_counter() - started
         if process.returncode:

@@ -87,8 +87,8 @@ class Engine:
         exchange.begin(at, 0.05)
         plan = exchange._planned()[0][0]
         with torch.no_grad():
-            mixing = rate(lambda: plan(self.engine.population.rows), seconds)
-        return rate(lambda: self.engine.steps.run(at), seconds), mixing
+            mixing = mean_cost(lambda: plan(self.engine.population.rows), seconds)
+        return mean_cost(lambda: self.engine.steps.run(at), seconds), mixing
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def cpu_seconds() -> float:
     return sum(sum(each.cpu_times()[:2]) for each in (own, *own.children(recursive=True)))
 
 
-def rate(work: Callable[[], object], seconds: float) -> Cost:
+def mean_cost(work: Callable[[], object], seconds: float) -> Cost:
     """Returns the mean cost of `work`, called repeatedly for `seconds`."""
     work()
     count, started, before = 0, time.perf_counter(), cpu_seconds()
@@ -163,7 +163,7 @@ def bare_share(case: str, nodes: int, seconds: float, ready: Any, results: Any) 
 
     work()
     ready.wait(120)
-    found = rate(work, seconds)
+    found = mean_cost(work, seconds)
     results.put((found.seconds, found.cpu))
 
 
@@ -200,12 +200,12 @@ def measure(case: str, turns: int, seconds: float, paths: Mapping[str, str]) -> 
         engine, loop = Engine(case, Path(folder)), vmap_loop(case)
         found: dict[str, list[Cost]] = {name: [] for name in ("engine", "steps", "W X", "vmap", "bare", *PEERS)}
         for _ in range(turns):
-            found["engine"].append(rate(engine.round, seconds))
+            found["engine"].append(mean_cost(engine.round, seconds))
             for name, each in zip(("steps", "W X"), engine.parts(seconds / 2), strict=True):
                 found[name].append(each)
             if loop is not None:
                 torch.set_num_threads(cores())
-                found["vmap"].append(rate(loop, seconds))
+                found["vmap"].append(mean_cost(loop, seconds))
             found["bare"].append(bare_cost(case, seconds))
             for name, path in paths.items():
                 if path and case in PEERS[name][0]:

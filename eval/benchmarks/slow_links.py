@@ -68,7 +68,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "every 8, largest 2 %": {"sharing": {"name": "choco", "fraction": 0.02, "every": 8}},
 }  # fmt: skip
 """Variants of training; "alone" exchanges nothing. Those without a `sharing` are torch's."""
-AHEAD = 4
+MAX_AHEAD = 4
 """The most steps by which ranks are apart, in multiples of those between two exchanges."""
 BURST = "64kb"
 
@@ -161,7 +161,7 @@ def train(way: str, rank: int, ranks: int, seconds: float, hidden: int, folder: 
             kept.append((now, step, torch.cat([p.detach().flatten() for p in module.parameters()])))
         if rank == 0 and now > seconds and stop[0] == np.iinfo(np.int64).max:
             sharing, every = WAYS[way].get("sharing"), WAYS[way].get("averaged", 1)
-            stop[0] = step + AHEAD * (sharing.get("every", 1) if isinstance(sharing, dict) else every)
+            stop[0] = step + MAX_AHEAD * (sharing.get("every", 1) if isinstance(sharing, dict) else every)
     took = time.perf_counter() - began
     np.savez(folder / f"{rank}.npz", times=[each[0] for each in kept], steps=[each[1] for each in kept],
              models=torch.stack([each[2] for each in kept]).numpy(), took=took, step=step,
@@ -171,7 +171,7 @@ def train(way: str, rank: int, ranks: int, seconds: float, hidden: int, folder: 
 
 
 @dataclass
-class Found:
+class VariantResult:
     """The results of one variant of training."""
 
     step_seconds: float
@@ -186,7 +186,7 @@ class Found:
         return next(((seconds, steps) for seconds, steps, accuracy, _ in self.curve if accuracy >= target), never)
 
 
-def judge(hidden: int) -> Callable[[np.ndarray], float]:
+def accuracy_function(hidden: int) -> Callable[[np.ndarray], float]:
     _, _, images, labels = digits()
     module = network(hidden)
 
@@ -198,7 +198,9 @@ def judge(hidden: int) -> Callable[[np.ndarray], float]:
     return measured
 
 
-def turn(way: str, where: list[tuple[str, str, str]], options: argparse.Namespace, port: int) -> Found:
+def train_all_ranks(
+    way: str, where: list[tuple[str, str, str]], options: argparse.Namespace, port: int
+) -> VariantResult:
     """Trains all ranks with one variant. Blocking. Raises SystemExit if a rank fails."""
     ranks = len(where)
     with tempfile.TemporaryDirectory() as text:
@@ -227,14 +229,14 @@ def turn(way: str, where: list[tuple[str, str, str]], options: argparse.Namespac
                 process.kill()
                 process.wait()
         files = [np.load(folder / f"{rank}.npz") for rank in range(ranks)]
-        measured, curve = judge(options.hidden), []
+        measured, curve = accuracy_function(options.hidden), []
         for number in range(min(len(file["steps"]) for file in files)):
             models = np.stack([file["models"][number] for file in files])
             curve.append((max(float(file["times"][number]) for file in files), int(files[0]["steps"][number]),
                           measured(models.mean(0)), min(map(measured, models))))  # fmt: skip
         seconds = statistics.mean(float(file["took"]) / int(file["step"]) for file in files)
         sent = statistics.mean(float(file["sent"]) / int(file["step"]) for file in files)
-        return Found(seconds, sent, curve)
+        return VariantResult(seconds, sent, curve)
 
 
 def main() -> None:
@@ -269,7 +271,7 @@ def main() -> None:
         first = float("nan")
         with distant_hosts(rates, options.latency / 1e3) if options.latency else hosts(rates) as where:
             for number, way in enumerate(options.ways):
-                found = turn(way, where, options, 20000 + (os.getpid() + number) % 20000)
+                found = train_all_ranks(way, where, options, 20000 + (os.getpid() + number) % 20000)
                 until, steps = found.until(options.target)
                 first = until if way == "DDP" else first
                 _, _, accuracy, worst = found.curve[-1]

@@ -46,7 +46,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Reached:
+class PointResult:
     """Main metric of the task as a fraction (.5 is 50 %), MB of 10^6 bytes that one node sent, CPU seconds of the whole
     run (all nodes in one thread), which other programs on the machine change little."""
 
@@ -57,7 +57,7 @@ class Reached:
     seconds: float
 
 
-def run(point: Point) -> Reached:
+def run(point: Point) -> PointResult:
     """Makes a run. Blocking; in a process of its own."""
     import torch
 
@@ -73,7 +73,8 @@ def run(point: Point) -> Reached:
     metric = experiment.make_task().metrics[0].name
     sent = statistics.fmean(float(each["bytes_data"]) + float(each["bytes_metadata"])
                             for each in (node.figures() for node in nodes))  # fmt: skip
-    return Reached(metric, float(figures[f"{metric}_mean"]), float(figures[f"{metric}_merged"]), sent / 1e6, seconds)
+    local, merged = float(figures[f"{metric}_mean"]), float(figures[f"{metric}_merged"])
+    return PointResult(metric, local, merged, sent / 1e6, seconds)
 
 
 def centralized(point: Point) -> Point:
@@ -97,13 +98,13 @@ def untrained(point: Point, metric: str) -> float:
         samples = data.of(uid)
         train.append(np.asarray(samples.train.targets))  # type: ignore[union-attr]
         test.append(np.asarray(samples.test.targets))  # type: ignore[union-attr]
-    known, asked = np.concatenate(train), np.concatenate(test)
+    train_targets, test_targets = np.concatenate(train), np.concatenate(test)
     if metric == "rmse":
-        return float(np.sqrt(np.mean((asked - known.mean()) ** 2)))
-    counts = np.bincount(known, minlength=int(asked.max()) + 1)
+        return float(np.sqrt(np.mean((test_targets - train_targets.mean()) ** 2)))
+    counts = np.bincount(train_targets, minlength=int(test_targets.max()) + 1)
     if metric == "perplexity":
-        return float(np.exp(-np.mean(np.log((counts[asked] + 1) / (counts + 1).sum()))))
-    return float(np.mean(asked == counts.argmax()))
+        return float(np.exp(-np.mean(np.log((counts[test_targets] + 1) / (counts + 1).sum()))))
+    return float(np.mean(test_targets == counts.argmax()))
 
 
 class Store:
@@ -112,30 +113,30 @@ class Store:
     def __init__(self, commit: str) -> None:
         self.path = STORE / "points.jsonl"
         self.commit = commit
-        self.found: dict[str, Reached] = {}
+        self.found: dict[str, PointResult] = {}
         if self.path.exists():
             for line in self.path.read_text().splitlines():
                 row = json.loads(line)
                 if row.pop("commit") == commit:
                     key = row.pop("point")
-                    self.found[key] = Reached(**row)
+                    self.found[key] = PointResult(**row)
 
-    def keep(self, point: Point, reached: Reached) -> None:
+    def append(self, point: Point, reached: PointResult) -> None:
         self.found[point.key] = reached
         with self.path.open("a") as file:
             file.write(json.dumps({"commit": self.commit, "point": point.key, **asdict(reached)}) + "\n")
 
 
-def reach(points: Sequence[Point], store: Store) -> dict[Point, Reached]:
+def run_points(points: Sequence[Point], store: Store) -> dict[Point, PointResult]:
     """Returns the results of all points, from the store if it has them. Blocking; prints a line per point."""
     todo = [point for point in dict.fromkeys(points) if point.key not in store.found]
     started = time.monotonic()
     with workers(cores(), max_tasks_per_child=1) as pool:
-        futures: list[tuple[Point, Future[Reached]]] = [(point, pool.submit(run, point)) for point in todo]
+        futures: list[tuple[Point, Future[PointResult]]] = [(point, pool.submit(run, point)) for point in todo]
         try:
             for done, (point, future) in enumerate(futures, 1):
                 reached = future.result()
-                store.keep(point, reached)
+                store.append(point, reached)
                 left = (time.monotonic() - started) / done * (len(todo) - done)
                 figures = f"{reached.metric} {reached.local:.4f}, merged {reached.merged:.4f}"
                 print(f"{done}/{len(todo)}  {point.key}: {figures}; about {left / 60:.0f} min left", file=sys.stderr)
@@ -158,7 +159,7 @@ def cifar_table(folder: Path, seeds: int, more: Sequence[str], store: Store) -> 
             points[arm, partition] = [Point(f"cifar_{arm}", (where, f"data.partition={section}", f"seed={seed}", *more))
                                       for seed in range(1, seeds + 1)]  # fmt: skip
     points["central", "-"] = [Point("cifar_central", (where, f"seed={seed}", *more)) for seed in range(1, seeds + 1)]
-    found = reach([point for each in points.values() for point in each], store)
+    found = run_points([point for each in points.values() for point in each], store)
     rows = [["partition", "rule", "local %", "merged %", "MB per node", "CPU s"]]
     for (arm, partition), each in points.items():
         reached = [found[point] for point in each]
@@ -171,19 +172,19 @@ def cifar_table(folder: Path, seeds: int, more: Sequence[str], store: Store) -> 
 
 
 IMAGE = 3073  # bytes of a label and an image in CIFAR-10's binary files
-JUDGES = 5_000
+MIN_TEST_IMAGES = 5_000
 
 
 def with_enough_tests(folder: Path) -> Path:
     """Returns a folder with at least JUDGES test images: `folder`, or one with the same images, of which the last
     JUDGES are for testing. With 2,000, two equally good models differ by more than a point by chance alone."""
     test = folder / "test_batch.bin"
-    if test.stat().st_size >= JUDGES * IMAGE:
+    if test.stat().st_size >= MIN_TEST_IMAGES * IMAGE:
         return folder
     images = (folder / "data_batch_1.bin").read_bytes() + test.read_bytes()
     other = STORE / "data" / "cifar-10-more-tests"
     other.mkdir(parents=True, exist_ok=True)
-    border = len(images) - JUDGES * IMAGE
+    border = len(images) - MIN_TEST_IMAGES * IMAGE
     (other / "data_batch_1.bin").write_bytes(images[:border])
     (other / "test_batch.bin").write_bytes(images[border:])
     return other
@@ -201,7 +202,7 @@ def paired_table(folder: Path, seeds: int, more: Sequence[str], store: Store) ->
     iid = f"data.partition={PARTITIONS['iid']}"
     pairs = [(Point("cifar_every_step", (where, iid, f"seed={seed}", *more)),
               Point("cifar_central", (where, f"seed={seed}", *more))) for seed in range(1, seeds + 1)]  # fmt: skip
-    found = reach([point for pair in pairs for point in pair], store)
+    found = run_points([point for pair in pairs for point in pair], store)
     rows = [["seed", "merged %", "centralized %", "difference"]]
     merged, alone = ({seed: 100 * found[pair[side]].merged for seed, pair in enumerate(pairs, 1)} for side in (0, 1))
     rows += [[str(seed), f"{merged[seed]:.2f}", f"{alone[seed]:.2f}", f"{merged[seed] - alone[seed]:+.2f}"]
@@ -220,7 +221,7 @@ def tasks_table(folders: dict[str, Path], seeds: int, more: Sequence[str], store
         points[name] = [Point(name, (f"data.folder={folder}", *images, f"seed={seed}", *more))
                         for seed in range(1, seeds + 1)]  # fmt: skip
         alone[name] = [centralized(point) for point in points[name]]
-    found = reach([point for each in (*points.values(), *alone.values()) for point in each], store)
+    found = run_points([point for each in (*points.values(), *alone.values()) for point in each], store)
     rows = [["task", "metric", "without learning", "local", "merged", "centralized", "MB per node", "CPU s"]]
     for name, each in points.items():
         reached = [found[point] for point in each]
@@ -248,7 +249,7 @@ def write(name: str, rows: list[list[str]], options: str) -> None:
     print(f"\n{name}\n{table}\n{made}", flush=True)
 
 
-def made_data(given: Path | None) -> dict[str, Path]:
+def generated_data(given: Path | None) -> dict[str, Path]:
     """Returns the folders of the tasks' files, which are generated once."""
     folder = STORE / "data"
     plays = given / "tinyshakespeare" / "input.txt" if given else None
@@ -274,7 +275,7 @@ def main() -> None:
     options = f" with {given.rounds} rounds" if given.rounds else ""
     cifar = (given.data or STORE / "data") / "cifar-10-batches-bin"
     if given.only in (None, "tasks"):
-        write("tasks", tasks_table(made_data(given.data), given.seeds, more, store), options)
+        write("tasks", tasks_table(generated_data(given.data), given.seeds, more, store), options)
     if given.only != "tasks" and not cifar.exists():
         raise SystemExit(f"the tables of CIFAR-10 are left out: no {cifar}; see --data")
     if given.only in (None, "cifar"):
