@@ -15,9 +15,9 @@ from decentnode.launch.children.messages import Request
 @click.option("--join", is_flag=True,
               help="The run is in progress: ask it to let this machine's nodes in (needs missing: "
                    "regroup).")  # fmt: skip
-@start.watched
-@start.resuming
-@start.options
+@start.dashboard_options
+@start.resume_option
+@start.run_options
 @click.pass_context
 def command(
     ctx: click.Context, config: str, machine: str | None, join: bool, resume: str | None, overrides: tuple[str, ...],
@@ -25,9 +25,9 @@ def command(
     dashboard: bool, dashboard_port: int | None,
 ) -> None:
     """Run this machine's nodes of CONFIG; give the same command on every other machine."""
-    chosen = start.all_overrides(overrides, run_dir, name, seed)
-    given, resume = start.resumed(config, resume)
-    file, variables = start.config_of(given or config, start.environ())
-    request = Request(file, chosen, variables, machine, join=join, resume=resume)
+    assignments = start.all_overrides(overrides, run_dir, name, seed)
+    resume_config, resume = start.config_and_resume(config, resume)
+    file, variables = start.config_of(resume_config or config, start.environ())
+    request = Request(file, assignments, variables, machine, join=join, resume=resume)
     ctx.exit(start.start(request, plain=plain, quiet=quiet, as_json=as_json,
-                         page=start.page_of(dashboard, dashboard_port)))  # fmt: skip
+                         page=start.dashboard_page(dashboard, dashboard_port)))  # fmt: skip

@@ -33,8 +33,8 @@ WARN_SECONDS = 0.5
 @click.option("--into", type=click.Path(path_type=Path), help="Run directory, shared with the other nodes.")
 @click.option("--join", is_flag=True,
               help="The run is in progress: ask it to let this node in (needs missing: regroup).")  # fmt: skip
-@start.resuming
-@start.options
+@start.resume_option
+@start.run_options
 @click.pass_context
 def command(
     ctx: click.Context, config: str, uid: int, into: Path | None, join: bool, resume: str | None,
@@ -42,24 +42,24 @@ def command(
     run_dir: str | None, name: str | None, seed: int | None, plain: bool, quiet: bool, as_json: bool,  # noqa: ARG001
 ) -> None:
     """Run node N of CONFIG in this process. Every node needs a port in the mapping (mapping.base_port)."""
-    started = clock.now() - start.since_start()
+    started = clock.now() - start.seconds_since_start()
     from decentnode.experiment import load
     from decentnode.launch.children.messages import Request, Task
     from decentnode.launch.nodes.node_process import Link, run_node
     from decentnode.launch.reporting.outcome import Durations, Ledger
     from decentnode.launch.supervising.prepare import facts as facts_of
 
-    chosen = start.all_overrides(overrides, run_dir, name, seed)
-    resume_config, resume = start.resumed(config, resume)
+    assignments = start.all_overrides(overrides, run_dir, name, seed)
+    resume_config, resume = start.config_and_resume(config, resume)
     config, variables = start.config_of(resume_config or config, start.environ())
-    experiment = load(config, chosen, variables)
+    experiment = load(config, assignments, variables)
     mapping = experiment.make_mapping()
     place = mapping.place(uid)
     portless = [u for u in range(mapping.num_nodes) if mapping.place(u).port is None]
     if portless:
         raise UsageError(f"`decentnode node` needs a port for every node, node {portless[0]} has none: set "
                          "mapping.base_port")
-    request = Request(config, chosen, variables, place.machine, join=join, resume=resume)
+    request = Request(config, assignments, variables, place.machine, join=join, resume=resume)
     facts = facts_of(experiment, request)
     if facts.finished:
         click.echo(facts.finished)

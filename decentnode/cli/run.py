@@ -11,9 +11,9 @@ from decentnode.launch.children.messages import Request
 @click.command()
 @click.argument("config", type=click.Path(), required=False)
 @click.option("--dry-run", is_flag=True, help="Build everything and do one round in one process; write no files.")
-@start.watched
-@start.resuming
-@start.options
+@start.dashboard_options
+@start.resume_option
+@start.run_options
 @click.pass_context
 def command(
     ctx: click.Context, config: str | None, dry_run: bool, resume: str | None, overrides: tuple[str, ...],
@@ -25,9 +25,9 @@ def command(
     CONFIG is an experiment's file, or the folder of a run, whose experiment is then run again in a new folder beside
     it.
     """
-    chosen = start.all_overrides(overrides, run_dir, name, seed)
-    config, resume = start.resumed(config, resume)
+    assignments = start.all_overrides(overrides, run_dir, name, seed)
+    config, resume = start.config_and_resume(config, resume)
     file, variables = start.config_of(config or start.default_config(), start.environ())
-    request = Request(file, chosen, variables, in_process=dry_run, one_round=dry_run, resume=resume)
+    request = Request(file, assignments, variables, in_process=dry_run, one_round=dry_run, resume=resume)
     ctx.exit(start.start(request, plain=plain, quiet=quiet, as_json=as_json, dry_run=dry_run,
-                         page=start.page_of(dashboard, dashboard_port)))  # fmt: skip
+                         page=start.dashboard_page(dashboard, dashboard_port)))  # fmt: skip

@@ -11,8 +11,8 @@ from decentnode.launch.children.messages import Request
 @click.command()
 @click.argument("config", type=click.Path(), required=False)
 @click.option("--engine", type=click.Choice(["auto", "stepped", "batched"]), help="Same as --set simulate.engine=NAME.")
-@start.resuming
-@start.options
+@start.resume_option
+@start.run_options
 @click.pass_context
 def command(
     ctx: click.Context, config: str | None, engine: str | None, resume: str | None, overrides: tuple[str, ...],
@@ -23,10 +23,10 @@ def command(
     CONFIG is the same file as for `decentnode run`, also if it is for several machines: neighbors exchange models in
     memory, and the run's folder has the same files. The section `simulate` says how the nodes are computed.
     """
-    chosen = start.all_overrides(overrides, run_dir, name, seed)
+    assignments = start.all_overrides(overrides, run_dir, name, seed)
     if engine is not None:
-        chosen.append(f"simulate.engine={engine}")
-    config, resume = start.resumed(config, resume)
+        assignments.append(f"simulate.engine={engine}")
+    config, resume = start.config_and_resume(config, resume)
     file, variables = start.config_of(config or start.default_config(), start.environ())
-    request = Request(file, chosen, variables, in_process=True, simulate=True, resume=resume)
+    request = Request(file, assignments, variables, in_process=True, simulate=True, resume=resume)
     ctx.exit(start.start(request, plain=plain, quiet=quiet, as_json=as_json))

@@ -28,7 +28,7 @@ RESOLVED = "config.resolved.yaml"
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def since_start() -> float:
+def seconds_since_start() -> float:
     """Returns the seconds since this program was started by the shell, or by eval/run.sh once it has installed its
     environment.
 
@@ -55,7 +55,7 @@ def _process_age() -> float:
         return 0.0
 
 
-def options(function: F) -> F:
+def run_options(function: F) -> F:
     """Decorator: adds the options of every command that runs nodes."""
     for option in (
         click.option("--json", "as_json", is_flag=True,
@@ -72,7 +72,7 @@ def options(function: F) -> F:
     return function
 
 
-def watched(function: F) -> F:
+def dashboard_options(function: F) -> F:
     """Decorator: adds the options for a page that shows the run."""
     for option in (
         click.option("--dashboard-port", type=click.IntRange(0, 65535),
@@ -83,9 +83,9 @@ def watched(function: F) -> F:
     return function
 
 
-def page_of(wanted: bool, port: int | None) -> Child | None:
-    """Returns the page that the options of `watched` ask for; it is listening already. None without --dashboard. Raises
-    EnvironmentFault."""
+def dashboard_page(wanted: bool, port: int | None) -> Child | None:
+    """Returns the page that the options of `dashboard_options` ask for; it is listening already. Returns None without
+    --dashboard. Raises EnvironmentFault."""
     if not wanted:
         if port is not None:
             raise click.UsageError("--dashboard-port needs --dashboard")
@@ -95,14 +95,14 @@ def page_of(wanted: bool, port: int | None) -> Child | None:
     return Child("127.0.0.1", port)
 
 
-def resuming(function: F) -> F:
+def resume_option(function: F) -> F:
     """Decorator: adds the option --resume."""
     option = click.option("--resume", is_flag=False, flag_value="", default=None, metavar="[RUN]",
                           help="Continue from the checkpoints of RUN, or of the latest run of this name.")  # fmt: skip
     return option(function)
 
 
-def resumed(config: str | None, resume: str | None) -> tuple[str | None, str | None]:
+def config_and_resume(config: str | None, resume: str | None) -> tuple[str | None, str | None]:
     """Returns (config, run to resume) for the given arguments. Without CONFIG, the run's own config is used; a run
     given as CONFIG is the run to resume; a file given to --resume is the config."""
     if resume is None:
@@ -142,8 +142,8 @@ def config_of(given: str, variables: dict[str, str]) -> tuple[str, dict[str, str
 
     folder = resolve(given)
     refuse_script(folder)
-    home = home_of(folder)
-    return os.path.relpath(folder / RESOLVED), {} if home is None else {"DECENTNODE__RUN__DIR": str(home)}
+    runs_folder = home_of(folder)
+    return os.path.relpath(folder / RESOLVED), {} if runs_folder is None else {"DECENTNODE__RUN__DIR": str(runs_folder)}
 
 
 def environ() -> dict[str, str]:
@@ -151,7 +151,7 @@ def environ() -> dict[str, str]:
     return {key: value for key, value in os.environ.items() if key.startswith("DECENTNODE__")}
 
 
-def arguments(request: Request, without: str = "") -> list[str]:
+def set_arguments(request: Request, without: str = "") -> list[str]:
     """Returns --set arguments that change the same keys of the config as the request does, those changed by environment
     variables included.
 
@@ -163,7 +163,7 @@ def arguments(request: Request, without: str = "") -> list[str]:
     return [word for key, value in changes if key != without for word in ("--set", f"{key}={value}")]
 
 
-def again(request: Request, outcome: Outcome) -> list[str]:
+def suggested_arguments(request: Request, outcome: Outcome) -> list[str]:
     """Returns the arguments of the command that the user is most likely to give next.
 
     For a finished run: the same run with twice the rounds, resumed if it was resumed itself; after an early stop, the
@@ -174,23 +174,23 @@ def again(request: Request, outcome: Outcome) -> list[str]:
     from decentnode.launch.files.run_dir import has_checkpoint
 
     command = "simulate" if request.simulate else "run"
-    going_on = []
+    resume_arguments = []
     if outcome.run_dir is not None and (outcome.exit_code or request.resume is not None):
-        kept = has_checkpoint(outcome.run_dir, outcome.summary["num_nodes"])
-        going_on = [command, shown(outcome.run_dir), "--resume"] if kept else []
+        has_checkpoints = has_checkpoint(outcome.run_dir, outcome.summary["num_nodes"])
+        resume_arguments = [command, shown(outcome.run_dir), "--resume"] if has_checkpoints else []
     if outcome.exit_code:
-        return going_on
+        return resume_arguments
     if request.one_round:  # a dry run: suggest the run itself
-        return [command, *([] if request.config == default_config() else [request.config]), *arguments(request)]
+        return [command, *([] if request.config == default_config() else [request.config]), *set_arguments(request)]
     rounds = max(1, 2 * max(outcome.summary["rounds_planned"], outcome.summary.get("rounds") or 0))
-    if going_on and outcome.summary.get("ended") != "early_stop":
-        return [*going_on, "--set", f"node.rounds={rounds}"]
+    if resume_arguments and outcome.summary.get("ended") != "early_stop":
+        return [*resume_arguments, "--set", f"node.rounds={rounds}"]
     folder, name = os.path.split(request.config)
-    given = folder if name == RESOLVED and os.path.isdir(os.path.join(folder, "nodes")) else request.config
-    config = [] if request.config == default_config() else [given]
+    config_argument = folder if name == RESOLVED and os.path.isdir(os.path.join(folder, "nodes")) else request.config
+    config = [] if request.config == default_config() else [config_argument]
     if outcome.summary.get("ended") == "early_stop":
-        return [command, *config, *arguments(request, without="node.early_stop"), "--set", "node.early_stop=null"]
-    return [command, *config, *arguments(request, without="node.rounds"), "--set", f"node.rounds={rounds}"]
+        return [command, *config, *set_arguments(request, without="node.early_stop"), "--set", "node.early_stop=null"]
+    return [command, *config, *set_arguments(request, without="node.rounds"), "--set", f"node.rounds={rounds}"]
 
 
 def start(request: Request, *, plain: bool, quiet: bool, as_json: bool, dry_run: bool = False,
@@ -199,7 +199,7 @@ def start(request: Request, *, plain: bool, quiet: bool, as_json: bool, dry_run:
 
     page: shows the run while it is in progress.
     """
-    started = clock.now() - since_start()
+    started = clock.now() - seconds_since_start()
     from decentnode.launch.children import forkserver
 
     forkserver.start(request)  # imports torch while this process prepares the run
@@ -210,27 +210,27 @@ def start(request: Request, *, plain: bool, quiet: bool, as_json: bool, dry_run:
     result = Output(sys.stdout, sys.stderr)
     output = Output(sys.stderr) if as_json else result
     launcher = os.environ.get("DECENTNODE_LAUNCHER") or f"{program()} launch"
-    changes = shlex.join(arguments(request))
+    changes = shlex.join(set_arguments(request))
     share = " ".join(filter(None, [launcher, shlex.quote(request.config), changes, "--machine"]))
     live = False if plain else None
     observer = ConsoleObserver(output, started=started, share=share, live=live, quiet=quiet, page=page)
-    interrupted = signal.signal(signal.SIGINT, signal.SIG_IGN)  # `supervise` handles it; then ignored until `drain`
+    interrupted = signal.signal(signal.SIGINT, signal.SIG_IGN)  # `supervise` handles it; ignored after that
     try:
         outcome = supervise(
             request, observer, command=shlex.join([program(), *sys.argv[1:]]), started=started, dry_run=dry_run
         )
-        observer.finished(outcome, again(request, outcome))
+        observer.finished(outcome, suggested_arguments(request, outcome))
         if as_json:
             result.put(json.dumps(outcome.summary) + "\n", OutputKind.RESULT)
     finally:
         observer.end()
         if page is not None:
             page.close()
-        drain(interrupted, output, result)
+        wait_until_printed(interrupted, output, result)
     return outcome.exit_code
 
 
-def drain(interrupted: Any, *outputs: Output) -> None:
+def wait_until_printed(interrupted: Any, *outputs: Output) -> None:
     """Waits until everything is printed. Nothing runs any more, so the reader may take its time; Ctrl-C ends the wait
     with the command's own exit code.
 

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
                    "as `decentnode run` does.")  # fmt: skip
 @click.option("--again", is_flag=True, help="Also run points again that are already done.")
 @click.option("--every-model", is_flag=True, help="Keep the models of all nodes, not only the merged one.")
-@start.options
+@start.run_options
 @click.pass_context
 def command(
     ctx: click.Context, config: str | None, axes: tuple[str, ...], seeds: int | None, drawn: int | None,
@@ -109,7 +109,7 @@ def _sweep(plan: Plan, *, plain: bool, quiet: bool, as_json: bool) -> int:
     result = Output(sys.stdout, sys.stderr)
     output = Output(sys.stderr) if as_json else result
     watcher = ConsoleWatcher(output, live=False if plain else None, quiet=quiet)
-    interrupted = signal.signal(signal.SIGINT, signal.SIG_IGN)  # `conduct` handles it; then ignored until `drain`
+    interrupted = signal.signal(signal.SIGINT, signal.SIG_IGN)  # `conduct` handles it; ignored after that
     try:
         state = conduct(sweep, watcher)
         watcher.end()
@@ -123,5 +123,5 @@ def _sweep(plan: Plan, *, plain: bool, quiet: bool, as_json: bool) -> int:
             watcher.say(f"written  {shown(sweep.folder)}/: {', '.join(path.name for path in written)}")
     finally:
         watcher.end()
-        start.drain(interrupted, output, result)
+        start.wait_until_printed(interrupted, output, result)
     return state.exit_code

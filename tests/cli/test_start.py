@@ -17,8 +17,8 @@ from decentnode.launch.reporting.outcome import Outcome
 def test_time_counts_from_the_programs_start_where_a_script_says_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(start, "_process_age", lambda: 70.0)  # a minute of pip before
     monkeypatch.setenv("DECENTNODE_STARTED", str(time.time() - 3.0))
-    assert 3.0 <= start.since_start() < 60.0
-    assert start.since_start() == 70.0  # said once: no run that this one starts takes it for its own
+    assert 3.0 <= start.seconds_since_start() < 60.0
+    assert start.seconds_since_start() == 70.0  # said once: no run that this one starts takes it for its own
 
 
 @pytest.mark.parametrize("said", ["an hour ago", "in an hour", "", "soon", "nan"])
@@ -26,13 +26,13 @@ def test_a_start_that_is_not_this_programs_does_not_count(monkeypatch: pytest.Mo
     monkeypatch.setattr(start, "_process_age", lambda: 2.0)
     times = {"an hour ago": time.time() - 3600, "in an hour": time.time() + 3600}
     monkeypatch.setenv("DECENTNODE_STARTED", str(times.get(said, said)))
-    assert start.since_start() == 2.0
+    assert start.seconds_since_start() == 2.0
 
 
 def test_the_next_command_repeats_every_change_but_the_rounds() -> None:
     overrides = start.all_overrides(["node.rounds=20", "sharing={name: topk, fraction: 0.1}"], "my runs", "other", 3)
     request = Request("a b.yaml", overrides, {"DECENTNODE__TRAINING__BATCH_SIZE": "4"})
-    words = start.again(request, Outcome(0, Path("runs"), {"rounds_planned": 20}))
+    words = start.suggested_arguments(request, Outcome(0, Path("runs"), {"rounds_planned": 20}))
     assert shlex.split(shlex.join(words)) == words
     assert words == [
         "run", "a b.yaml", "--set", "training.batch_size=4", "--set", 'run.dir="my runs"', "--set", 'name="other"',
@@ -41,14 +41,14 @@ def test_the_next_command_repeats_every_change_but_the_rounds() -> None:
 
 
 def test_the_next_command_of_the_quickstart_needs_no_file() -> None:
-    words = start.again(Request(start.default_config()), Outcome(0, None, {"rounds_planned": 60}))
+    words = start.suggested_arguments(Request(start.default_config()), Outcome(0, None, {"rounds_planned": 60}))
     assert words == ["run", "--set", "node.rounds=120"]
 
 
 def test_after_an_early_stop_more_rounds_alone_would_change_nothing() -> None:
     summary = {"rounds_planned": 60, "ended": "early_stop"}
     request = Request("a.yaml", ["node.rounds=60", "node.early_stop.patience=3"])
-    words = start.again(request, Outcome(0, None, summary))
+    words = start.suggested_arguments(request, Outcome(0, None, summary))
     assert words == ["run", "a.yaml", "--set", "node.rounds=60", "--set", "node.early_stop.patience=3",
                      "--set", "node.early_stop=null"]  # fmt: skip
 
@@ -67,12 +67,13 @@ def test_what_was_stopped_goes_on_from_its_folder_where_all_nodes_have_one_check
     monkeypatch.chdir(tmp_path)
     run, summary = Path("runs") / "a" / "1", {"rounds_planned": 60, "rounds": 41, "num_nodes": 3}
     request = Request("a.yaml", ["node.rounds=60"])
-    assert start.again(request, Outcome(130, run.absolute(), summary)) == []
+    assert start.suggested_arguments(request, Outcome(130, run.absolute(), summary)) == []
     checkpoint(run, [0, 1, 2], [0, 2])
-    assert start.again(request, Outcome(130, run.absolute(), summary)) == [], "node 1 ended a round later"
+    assert start.suggested_arguments(request, Outcome(130, run.absolute(), summary)) == [], "node 1 ended a round later"
     (run / "checkpoints" / "00000040-1f0c2d3e4b5a" / "001.json").write_text("{}")
     for exit_code in (130, 8):
-        assert start.again(request, Outcome(exit_code, run.absolute(), summary)) == ["run", str(run), "--resume"]
+        words = start.suggested_arguments(request, Outcome(exit_code, run.absolute(), summary))
+        assert words == ["run", str(run), "--resume"]
 
 
 def test_what_went_on_goes_on_to_more_rounds_than_were_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,7 +81,8 @@ def test_what_went_on_goes_on_to_more_rounds_than_were_made(tmp_path: Path, monk
     run = Path("runs") / "a" / "2"
     checkpoint(run, [0, 1, 5], [0, 1])  # node 5 is in no mapping: nobody waits for it
     summary = {"rounds_planned": 10, "rounds": 285, "num_nodes": 2}
-    words = start.again(Request("a.yaml", ["node.rounds=10"], resume=""), Outcome(0, run.absolute(), summary))
+    resumed = Request("a.yaml", ["node.rounds=10"], resume="")
+    words = start.suggested_arguments(resumed, Outcome(0, run.absolute(), summary))
     assert words == ["run", str(run), "--resume", "--set", "node.rounds=570"]
-    fresh = start.again(Request("a.yaml"), Outcome(0, run.absolute(), {**summary, "rounds": 10}))
+    fresh = start.suggested_arguments(Request("a.yaml"), Outcome(0, run.absolute(), {**summary, "rounds": 10}))
     assert fresh == ["run", "a.yaml", "--set", "node.rounds=20"], "nobody asked for going on"

@@ -340,10 +340,10 @@ def test_what_may_be_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.yaml").write_text("")
     (tmp_path / "runs" / "a").mkdir(parents=True)
-    assert start.resumed("a.yaml", None) == ("a.yaml", None)
-    assert start.resumed("a.yaml", "") == ("a.yaml", "")
-    assert start.resumed("a.yaml", "runs/a") == ("a.yaml", "runs/a")
-    assert start.resumed(None, "a.yaml") == ("a.yaml", "")  # run --resume a.yaml
-    assert start.resumed(None, "runs/a") == ("runs/a", "runs/a")
-    assert start.resumed("runs/a", "") == ("runs/a", "runs/a")
-    assert start.resumed(None, "") == (None, "")
+    assert start.config_and_resume("a.yaml", None) == ("a.yaml", None)
+    assert start.config_and_resume("a.yaml", "") == ("a.yaml", "")
+    assert start.config_and_resume("a.yaml", "runs/a") == ("a.yaml", "runs/a")
+    assert start.config_and_resume(None, "a.yaml") == ("a.yaml", "")  # run --resume a.yaml
+    assert start.config_and_resume(None, "runs/a") == ("runs/a", "runs/a")
+    assert start.config_and_resume("runs/a", "") == ("runs/a", "runs/a")
+    assert start.config_and_resume(None, "") == (None, "")

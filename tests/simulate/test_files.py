@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from safetensors.torch import load_file
 
 from decentnode.cli import main
-from decentnode.cli.start import again
+from decentnode.cli.start import suggested_arguments
 from decentnode.launch.children.messages import Request
 from decentnode.launch.reporting.observer import Observer
 from decentnode.launch.reporting.outcome import Outcome
@@ -126,5 +126,5 @@ def test_the_command(tmp_path: Path) -> None:
 
 def test_the_next_command_is_a_simulation_too() -> None:
     outcome = Outcome(0, None, {"rounds_planned": 5})
-    assert again(Request("a.yaml", simulate=True), outcome)[0] == "simulate"
-    assert again(Request("a.yaml"), outcome)[0] == "run"
+    assert suggested_arguments(Request("a.yaml", simulate=True), outcome)[0] == "simulate"
+    assert suggested_arguments(Request("a.yaml"), outcome)[0] == "run"
