@@ -237,13 +237,13 @@ def main() -> None:
             folders.put(copy)
         limits = {}
         for room in sorted({m.room for m in mutants}):
-            whole = [f"tests/{room}/{stem}.py" for stem in CORE.get(room, ())] or [f"tests/{room}"]
-            code, took = run_tests(copies[0], whole, copies[0] / "log.txt", 900)
+            tests = [f"tests/{room}/{stem}.py" for stem in CORE.get(room, ())] or [f"tests/{room}"]
+            code, took = run_tests(copies[0], tests, copies[0] / "log.txt", 900)
             limits[room] = options.seconds + 2 * took
             print(f"{room}: the tests of the code as it is, {took:.0f} s", flush=True)
             if code != 0:
-                said = (copies[0] / "log.txt").read_text()[-3000:]
-                sys.exit(f"{said}\n{room}: the tests of the code as it is must pass, got exit code {code}")
+                output = (copies[0] / "log.txt").read_text()[-3000:]
+                sys.exit(f"{output}\n{room}: the tests of the code as it is must pass, got exit code {code}")
         survivors = []
         with ThreadPoolExecutor(options.jobs) as pool:
             outcomes = pool.map(lambda m: try_mutant(m, folders, limits[m.room]), mutants)

@@ -227,19 +227,19 @@ def main() -> None:
         parser.add_argument(f"--{source}", type=Path, metavar="PATH", help="a checkout of it")
     parser.add_argument("--only", default="", help="scripts whose name has this in it")
     options = vars(parser.parse_args())
-    given = [(each, options[each.source.replace("-", "_")]) for each in ORIGINALS]
-    asked = [(each, path.resolve()) for each, path in given if path is not None]
-    for each, path in asked:
+    by_original = [(each, options[each.source.replace("-", "_")]) for each in ORIGINALS]
+    chosen = [(each, path.resolve()) for each, path in by_original if path is not None]
+    for each, path in chosen:
         script = each.name.split(" ")[0]
         if not (path / script).is_file():
             parser.error(f"there is no {path / script}: --{each.source} takes the path of a checkout")
-    asked = [(each, path) for each, path in asked if options["only"] in each.name]
-    if not asked:
+    chosen = [(each, path) for each, path in chosen if options["only"] in each.name]
+    if not chosen:
         names = ", ".join(each.name for each in ORIGINALS)
         parser.error(f"nothing to run: give the path of a checkout, and --only a part of one of {names}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
-        found = [run(each, path) for each, path in asked]
+        found = [run(each, path) for each, path in chosen]
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         sys.exit(130)

@@ -42,10 +42,10 @@ class Command:
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        return self._look(0)
+        return self._read_status(0)
 
     def wait(self, timeout: float = SECONDS) -> int:
-        found = self._look(timeout)
+        found = self._read_status(timeout)
         if found is None:
             raise subprocess.TimeoutExpired("decentnode", timeout)
         return found
@@ -77,7 +77,7 @@ class Command:
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
 
-    def _look(self, seconds: float) -> int | None:
+    def _read_status(self, seconds: float) -> int | None:
         if self.returncode is None and select.select([self._status], [], [], seconds)[0]:
             self.returncode = int(self._status.readline())
         return self.returncode
@@ -194,12 +194,12 @@ def serve(connection: socket.socket) -> None:
                 os.close(file)
             continue
         connection.close()
-        _watch(files)
-        _become(json.loads(data), files)
+        _fork_command(files)
+        _reset_process(json.loads(data), files)
         return
 
 
-def _watch(files: list[int]) -> None:
+def _fork_command(files: list[int]) -> None:
     """Forks the command and returns only in it; the parent writes its pid and its exit status."""
     pid = os.fork()
     if not pid:
@@ -211,7 +211,7 @@ def _watch(files: list[int]) -> None:
     os._exit(0)
 
 
-def _become(request: dict[str, Any], files: list[int]) -> None:
+def _reset_process(request: dict[str, Any], files: list[int]) -> None:
     """Resets this process to the state of a new interpreter at the start of the command."""
     os.setsid()
     for number, file in enumerate(files[:3]):
@@ -238,22 +238,22 @@ def _become(request: dict[str, Any], files: list[int]) -> None:
     tempfile.tempdir = None
     gc.unfreeze()
     gc.enable()
-    multiprocessing.util.spawnv_passfds = functools.partial(_spawn, multiprocessing.util.spawnv_passfds)
+    multiprocessing.util.spawnv_passfds = functools.partial(_fork_server_or_spawn, multiprocessing.util.spawnv_passfds)
     sys.argv = ["decentnode", *request["words"]]
     exec(request["before"], {})
 
 
-def _spawn(plainly: Any, path: Any, arguments: Any, files: Sequence[int]) -> int:
+def _fork_server_or_spawn(spawn: Any, path: Any, arguments: Any, files: Sequence[int]) -> int:
     """Replaces `multiprocessing.util.spawnv_passfds`: it forks the fork server instead of starting an interpreter for
     it."""
     code = arguments[-1]
     if "from multiprocessing.forkserver import main" not in str(code):
-        return int(plainly(path, arguments, files))
+        return int(spawn(path, arguments, files))
     sys.stdout.flush()
     sys.stderr.flush()
     if pid := os.fork():
         return pid
-    ended = 1
+    exit_code = 1
     try:
         atexit._clear()
         for number in signal.valid_signals():
@@ -268,12 +268,12 @@ def _spawn(plainly: Any, path: Any, arguments: Any, files: Sequence[int]) -> int
         gc.disable()
         gc.freeze()  # the state in which decentnode/launch/children/preload.py leaves it
         exec(code, {"__name__": "__main__"})
-        ended = 0
+        exit_code = 0
     except SystemExit as end:
-        ended = int(end.code or 0)
+        exit_code = int(end.code or 0)
     finally:
         atexit._run_exitfuncs()
-        os._exit(ended)
+        os._exit(exit_code)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from tests import products
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects tests
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    products.mark_left_out(items)
+    products.mark_omitted(items)
 
 
 def scale(small: int, full: int) -> int:

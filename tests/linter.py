@@ -12,8 +12,8 @@ def check_banned(source: str, instead: str) -> None:
     test."""
     root = Path(__file__).parents[1]
     ruff = [sys.executable, "-m", "ruff", "check", "--quiet", "--output-format=concise", "-"]
-    for name, told in (("decentnode/node/fresh.py", True), ("tests/node/test_fresh.py", False)):
-        ran = subprocess.run(
+    for name, is_rejected in (("decentnode/node/fresh.py", True), ("tests/node/test_fresh.py", False)):
+        result = subprocess.run(
             [*ruff, f"--stdin-filename={name}"], input=source, cwd=root, capture_output=True, text=True, timeout=60
         )
-        assert ("TID251" in ran.stdout and instead in ran.stdout) is told, ran.stdout + ran.stderr
+        assert ("TID251" in result.stdout and instead in result.stdout) is is_rejected, result.stdout + result.stderr

@@ -12,7 +12,7 @@ import pytest
 Traits = Callable[..., Iterable[Hashable]]
 
 
-def mark_left_out(items: Sequence[pytest.Item]) -> None:
+def mark_omitted(items: Sequence[pytest.Item]) -> None:
     """Marks as slow the cases that the default run omits of tests marked `sampled(one=(), of=None)`.
 
     Of every such test a few cases remain, in which every value of every parameter occurs; the choice is the same in
@@ -45,14 +45,14 @@ def traits(params: Mapping[str, object], one: Collection[str] = (), of: Traits |
 def sample(cases: Sequence[set[Hashable]]) -> set[int]:
     """Returns the indices of a few cases, at least one, that cover everything that all cases cover. Greedy: each step
     takes the case that adds most; among several the one whose traits have occurred least, then the first."""
-    missing, occur = set[Hashable]().union(*cases), collections.Counter[Hashable]()
+    uncovered, occurrences = set[Hashable]().union(*cases), collections.Counter[Hashable]()
     kept = set[int]()
-    while missing or not kept:
-        adds = [len(case & missing) for case in cases]
-        most = max(adds)
-        adding = [k for k, add in enumerate(adds) if add == most]
-        best = min(adding, key=lambda k: sum(occur[each] for each in cases[k]))
+    while uncovered or not kept:
+        gains = [len(case & uncovered) for case in cases]
+        most = max(gains)
+        candidates = [k for k, add in enumerate(gains) if add == most]
+        best = min(candidates, key=lambda k: sum(occurrences[each] for each in cases[k]))
         kept.add(best)
-        missing -= cases[best]
-        occur.update(cases[best])
+        uncovered -= cases[best]
+        occurrences.update(cases[best])
     return kept

@@ -310,7 +310,7 @@ def test_what_missed_is_profiled_the_worst_first_and_the_kernel_by_ncu(
         if command[0] == "ncu":
             return run(command, limit, take)
         asked.append(command[command.index("--profile") + 1 :])
-        take(gpu.PROFILE_MARK + json.dumps({"case": "mixing", "what": "w", "lines": ["a", "b"], "telling": ["b"]}))
+        take(gpu.PROFILE_MARK + json.dumps({"case": "mixing", "what": "w", "lines": ["a", "b"], "main_results": ["b"]}))
         return "stopped after 3 s"
 
     monkeypatch.setattr(gpu, "_run", run)

@@ -91,13 +91,13 @@ def command(
     click.echo(compare.as_json(rows, test) if as_json else compare.text_table(rows, test, width))
 
 
-def _collect_runs(what: Sequence[str], seeds: int, overrides: tuple[str, ...], run_dir: Path) -> list[repeats.Ran]:
+def _collect_runs(arguments: Sequence[str], seeds: int, overrides: tuple[str, ...], run_dir: Path) -> list[repeats.Ran]:
     """Runs all configs and reads the runs that exist already. Blocking."""
     runs: list[repeats.Ran] = []
-    configs = [each for each in what if _is_config(each)]
+    configs = [each for each in arguments if _is_config(each)]
     waiting = [each for each in configs for _ in range(seeds)]
     with CompareProgress(len(waiting)) as count:
-        for each in what:
+        for each in arguments:
             if not _is_config(each):
                 runs += [repeats.read(run) for run in resolve_all(each, run_dir)]
                 continue
@@ -112,8 +112,8 @@ def _collect_runs(what: Sequence[str], seeds: int, overrides: tuple[str, ...], r
     return runs
 
 
-def _is_config(what: str) -> bool:
-    path = Path(what)
+def _is_config(argument: str) -> bool:
+    path = Path(argument)
     return not path.is_dir() and path.suffix in (".yaml", ".yml")
 
 

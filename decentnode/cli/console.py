@@ -140,8 +140,8 @@ class ConsoleObserver(Observer):
             self._held.append(show)
 
     def _release_held(self) -> None:
-        held, self._held = self._held or [], None
-        for show in held:
+        held_back, self._held = self._held or [], None
+        for show in held_back:
             show()
 
     def waiting(self, text: str) -> None:

@@ -62,9 +62,9 @@ def prepare(name: str, folder: Path, keys: tuple[str, ...]) -> None:
     from decentnode.data import DATASETS
 
     made_of = section(DATASETS, "data").config_of(name)
-    chosen, here = load_class(name, DATASETS, "data"), Location("command line")
+    chosen, location = load_class(name, DATASETS, "data"), Location("command line")
     written = {"name": name, "file" if "file" in made_of.model_fields else "folder": str(folder)}
-    tree = Item({key: Item(value, here) for key, value in written.items()}, here)
+    tree = Item({key: Item(value, location) for key, value in written.items()}, location)
     for path, item in assignments(keys, {}):
         tree = replace(tree, path, item)
     values = tree.plain()

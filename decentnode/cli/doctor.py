@@ -35,16 +35,16 @@ def command(
 
     experiment = load(config, overrides)
     mapping = experiment.make_mapping()
-    here = choose_machine(mapping, machine, config)
+    local_machine = choose_machine(mapping, machine, config)
 
     def checks() -> Iterator[doctor.Finding]:
-        yield from doctor.local(experiment, here)
+        yield from doctor.local(experiment, local_machine)
         if mapping.num_machines > 1 or mapping.place(0).port is not None:
-            yield doctor.names(experiment, here)
-        free = doctor.ports(experiment, here)
+            yield doctor.names(experiment, local_machine)
+        free = doctor.ports(experiment, local_machine)
         yield free
         if mapping.num_machines > 1 and free.ok:
-            yield from doctor.remote(experiment, here, wait)
+            yield from doctor.remote(experiment, local_machine, wait)
 
     failed, measured = [], []
     for finding in checks():
@@ -63,4 +63,4 @@ def command(
         if not as_json:
             click.echo(str(links))
     if failed:
-        raise EnvironmentFault(f"{config} would fail on machine {here}: {', '.join(failed)}")
+        raise EnvironmentFault(f"{config} would fail on machine {local_machine}: {', '.join(failed)}")

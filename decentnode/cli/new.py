@@ -39,8 +39,8 @@ def write(folder: Path) -> None:
     EnvironmentFault if writing fails; then it removes the files that it wrote, so that the command can be repeated."""
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"{folder} must be a folder, got a file")
-    here = Path(os.path.abspath(folder))
-    plain = unicodedata.normalize("NFKD", here.name).encode("ascii", "ignore").decode()
+    absolute = Path(os.path.abspath(folder))
+    plain = unicodedata.normalize("NFKD", absolute.name).encode("ascii", "ignore").decode()
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", plain).lstrip("._-")[:100].rstrip("-") or "experiment"
     written: list[Path] = []
     try:

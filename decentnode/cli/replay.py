@@ -113,8 +113,8 @@ def warnings(experiment: Experiment, lives: Lives) -> list[str]:
     for key, present in (("version", __version__), ("torch", torch.__version__)):
         others = sorted({str(each.get(key)) for each in headers} - {present})
         if others:
-            what = "decentnode" if key == "version" else key
-            texts.append(f"the run was made with {what} {', '.join(others)}, this is {present}: results may differ")
+            package = "decentnode" if key == "version" else key
+            texts.append(f"the run was made with {package} {', '.join(others)}, this is {present}: results may differ")
     threads = sorted({int(each.get("threads", 1)) for each in headers})
     if len(threads) > 1:
         texts.append(f"nodes computed with {threads} threads; here all compute with {threads[0]}: results may differ")

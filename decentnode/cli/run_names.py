@@ -17,6 +17,7 @@ def run_names(ctx: click.Context, parameter: click.Parameter, incomplete: str) -
     from click.shell_completion import CompletionItem
 
     folder = Path("runs")
-    known = sorted(each.name for each in folder.iterdir() if (each / "latest").is_dir()) if folder.is_dir() else []
-    found = [name for name in (*known, "latest") if name.startswith(incomplete)]
-    return [CompletionItem(name) for name in found] or [CompletionItem(incomplete, type="file")]
+    folders = folder.iterdir() if folder.is_dir() else ()
+    experiments = sorted(each.name for each in folders if (each / "latest").is_dir())
+    matching = [name for name in (*experiments, "latest") if name.startswith(incomplete)]
+    return [CompletionItem(name) for name in matching] or [CompletionItem(incomplete, type="file")]

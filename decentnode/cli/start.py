@@ -125,22 +125,22 @@ def default_config() -> str:
     return str(files("decentnode").joinpath("quickstart.yaml"))
 
 
-def config_of(given: str, variables: dict[str, str]) -> tuple[str, dict[str, str]]:
+def config_of(path: str, variables: dict[str, str]) -> tuple[str, dict[str, str]]:
     """Returns the config file that a user names, and the environment variables that it reads.
 
     A run's folder stands for that run with all its values, an experiment's folder for its latest run: present
     environment variables change nothing, --set does. If a run was copied without the folder of its experiment, new runs
     are created beside it too. Raises UsageError for any other folder.
     """
-    if not os.path.isdir(given):
-        if os.path.exists(os.path.join(os.path.dirname(given), "task.json")):
+    if not os.path.isdir(path):
+        if os.path.exists(os.path.join(os.path.dirname(path), "task.json")):
             from decentnode.launch.files.run_dir import refuse_script
 
-            refuse_script(Path(given).parent)
-        return given, variables
+            refuse_script(Path(path).parent)
+        return path, variables
     from decentnode.launch.files.run_dir import home_of, refuse_script, resolve
 
-    folder = resolve(given)
+    folder = resolve(path)
     refuse_script(folder)
     runs_folder = home_of(folder)
     return os.path.relpath(folder / RESOLVED), {} if runs_folder is None else {"DECENTNODE__RUN__DIR": str(runs_folder)}

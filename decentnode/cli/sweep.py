@@ -88,8 +88,8 @@ def command(
     ctx.exit(_sweep(plan, plain=plain, quiet=quiet, as_json=as_json))
 
 
-def _keys(given: str | None) -> tuple[str, ...]:
-    return () if given is None else tuple(each.strip() for each in given.split(","))
+def _keys(text: str | None) -> tuple[str, ...]:
+    return () if text is None else tuple(each.strip() for each in text.split(","))
 
 
 def _sweep(plan: Plan, *, plain: bool, quiet: bool, as_json: bool) -> int:

@@ -302,9 +302,9 @@ def _waiting_picture(line: Line, total: Mapping[tuple[int, int], float]) -> Pict
     panel = figure.subplots()
     image = panel.imshow(values, cmap="cividis")
     figure.colorbar(image, ax=panel, label="seconds waited in all")
-    every = max(1, len(uids) // 16)
+    step = max(1, len(uids) // 16)
     for axis, name in ((panel.xaxis, "waited for"), (panel.yaxis, "node that waited")):
-        axis.set_ticks(range(0, len(uids), every), [str(uid) for uid in uids[::every]])
+        axis.set_ticks(range(0, len(uids), step), [str(uid) for uid in uids[::step]])
         axis.set_label_text(name)
     return _picture(figure, "who waited for whom", f"seconds that each node of {line.label} waited for each neighbor")
 

@@ -73,7 +73,7 @@ def _number(text: str) -> float | None:
 
 
 def _lines(figure: Figure, results: Results, rows: Sequence[Row], key: str) -> None:
-    short = {each.settings: told for each, told in zip(rows, short_settings(rows), strict=True)}
+    short = {each.settings: settings for each, settings in zip(rows, short_settings(rows), strict=True)}
     groups: dict[Settings, list[Row]] = {}
     for each in rows:
         groups.setdefault(tuple(pair for pair in each.settings if pair[0] != key), []).append(each)

@@ -247,8 +247,8 @@ def _cells(results: Results) -> list[list[str]]:
 
 
 def _runs(row: Row) -> str:
-    whole = len(row.ended) - len(row.not_finished)
-    return str(whole) if whole == len(row.ended) else f"{whole} of {len(row.ended)}"
+    finished = len(row.ended) - len(row.not_finished)
+    return str(finished) if finished == len(row.ended) else f"{finished} of {len(row.ended)}"
 
 
 def _difference(row: Row, figure: Figure) -> str:

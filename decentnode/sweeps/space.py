@@ -171,7 +171,7 @@ def _parse_distribution(key: str, kind: str, arguments: str) -> Distribution:
     return Distribution(kind, low, high)
 
 
-def _split_at_commas(text: str, whole: str) -> list[str]:
+def _split_at_commas(text: str, argument: str) -> list[str]:
     """Returns the text split at the commas outside all brackets and quotes."""
     parts, depth, quote, start = [], 0, "", 0
     for index, character in enumerate(text):
@@ -187,7 +187,7 @@ def _split_at_commas(text: str, whole: str) -> list[str]:
             parts.append(text[start:index])
             start = index + 1
     if depth or quote:
-        raise UsageError(f"-g {whole}: a bracket or a quote is left open")
+        raise UsageError(f"-g {argument}: a bracket or a quote is left open")
     return [*parts, text[start:]]
 
 

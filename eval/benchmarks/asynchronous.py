@@ -95,10 +95,10 @@ def main() -> None:
     print(f"{'':22} {'without':>9} {'with':>9} {'ratio':>6} | {'loss without':>12} {'with':>7} {'accuracy':>8} "
           f"{'consensus':>9}", flush=True)  # fmt: skip
     for arm in options.arms:
-        alone, beside = run(arm, options, 1.0), run(arm, options, options.factor)
-        print(f"{arm:22} {alone['rate']:9.2f} {beside['rate']:9.2f} {beside['rate'] / alone['rate']:6.2f} | "
-              f"{alone['loss']:12.3f} {beside['loss']:7.3f} {beside['accuracy']:8.3f} {beside['consensus']:9.3f}",
-              flush=True)  # fmt: skip
+        alone, with_slow = run(arm, options, 1.0), run(arm, options, options.factor)
+        print(f"{arm:22} {alone['rate']:9.2f} {with_slow['rate']:9.2f} {with_slow['rate'] / alone['rate']:6.2f} | "
+              f"{alone['loss']:12.3f} {with_slow['loss']:7.3f} {with_slow['accuracy']:8.3f} "
+              f"{with_slow['consensus']:9.3f}", flush=True)  # fmt: skip
 
 
 if __name__ == "__main__":

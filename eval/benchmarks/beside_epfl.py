@@ -45,10 +45,10 @@ class Shares:
 
 def stand_in(name: str, *members: str) -> None:
     """Installs an empty module in place of one that is imported only for downloads and augmentation."""
-    made: Any = types.ModuleType(name)
+    module: Any = types.ModuleType(name)
     for member in members:
-        setattr(made, member, object)
-    sys.modules[name] = made
+        setattr(module, member, object)
+    sys.modules[name] = module
 
 
 def work(path: str, nodes: list[int], batch: int, seconds: float) -> tuple[float, float, float]:
@@ -74,15 +74,15 @@ def work(path: str, nodes: list[int], batch: int, seconds: float) -> tuple[float
         trained = {node: functions.train(settings, {"model": models[node], "round": at, "time": 0, "peer": node})[0]
                    for node in nodes}  # fmt: skip
         for index, node in enumerate(nodes):
-            near = [trained[nodes[(index + k) % len(nodes)]] for k in range(min(DEGREE + 1, len(nodes)))]
-            models[node] = functions.aggregate(settings, {"models": near, "round": at, "peer": node})[0]
+            neighbors = [trained[nodes[(index + k) % len(nodes)]] for k in range(min(DEGREE + 1, len(nodes)))]
+            models[node] = functions.aggregate(settings, {"models": neighbors, "round": at, "peer": node})[0]
 
     turn(1)
     rounds, started, before = 0, time.perf_counter(), time.process_time()
-    while (taken := time.perf_counter() - started) < seconds:
+    while (elapsed := time.perf_counter() - started) < seconds:
         turn(rounds + 2)
         rounds += 1
-    return rounds * len(nodes), taken, time.process_time() - before
+    return rounds * len(nodes), elapsed, time.process_time() - before
 
 
 def main() -> None:

@@ -97,11 +97,11 @@ def main() -> None:
         steps = FEWEST
         while True:
             steps *= 4
-            taken, used = (b - a for a, b in zip(first, cost_of(FEWEST + steps, nodes, batch), strict=True))
-            if taken >= wanted:
+            elapsed, used = (b - a for a, b in zip(first, cost_of(FEWEST + steps, nodes, batch), strict=True))
+            if elapsed >= wanted:
                 break
         os.chdir("/")
-    sys.stdout.write(f"\n{steps * nodes / taken} {steps * nodes / used}\n")
+    sys.stdout.write(f"\n{steps * nodes / elapsed} {steps * nodes / used}\n")
 
 
 if __name__ == "__main__":

@@ -41,21 +41,21 @@ def main() -> None:
         net=model, optimizer=torch.optim.SGD, optimizer_params={"lr": 0.05}, criterion=torch.nn.CrossEntropyLoss(),
         local_epochs=0, batch_size=batch, create_model_mode=CreateModelMode.MERGE_UPDATE,
     )  # fmt: skip
-    made = GossipNode.generate(data_dispatcher=data, p2p_net=StaticP2PNetwork(nodes), model_proto=handler,
-                               round_len=nodes, sync=True)  # fmt: skip
-    simulator = GossipSimulator(nodes=made, data_dispatcher=data, delta=nodes,
+    nodes_by_id = GossipNode.generate(data_dispatcher=data, p2p_net=StaticP2PNetwork(nodes), model_proto=handler,
+                                      round_len=nodes, sync=True)  # fmt: skip
+    simulator = GossipSimulator(nodes=nodes_by_id, data_dispatcher=data, delta=nodes,
                                 protocol=AntiEntropyProtocol.PUSH, sampling_eval=0.0)  # fmt: skip
-    for node in made.values():
+    for node in nodes_by_id.values():
         node.has_test, node.evaluate = lambda: False, lambda *_: {}
     simulator.notify_evaluation = lambda *_: None
     simulator.init_nodes(seed=1)
     simulator.start(n_rounds=1)
     rounds, started, before = 0, time.perf_counter(), time.process_time()
-    while (taken := time.perf_counter() - started) < seconds:
+    while (elapsed := time.perf_counter() - started) < seconds:
         simulator.start(n_rounds=1)
         rounds += 1
     used = time.process_time() - before
-    sys.stdout.write(f"\n{rounds * nodes / taken} {rounds * nodes / used}\n")
+    sys.stdout.write(f"\n{rounds * nodes / elapsed} {rounds * nodes / used}\n")
 
 
 if __name__ == "__main__":

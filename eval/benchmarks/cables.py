@@ -116,10 +116,10 @@ def hosts(mbit: Sequence[float], latency_seconds: float) -> Iterator[list[tuple[
     mbit: rate of each host's cable, in each direction. latency_seconds: from any host to any other, one way.
     """
     mark, net = f"dn{os.getpid() % 100000}", os.getpid() % 250
-    made = [(f"{mark}h{n}", f"10.79.{net}.{n + 1}", f"{mark}n{n}") for n in range(len(mbit))]
+    described = [(f"{mark}h{n}", f"10.79.{net}.{n + 1}", f"{mark}n{n}") for n in range(len(mbit))]
     cables, switch = dict[bytes, Cable](), None
     try:
-        for (name, address, interface), rate in zip(made, mbit, strict=True):
+        for (name, address, interface), rate in zip(described, mbit, strict=True):
             ip("netns", "add", name)
             descriptor = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
             cables[bytes(map(int, address.split(".")))] = Cable(descriptor, rate * 1e6 / 8, latency_seconds / 2)
@@ -130,11 +130,11 @@ def hosts(mbit: Sequence[float], latency_seconds: float) -> Iterator[list[tuple[
             ip("-n", name, "link", "set", "lo", "up")
         switch = Switch(cables)
         switch.start()
-        yield made
+        yield described
     finally:
         if switch is not None:
             switch.stop()
         for cable in cables.values():
             os.close(cable.descriptor)
-        for name, _, _ in made:
+        for name, _, _ in described:
             subprocess.run(["ip", "netns", "del", name], capture_output=True, timeout=20, check=False)

@@ -116,8 +116,8 @@ def main() -> None:
     found = fitted(rows)
     print(f"\n{'operation':12} {'neighbors':>9} {'1 KB':>9} {'fitted':>9} {'error':>7}")
     for operation, d, seconds in rows:
-        told = float(np.dot(terms(operation, d), found))
-        print(f"{operation:12} {d:9} {1e6 * seconds:6.0f} us {1e6 * told:6.0f} us {told / seconds - 1:+7.0%}")
+        predicted = float(np.dot(terms(operation, d), found))
+        print(f"{operation:12} {d:9} {1e6 * seconds:6.0f} us {1e6 * predicted:6.0f} us {predicted / seconds - 1:+7.0%}")
     print(f"\n{'operation':12} {'neighbors':>9} {'ranks':>5} {'16 MB':>9} {'sent by a rank':>15}")
     for operation, d, size, seconds in large:
         sent = 4 * LARGE * (d if operation == "batch" else 2 * (size - 1) / size)

@@ -272,13 +272,13 @@ class Suite:
         self.fault_free_runs.append(self.watch("calm", FAULT_FREE, seconds * max(self.scale, 0.3)))
         return statistics.mean(each.rate() for each in self.fault_free_runs)
 
-    def kills(self, every: float, seconds: float, least: float) -> None:
-        seconds = max(seconds * self.scale, 3 * every)
+    def kills(self, interval: float, seconds: float, least: float) -> None:
+        seconds = max(seconds * self.scale, 3 * interval)
         before = self.fault_free()
-        found = self.watch(f"kill_{every:g}", [{"do": "kill", "nodes": list(KILLED), "count": 1, "every_seconds": every,
-                                                "until_seconds": seconds}], seconds)  # fmt: skip
+        kill = {"do": "kill", "nodes": list(KILLED), "count": 1, "every_seconds": interval, "until_seconds": seconds}
+        found = self.watch(f"kill_{interval:g}", [kill], seconds)
         after = self.fault_free()
-        calm, name = (before + after) / 2, f"SIGKILL every {every:g} s"
+        calm, name = (before + after) / 2, f"SIGKILL every {interval:g} s"
         share = found.rate() / calm
         count = found.summary.get("struck", {}).get("kill", 0)
         self.add(name, f"{share:.2f} of {calm:.1f} rounds/s ({count} kills)", f">= {least:g}", share >= least)
@@ -342,14 +342,16 @@ class Suite:
         name, cut = f"cut of {seconds:.0f} s, both go on", {"do": "cut", "sides": sides, "at_seconds": 5}
         calm = self.watch("calm_both", FAULT_FREE, max(20 * self.scale, 10), **zeromq)
         found = self.watch("both", [{**cut, "seconds": seconds}], seconds + max(30, 40 * self.scale), **both)
-        made = []
+        round_counts = []
         for side in sides:
             path = found.folder / "nodes" / f"{side[0]:03d}" / "metrics.jsonl"
-            known = [(float(each["time"]), each["members"]) for each in read_kind(path, "generation")]
-            began = next((when for when, members in known if members == side), math.inf)
-            ended = next((when for when, members in known if when > began), math.inf)
-            made.append(sum(began < when <= ended for when, _ in found.rounds(side[0])) if ended < math.inf else 0)
-        self.add(name, f"{made[0]:,} and {made[1]:,} rounds of the two sides meanwhile", "both go on", min(made) > 10)
+            generations = [(float(each["time"]), each["members"]) for each in read_kind(path, "generation")]
+            began = next((when for when, members in generations if members == side), math.inf)
+            ended = next((when for when, members in generations if when > began), math.inf)
+            times = [when for when, _ in found.rounds(side[0])] if ended < math.inf else []
+            round_counts.append(sum(began < when <= ended for when in times))
+        self.add(name, f"{round_counts[0]:,} and {round_counts[1]:,} rounds of the two sides meanwhile", "both go on",
+                 min(round_counts) > 10)  # fmt: skip
         members = found.summary.get("members", [])
         self.add(name, f"{len(members)} of {NODES} nodes at the end, in one generation", "all",
                  len(members) == NODES and "apart" not in found.summary)  # fmt: skip
@@ -373,21 +375,22 @@ class Suite:
 
     def thousand(self) -> None:
         """Kills nodes 1,000 times, several at once to save time, but never so many that no majority is left."""
-        count, together, every = max(int(1000 * self.scale), 20), 4, 3.0
-        seconds = every * count / together
-        found = self.watch("thousand", [{"do": "kill", "nodes": list(KILLED), "count": together, "every_seconds": every,
-                                         "until_seconds": seconds}], seconds + 10)  # fmt: skip
+        count, together, interval = max(int(1000 * self.scale), 20), 4, 3.0
+        seconds = interval * count / together
+        kill = {"do": "kill", "nodes": list(KILLED), "count": together, "every_seconds": interval,
+                "until_seconds": seconds}  # fmt: skip
+        found = self.watch("thousand", [kill], seconds + 10)
         killed = found.summary.get("struck", {}).get("kill", 0)
         self.add(f"{count} kills", f"{killed} kills; left behind: {len(found.left)}", "nothing left",
                  killed >= 0.9 * count and not found.left)  # fmt: skip
 
     def mixed(self) -> None:
         seconds = max(1800 * self.scale, 60)
-        every = {"every_seconds": 15, "until_seconds": seconds}
+        repeated = {"every_seconds": 15, "until_seconds": seconds}
         found = self.watch("mixed", [
-            {"do": "kill", "nodes": list(KILLED), "count": 1, **every},
-            {"do": "pause", "nodes": list(NEVER_KILLED), "count": 1, "seconds": 5, **every, "every_seconds": 50},
-            {"do": "slow", "nodes": "all", "count": 2, "factor": 4, "seconds": 5, **every},
+            {"do": "kill", "nodes": list(KILLED), "count": 1, **repeated},
+            {"do": "pause", "nodes": list(NEVER_KILLED), "count": 1, "seconds": 5, **repeated, "every_seconds": 50},
+            {"do": "slow", "nodes": "all", "count": 2, "factor": 4, "seconds": 5, **repeated},
             {"do": "cut", "sides": [[0, 1, 2], [3, 4, 5]], "seconds": 3, "every_seconds": 60, "until_seconds": seconds},
             {"do": "drop", "share": 0.01}, {"do": "corrupt", "share": 0.01, "plane": "bulk"},
         ], seconds, communication={"name": "zeromq"})  # fmt: skip

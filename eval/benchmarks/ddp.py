@@ -174,13 +174,13 @@ def take_turns(rank: int, world: int, folder: str, pipe: Any, name: str, turns: 
         for way, runner in runners.items():
             dist.barrier()
             time.sleep(REST_SECONDS)  # lets operations of the previous variant that are in flight end
-            taken = [runner.step() for _ in range(1 + TURN_STEPS)][1:]
+            step_seconds = [runner.step() for _ in range(1 + TURN_STEPS)][1:]
             if turn >= 0:
-                times[way].append(statistics.median(taken))
+                times[way].append(statistics.median(step_seconds))
         dist.barrier()
-        taken = [_copy(flat) for _ in range(1 + TURN_STEPS)][1:]
+        step_seconds = [_copy(flat) for _ in range(1 + TURN_STEPS)][1:]
         if turn >= 0:
-            times[COPY].append(statistics.median(taken))
+            times[COPY].append(statistics.median(step_seconds))
     dist.barrier()
     pipe.send({way: (times[way], runner.figures()) for way, runner in runners.items()} | {COPY: (times[COPY], (0, 0))})
     os._exit(0)
@@ -200,22 +200,22 @@ def straggle(rank: int, world: int, folder: str, pipe: Any, way: str, seconds: f
     torch.manual_seed(0)
     inner = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10))
     model, optimizer = wrap(inner, way, partial(torch.optim.SGD, lr=0.02), None)
-    whom, mine = torch.Generator().manual_seed(1), torch.Generator().manual_seed(rank)
+    delayed_rank_draws, sample_draws = torch.Generator().manual_seed(1), torch.Generator().manual_seed(rank)
     stop, last, step = Path(folder) / "stop", 1 << 60, 0
     dist.barrier()
     started = time.perf_counter()
     kept: list[Tensor] = []
     while step <= last:
-        if int(torch.randint(world, (1,), generator=whom)) == rank:
+        if int(torch.randint(world, (1,), generator=delayed_rank_draws)) == rank:
             time.sleep(HELD_UP_SECONDS)
-        part = torch.randint(rank, len(images) - world, (16,), generator=mine) // world * world + rank
+        part = torch.randint(rank, len(images) - world, (16,), generator=sample_draws) // world * world + rank
         nn.functional.cross_entropy(model(images[part]), labels[part]).backward()
         if optimizer is not None:
             optimizer.step()
             optimizer.zero_grad()
         step += 1
         if not kept and time.perf_counter() - started > seconds:
-            kept, taken = [p.detach().clone() for p in inner.parameters()], step
+            kept, steps_made = [p.detach().clone() for p in inner.parameters()], step
             if rank == 0:  # ranks are at most a few steps apart; all continue to the same step
                 (Path(folder) / "new").write_text(str(step + 4 * world))
                 (Path(folder) / "new").rename(stop)
@@ -229,7 +229,7 @@ def straggle(rank: int, world: int, folder: str, pipe: Any, way: str, seconds: f
         for p, mean in zip(inner.parameters(), kept, strict=True):
             p.copy_(mean)
         loss = float(nn.functional.cross_entropy(inner(images), labels))
-    pipe.send((taken, loss))
+    pipe.send((steps_made, loss))
     os._exit(0)
 
 
@@ -321,8 +321,8 @@ def show_stragglers() -> None:
     print(f"\none of 4 ranks at random held up for {1e3 * HELD_UP_SECONDS:g} ms in every step, digits, "
           f"{STRAGGLER_SECONDS:g} s: loss of the mean model")  # fmt: skip
     for way in ("ddp", "collective", "shared_memory"):
-        taken, loss = zip(*on_ranks(4, straggle, way, STRAGGLER_SECONDS), strict=True)
-        print(f"{way:>26} {statistics.mean(taken):7.0f} steps, loss {loss[0]:.4f}", flush=True)
+        steps_made, loss = zip(*on_ranks(4, straggle, way, STRAGGLER_SECONDS), strict=True)
+        print(f"{way:>26} {statistics.mean(steps_made):7.0f} steps, loss {loss[0]:.4f}", flush=True)
 
 
 CASES: dict[str, Callable[[argparse.Namespace], None]] = {

@@ -56,7 +56,7 @@ def run(arm: str, seed: int, rounds: int = ROUNDS) -> Figures:
 
 def line(arm: str, runs: list[Figures]) -> str:
     """Returns one row: our values, the simulation's, and the difference of both accuracies."""
-    asked = 3.0 if "adam" in arm else 0.6
+    tolerance = 3.0 if "adam" in arm else 0.6
     cells, worst = [], 0.0
     for ours, theirs, digits in zip(zip(*runs, strict=True), REFERENCE[arm], (2, 2, 3), strict=True):
         mean = statistics.fmean(ours)
@@ -64,8 +64,8 @@ def line(arm: str, runs: list[Figures]) -> str:
         if theirs is not None and digits == 2:
             worst = max(worst, mean - theirs, theirs - mean)
     spread = statistics.stdev(local for local, _, _ in runs)
-    verdict = "within" if worst <= asked else "NOT within"
-    return f"{arm:28} {' '.join(cells)}   ±{spread:.2f}   off by {worst:.2f}, {verdict} {asked}"
+    verdict = "within" if worst <= tolerance else "NOT within"
+    return f"{arm:28} {' '.join(cells)}   ±{spread:.2f}   off by {worst:.2f}, {verdict} {tolerance}"
 
 
 def main() -> None:

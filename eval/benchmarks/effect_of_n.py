@@ -136,19 +136,19 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--nodes", type=int, nargs="+", default=NODES)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="instead of the config's own")
     parser.add_argument("--docs", type=Path, default=ROOT / "docs", metavar="FOLDER")
-    given = parser.parse_args(words)
+    options = parser.parse_args(words)
     torch.set_num_threads(1)
     keep_freed_memory()
     found = []
-    for graph in given.graphs:
-        for nodes in given.nodes:
-            found.append(run(graph, nodes, given.set))
+    for graph in options.graphs:
+        for nodes in options.nodes:
+            found.append(run(graph, nodes, options.set))
             print(found[-1], flush=True)
-    made = f"Made by ``bash eval/bench.sh effect_of_n`` on {time.strftime('%Y-%m-%d')}: {machine()}."
-    text = f"{table(found)}\n\n{made}\n"
-    (given.docs / "tables").mkdir(parents=True, exist_ok=True)
-    (given.docs / "tables" / "effect_of_n.txt").write_text(text)
-    draw(found, given.docs / "pictures" / "effect_of_n.png")
+    made_by = f"Made by ``bash eval/bench.sh effect_of_n`` on {time.strftime('%Y-%m-%d')}: {machine()}."
+    text = f"{table(found)}\n\n{made_by}\n"
+    (options.docs / "tables").mkdir(parents=True, exist_ok=True)
+    (options.docs / "tables" / "effect_of_n.txt").write_text(text)
+    draw(found, options.docs / "pictures" / "effect_of_n.png")
     print(text)
 
 

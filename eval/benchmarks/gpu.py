@@ -196,12 +196,12 @@ def staging(tiny: bool) -> Iterator[Row]:
 
     elements = 100_000 if tiny else 32_000_000
     spec, x = TensorSpec(torch.float32, elements), torch.randn(elements, device="cuda")
-    plan, made = TensorPlan("x", spec, 1 << 20), Staging(CudaCopies(torch.device("cuda", 0)))
-    made.take([spec])
+    plan, pinned_staging = TensorPlan("x", spec, 1 << 20), Staging(CudaCopies(torch.device("cuda", 0)))
+    pinned_staging.take([spec])
     host, pinned = torch.empty(elements), torch.empty(elements, pin_memory=True)
 
     def fetch() -> None:
-        fetched = made.fetch(plan, x)
+        fetched = pinned_staging.fetch(plan, x)
         assert fetched is not None
         for chunk in range(plan.count(elements)):
             fetched.piece(chunk)
@@ -215,7 +215,8 @@ def staging(tiny: bool) -> Iterator[Row]:
 
     ceiling = speed(lambda: pinned.copy_(x))
     for what, work in (("out, pinned slots", fetch), ("out, pageable", lambda: to_bytes(x)),
-                       ("in, pinned slots", lambda: made.lift(host)), ("in, pageable", lambda: host.to("cuda"))):
+                       ("in, pinned slots", lambda: pinned_staging.lift(host)),
+                       ("in, pageable", lambda: host.to("cuda"))):  # fmt: skip
         yield Row("staging", f"{4e-6 * elements:.0f} MB {what}", speed(work), "GB/s", ceiling)
 
 
@@ -304,12 +305,12 @@ def environment() -> list[str]:
     except Exception as error:  # only this line is lost
         found.append(f"machine not found out: {error}")
     for name in ("triton", "numpy"):
-        there = importlib.util.find_spec(name) is not None
-        found.append(f"{name} {importlib.metadata.version(name) if there else 'absent'}")
+        is_present = importlib.util.find_spec(name) is not None
+        found.append(f"{name} {importlib.metadata.version(name) if is_present else 'absent'}")
     carried = [Path(each) / "Python.h" for each in os.environ.get("C_INCLUDE_PATH", "").split(os.pathsep) if each]
-    there = any(each.exists() for each in (python_header(), *carried))
+    is_present = any(each.exists() for each in (python_header(), *carried))
     compiler = next((name for name in ("gcc", "clang") if shutil.which(name)), "absent")
-    found.append(f"for Triton's launchers: C compiler {compiler}, Python.h {'there' if there else 'absent'}")
+    found.append(f"for Triton's launchers: C compiler {compiler}, Python.h {'there' if is_present else 'absent'}")
     try:
         for n in range(torch.cuda.device_count()):
             seen = torch.cuda.get_device_properties(n)
@@ -317,9 +318,9 @@ def environment() -> list[str]:
                          f"{seen.minor}, {seen.multi_processor_count} multiprocessors")  # fmt: skip
         if torch.cuda.is_available() and torch.distributed.is_nccl_available():
             found.append(f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}")
-        asked = ["nvidia-smi", "--query-gpu=driver_version,compute_mode,clocks.sm,clocks.mem", "--format=csv,noheader"]
-        said = subprocess.run(asked, capture_output=True, text=True, timeout=20)
-        found += [f"nvidia-smi: {line}" for line in (said.stdout + said.stderr).splitlines()[:4]]
+        query = ["nvidia-smi", "--query-gpu=driver_version,compute_mode,clocks.sm,clocks.mem", "--format=csv,noheader"]
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=20)
+        found += [f"nvidia-smi: {line}" for line in (answer.stdout + answer.stderr).splitlines()[:4]]
     except Exception as error:  # only these lines are lost
         found.append(f"not found out: {error}")
     with contextlib.suppress(Exception):
@@ -454,13 +455,13 @@ def _ncu_profile(whats: list[str], limit: float) -> Profile:
     """Returns the hardware counters of one launch of the kernel, for the smallest of these rows: some counters need
     several runs of it, between which ncu restores the memory that it wrote."""
     what = min(whats, key=lambda what: float(what.split()[2]) if what[0].isdigit() else math.inf)
-    said: list[str] = []
+    output_lines: list[str] = []
     command = ["ncu", "--clock-control", "none", "--kernel-name", f"regex:{KERNEL}", "--launch-skip", "2",
                "--launch-count", "1", "--metrics", ",".join(NCU_METRICS),
                *_this_script("--launch", what, tiny=False)]  # fmt: skip
-    why = _run(command, limit, said.append) if limit >= 5 else "no time left"
-    found = [" ".join(line.split()) for line in said if line.strip().startswith(NCU_METRICS)]
-    lines = [line.rstrip() for line in said[-40:]] + ([why] if why else [])
+    why = _run(command, limit, output_lines.append) if limit >= 5 else "no time left"
+    found = [" ".join(line.split()) for line in output_lines if line.strip().startswith(NCU_METRICS)]
+    lines = [line.rstrip() for line in output_lines[-40:]] + ([why] if why else [])
     return Profile("mixing", f"ncu, {what}", lines, found or [why or "ncu counted nothing of the kernel"])
 
 

@@ -125,8 +125,8 @@ def _host_waits(host: Sequence[Event], calls: int, gpu: bool) -> tuple[str, list
     """Returns (how often and how long the host waited, lines on where)."""
     waits = [each for each in host if (WAITS.match(each["name"]) if gpu else each["name"] == SCALAR)]
     microseconds = sum(each["dur"] for each in waits)
-    what = "waits" if gpu else "reads scalars"
-    said = f"the host {what} {len(waits) / calls:g} times a call, {_time(microseconds / calls)}"
+    verb = "waits" if gpu else "reads scalars"
+    sentence = f"the host {verb} {len(waits) / calls:g} times a call, {_time(microseconds / calls)}"
     by_place = defaultdict(list)
     around = [each for each in host if each["cat"] in ("cpu_op", "python_function") and each["name"] != SCALAR]
     for each in waits:
@@ -138,10 +138,10 @@ def _host_waits(host: Sequence[Event], calls: int, gpu: bool) -> tuple[str, list
         line = next((line for line in names if not line.startswith("torch/")), "")
         place = f", {line}" if line else ""
         by_place[f"{each['name']} in {operator}{place}"].append(each)
-    lines = [f"waits: {said}"]
+    lines = [f"waits: {sentence}"]
     for name, those in _largest(by_place, len):
         lines.append(f"  {len(those) / calls:g} a call, {_time(sum(each['dur'] for each in those) / calls)}: {name}")
-    return said, lines
+    return sentence, lines
 
 
 def _own_times(host: Sequence[Event], calls: int) -> list[str]:

@@ -99,6 +99,6 @@ def _short(row: Row, longest: int) -> str:
     note = row.note[:longest]
     if row.value is None:
         return f"{row.what}: {row.note[: max(longest, 40)]}"
-    beside = f" = {row.value / row.ceiling:.2f} of {row.ceiling:.4g}" if row.ceiling else ""
+    ratio = f" = {row.value / row.ceiling:.2f} of {row.ceiling:.4g}" if row.ceiling else ""
     mark = "" if not row.asked else f", asked {row.asked}: {'MISSED' if row.missed else 'yes'}"
-    return f"{row.what}: {row.value:.4g} {row.unit}".rstrip() + f"{beside}{mark}{f'; {note}' if note else ''}"
+    return f"{row.what}: {row.value:.4g} {row.unit}".rstrip() + f"{ratio}{mark}{f'; {note}' if note else ''}"

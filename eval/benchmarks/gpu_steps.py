@@ -201,10 +201,10 @@ def _local_steps(model: str, batch: int, extra: list[str], what: str, tiny: bool
     (node,) = prepare(str(CONFIG), overrides, range(1))
     rounds = iter(range(1, 1000))
     # a round of local steps ends with its loss on the host
-    taken = milliseconds(lambda: node.local_update(next(rounds)), False, 2 if tiny else 7, warm=1) / steps
+    own_milliseconds = milliseconds(lambda: node.local_update(next(rounds)), False, 2 if tiny else 7, warm=1) / steps
     experiment = load(str(CONFIG), overrides)
-    beside = bare_milliseconds(make_model(experiment, experiment.open_data().spec).to(device), batch, tiny, gpu)
-    return Row("training", what, taken, "ms", beside, note="beside it: bare steps of SGD in float32")
+    bare = bare_milliseconds(make_model(experiment, experiment.open_data().spec).to(device), batch, tiny, gpu)
+    return Row("training", what, own_milliseconds, "ms", bare, note="beside it: bare steps of SGD in float32")
 
 
 def bare_milliseconds(model: Any, batch: int, tiny: bool, gpu: bool) -> float:

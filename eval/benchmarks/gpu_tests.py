@@ -60,9 +60,9 @@ def tests(_tiny: bool) -> Iterator[Row]:
             yield from rows
 
 
-def groups(paths: Sequence[Path], apart: bool) -> list[Sequence[Path]]:
+def groups(paths: Sequence[Path], separate: bool) -> list[Sequence[Path]]:
     """Returns the files of each process."""
-    return [[path] for path in paths] if apart else [paths]
+    return [[path] for path in paths] if separate else [paths]
 
 
 def run_files(paths: Sequence[Path], until: float) -> tuple[str, list[Row]]:

@@ -70,8 +70,8 @@ def raw_stream_seconds(size: int, uid: int, pipe: Connection) -> list[float]:
         pipe.send(router.bind_to_random_port("tcp://127.0.0.1"))
         for _ in range(REPEATS + 1):
             for _ in range(chunks):
-                who, *_ = router.recv_multipart(copy=False)
-            router.send_multipart([who.bytes, b"!"])
+                sender, *_ = router.recv_multipart(copy=False)
+            router.send_multipart([sender.bytes, b"!"])
         pipe.recv()
         return []
     data = memoryview(torch.ones(ELEMENTS).numpy()).cast("B")

@@ -36,12 +36,12 @@ def ip(*words: str) -> None:
 def hosts(gbit: float, burst: str = "1mb") -> Iterator[list[tuple[str, str]]]:
     """Yields (namespace, address) of two hosts with a link between them. burst: what it passes at once after a rest."""
     mark = f"dn{os.getpid() % 100000}"
-    made = [(f"{mark}{side}", f"10.77.{os.getpid() % 250}.{number}") for number, side in enumerate("ab", 1)]
+    described = [(f"{mark}{side}", f"10.77.{os.getpid() % 250}.{number}") for number, side in enumerate("ab", 1)]
     try:
-        for name, _ in made:
+        for name, _ in described:
             ip("netns", "add", name)
         ip("link", "add", f"{mark}va", "type", "veth", "peer", "name", f"{mark}vb")
-        for (name, address), side in zip(made, "ab", strict=True):
+        for (name, address), side in zip(described, "ab", strict=True):
             cable = f"{mark}v{side}"
             ip("link", "set", cable, "netns", name)
             ip("-n", name, "addr", "add", f"{address}/24", "dev", cable)
@@ -49,9 +49,9 @@ def hosts(gbit: float, burst: str = "1mb") -> Iterator[list[tuple[str, str]]]:
             ip("-n", name, "link", "set", "lo", "up")
             ip("netns", "exec", name, "tc", "qdisc", "add", "dev", cable, "root", "tbf",
                "rate", f"{int(1000 * gbit)}mbit", "burst", burst, "latency", "20ms")  # fmt: skip
-        yield made
+        yield described
     finally:
-        for name, _ in made:
+        for name, _ in described:
             subprocess.run(["ip", "netns", "del", name], capture_output=True, timeout=20, check=False)
 
 
@@ -70,8 +70,8 @@ def launch(
                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
         for number, (name, _) in enumerate(where)
     ]  # fmt: skip
-    told = [process.communicate(timeout=seconds)[0] for process in started]
-    for process, output in zip(started, told, strict=True):
+    outputs = [process.communicate(timeout=seconds)[0] for process in started]
+    for process, output in zip(started, outputs, strict=True):
         if process.returncode:
             raise SystemExit(f"a machine ended with {process.returncode}:\n{output}")
 
@@ -104,13 +104,13 @@ def main() -> None:
     print(machine())
     size = planned_mb([*common, *alone]) / 4
     found: dict[str, list[dict[str, float]]] = {name: [] for name in SCHEDULES}
-    apart = []
+    separate = []
     with hosts(options.gbit) as where:
         for _ in range(options.repeats):
-            apart.append(1e3 * separate_seconds([*common, *alone], 2, 4))
+            separate.append(1e3 * separate_seconds([*common, *alone], 2, 4))
             for name, overrides in SCHEDULES.items():
                 found[name].append(run_once(where, [*common, *overrides]))
-    steps, link = statistics.median(apart), 8 * size / options.gbit
+    steps, link = statistics.median(separate), 8 * size / options.gbit
     best = max(steps, link)
     print(f"model {size:.0f} MB; link {options.gbit:g} Gbit/s each way: {link:.0f} ms per model; "
           f"{options.steps} local steps without exchange: {steps:.0f} ms; the longer: {best:.0f} ms\n")

@@ -109,32 +109,32 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], dest="overrides", help="passed on to the runs")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    here, before = Path(__file__).resolve().parents[2], options.before
+    this_checkout, before = Path(__file__).resolve().parents[2], options.before
     print(machine(), flush=True)
     print(f"before: commit {commit_of(before)}; {options.pairs} pairs, ratio: this / before\n")
     print(f"{'case':10} {'before':>10} {'this':>10} {'ratio':>6} {'95 % interval':>16} {'floor':>10}")
     first, last = interval(options.pairs)
     for name in options.cases:
         if name in OWN_BENCHES:
-            pairs_of_bench(name, here, before, options.pairs, options.json)
+            pairs_of_bench(name, this_checkout, before, options.pairs, options.json)
             continue
         model, nodes, degree, rounds, *_ = CASES[name]
         overrides = [f"graph={{name: regular, nodes: {nodes}, degree: {degree}}}", f"mapping.nodes_per_machine={nodes}",
                      f"model={model}", f"node.rounds={rounds}", *options.overrides]  # fmt: skip
-        times: dict[Path, list[float]] = {here: [], before: []}
+        times: dict[Path, list[float]] = {this_checkout: [], before: []}
         for pair in range(options.pairs):
-            for checkout in (here, before) if pair % 2 else (before, here):
+            for checkout in (this_checkout, before) if pair % 2 else (before, this_checkout):
                 times[checkout].append(round_seconds(checkout, overrides))
-        ratios = sorted(a / b for a, b in zip(times[here], times[before], strict=True))
+        ratios = sorted(a / b for a, b in zip(times[this_checkout], times[before], strict=True))
         floor = floor_seconds(overrides, nodes, max(4, rounds // 2))
         medians = {checkout: statistics.median(found) for checkout, found in times.items()}
         if options.json:
-            print(json.dumps({"case": name, "ratios": ratios, "floor": floor, "this": times[here],
+            print(json.dumps({"case": name, "ratios": ratios, "floor": floor, "this": times[this_checkout],
                               "before": times[before]}))  # fmt: skip
             continue
         median, bounds = statistics.median(ratios), f"[{ratios[first]:.3f}, {ratios[last]:.3f}]"
-        print(f"{name:10} {1e3 * medians[before]:7.1f} ms {1e3 * medians[here]:7.1f} ms {median:6.3f} {bounds:>16} "
-              f"{1e3 * floor:7.1f} ms", flush=True)  # fmt: skip
+        print(f"{name:10} {1e3 * medians[before]:7.1f} ms {1e3 * medians[this_checkout]:7.1f} ms {median:6.3f} "
+              f"{bounds:>16} {1e3 * floor:7.1f} ms", flush=True)  # fmt: skip
 
 
 if __name__ == "__main__":

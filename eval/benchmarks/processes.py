@@ -106,15 +106,15 @@ def measure(overrides: list[str], nodes: int, each: str, seconds: float) -> None
                 raise SystemExit(process.communicate()[0])
         cpu, rounds = cpu_and_rounds(folder)
         time.sleep(seconds)
-        later, more = cpu_and_rounds(folder)
-        held = sizes_text(folder, nodes)
+        cpu_after, more = cpu_and_rounds(folder)
+        sizes_now = sizes_text(folder, nodes)
         process.send_signal(signal.SIGINT)
         output, _ = process.communicate()
     start = next((line.split(", ")[1] for line in output.splitlines() if "all connected" in line), "?")
-    step, after = (later - cpu) / max(1, more - rounds), bare_seconds(overrides, nodes, seconds)
+    step, after = (cpu_after - cpu) / max(1, more - rounds), bare_seconds(overrides, nodes, seconds)
     floors = (floor + after) / 2
     print(f"{each:>5} {1e3 * step:8.2f} ms per step and node, {step / floors:5.2f} of bare "
-          f"({1e3 * floor:.2f} before, {1e3 * after:.2f} after); {held}; connected {start}", flush=True)
+          f"({1e3 * floor:.2f} before, {1e3 * after:.2f} after); {sizes_now}; connected {start}", flush=True)
 
 
 def main(nodes: int = 64, seconds: float = 30.0, *each: str) -> None:

@@ -86,10 +86,10 @@ def main() -> None:
     usual = [str(CONFIGS / f"{name}.yaml") for name in USUAL]
     parser.add_argument("configs", nargs="*", metavar="CONFIG", default=usual)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
-    given = parser.parse_args()
+    options = parser.parse_args()
     print(machine())
-    for config in given.configs:
-        found = run(Path(config), given.set)
+    for config in options.configs:
+        found = run(Path(config), options.set)
         print(
             f"{Path(config).stem}: {found.nodes} nodes, {found.rounds} rounds; a round {found.round_seconds:.2f} s, "
             f"{found.updates_per_second:,.0f} node-updates/s; all {found.seconds:.0f} s, {found.cpu_seconds:.0f} s of "

@@ -110,10 +110,10 @@ def mean_cost(work: Callable[[], object], seconds: float) -> Cost:
     """Returns the mean cost of `work`, called repeatedly for `seconds`."""
     work()
     count, started, before = 0, time.perf_counter(), cpu_seconds()
-    while (taken := time.perf_counter() - started) < seconds or not count:
+    while (elapsed := time.perf_counter() - started) < seconds or not count:
         work()
         count += 1
-    return Cost(taken / count, (cpu_seconds() - before) / count)
+    return Cost(elapsed / count, (cpu_seconds() - before) / count)
 
 
 def vmap_loop(case: str) -> Callable[[], object] | None:

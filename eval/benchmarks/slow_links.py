@@ -78,27 +78,27 @@ def hosts(mbit: list[float]) -> Iterator[list[tuple[str, str, str]]]:
     """Yields (namespace, address, interface) of hosts on a common switch, whose cables have these rates."""
     mark = f"dn{os.getpid() % 100000}"
     switch, net = f"{mark}s", f"10.78.{os.getpid() % 250}"
-    made = [(f"{mark}h{rank}", f"{net}.{rank + 1}", f"{mark}n{rank}") for rank in range(len(mbit))]
+    described = [(f"{mark}h{rank}", f"{net}.{rank + 1}", f"{mark}n{rank}") for rank in range(len(mbit))]
     try:
         ip("netns", "add", switch)
         ip("-n", switch, "link", "add", "name", "hub", "type", "bridge")
         ip("-n", switch, "link", "set", "hub", "up")
-        for rank, (name, address, near) in enumerate(made):
-            far, rate = f"{mark}f{rank}", mbit[rank]
+        for rank, (name, address, host_end) in enumerate(described):
+            switch_end, rate = f"{mark}f{rank}", mbit[rank]
             ip("netns", "add", name)
-            ip("link", "add", near, "type", "veth", "peer", "name", far)
-            ip("link", "set", near, "netns", name)
-            ip("link", "set", far, "netns", switch)
-            ip("-n", switch, "link", "set", far, "master", "hub")
-            ip("-n", name, "addr", "add", f"{address}/24", "dev", near)
-            for where, cable in ((name, near), (switch, far)):
+            ip("link", "add", host_end, "type", "veth", "peer", "name", switch_end)
+            ip("link", "set", host_end, "netns", name)
+            ip("link", "set", switch_end, "netns", switch)
+            ip("-n", switch, "link", "set", switch_end, "master", "hub")
+            ip("-n", name, "addr", "add", f"{address}/24", "dev", host_end)
+            for where, cable in ((name, host_end), (switch, switch_end)):
                 ip("-n", where, "link", "set", cable, "up")
                 ip("netns", "exec", where, "tc", "qdisc", "add", "dev", cable, "root", "tbf", "rate",
                    f"{rate:g}mbit", "burst", BURST, "latency", "50ms")  # fmt: skip
             ip("-n", name, "link", "set", "lo", "up")
-        yield made
+        yield described
     finally:
-        for name in [*(name for name, _, _ in made), switch]:
+        for name in [*(name for name, _, _ in described), switch]:
             subprocess.run(["ip", "netns", "del", name], capture_output=True, timeout=20, check=False)
 
 
@@ -221,8 +221,8 @@ def train_all_ranks(
             while any(process.poll() is None for process in started):
                 late = time.monotonic() > until
                 if late or any(process.returncode for process in started):
-                    told = "\n".join((folder / f"{rank}.log").read_text() for rank in range(ranks))
-                    raise SystemExit(f"{way}: {'no end after so long' if late else 'a rank failed'}:\n{told}")
+                    logs = "\n".join((folder / f"{rank}.log").read_text() for rank in range(ranks))
+                    raise SystemExit(f"{way}: {'no end after so long' if late else 'a rank failed'}:\n{logs}")
                 time.sleep(0.1)
         finally:
             for process in started:

@@ -243,10 +243,10 @@ def write(name: str, rows: list[list[str]], options: str) -> None:
     rule = " ".join("=" * width for width in widths)
     lines = [" ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     table = "\n".join([rule, lines[0], rule, *lines[1:], rule])
-    made = f"Made by ``bash eval/tables.sh --only {name}``{options} on {time.strftime('%Y-%m-%d')}: {machine()}."
+    made_by = f"Made by ``bash eval/tables.sh --only {name}``{options} on {time.strftime('%Y-%m-%d')}: {machine()}."
     DOCS.mkdir(parents=True, exist_ok=True)
-    (DOCS / f"{name}.txt").write_text(f"{table}\n\n{made}\n")
-    print(f"\n{name}\n{table}\n{made}", flush=True)
+    (DOCS / f"{name}.txt").write_text(f"{table}\n\n{made_by}\n")
+    print(f"\n{name}\n{table}\n{made_by}", flush=True)
 
 
 def generated_data(given: Path | None) -> dict[str, Path]:

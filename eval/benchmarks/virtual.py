@@ -130,9 +130,9 @@ def clock_alone() -> None:
         transfers = Transfers.of(source, (source + np.tile([1, 2, n - 1, n - 2], n)) % n, size)
         config = ComputeConfig.model_validate({"step_seconds": 0.1, **compute})
         where = [*range(n)]
-        made = Clock(Compute(config, where, step_seconds=0.1), Network(LinksConfig.model_validate(links), where),
-                     lambda _, sent=transfers: [sent], asynchronous=name.startswith("asynchronous"))  # fmt: skip
-        seconds = time_line(made, rounds).steady_seconds()
+        clock = Clock(Compute(config, where, step_seconds=0.1), Network(LinksConfig.model_validate(links), where),
+                      lambda _, sent=transfers: [sent], asynchronous=name.startswith("asynchronous"))  # fmt: skip
+        seconds = time_line(clock, rounds).steady_seconds()
         took = time.process_time() - begun
         print(f"{name:34} {took:5.2f} CPU s for {n:5,} nodes x {rounds:5,} rounds of {seconds:.3f} s")
 

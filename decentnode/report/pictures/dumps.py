@@ -70,9 +70,9 @@ def _magnitudes(values: np.ndarray) -> np.ndarray:
 
 
 def _counts(folder: Path, files: list[Path]) -> np.ndarray | None:
-    whole = folder / "counts.safetensors"
-    if whole.exists():
-        by_fragment = load_file(whole)
+    counts_file = folder / "counts.safetensors"
+    if counts_file.exists():
+        by_fragment = load_file(counts_file)
         return np.concatenate([by_fragment[name] for name in sorted(by_fragment, key=int)])
     sent = [load_file(path)["sent"] for path in files if path.stem.endswith("-0") and "sent" in load_file(path)]
     return np.bincount(np.concatenate(sent)) if sent else None

@@ -355,21 +355,21 @@ def legend(figure: Figure, handles: Sequence[Any], labels: list[str]) -> None:
     room = WIDTH_SHARE * figure.bbox.width
 
     def drawn(columns: int, labels: list[str]) -> tuple[Any, Any]:
-        made = figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
-        return made, made.get_window_extent(renderer)
+        drawn_legend = figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
+        return drawn_legend, drawn_legend.get_window_extent(renderer)
 
     for columns in range(min(4, len(labels)), 0, -1):
-        shown, box = drawn(columns, labels)
+        current, box = drawn(columns, labels)
         if box.width <= room:
             break
         if columns > 1:
-            shown.remove()
+            current.remove()
     else:  # not even one name fits the width
         characters = max(map(len, labels))
         while box.width > room and characters > 8:
-            shown.remove()
+            current.remove()
             characters = int(0.9 * characters)
-            shown, box = drawn(1, [textwrap.fill(label, characters) for label in labels])
+            current, box = drawn(1, [textwrap.fill(label, characters) for label in labels])
     figure.set_figheight(figure.get_figheight() + box.height / figure.dpi)
 
 

@@ -41,6 +41,6 @@ class FittingTable:
 
     def _min_width(self, console: Console, column: Column) -> int:
         """Returns the minimum width: headings are wrapped between words; of the cells only those of `words` are cut."""
-        whole = max((console.measure(each).maximum for each in column.cells), default=0)
+        cell_width = max((console.measure(each).maximum for each in column.cells), default=0)
         heading = max(map(len, str(column.header).split()), default=0)
-        return max(heading, min(whole, MIN_WORDS_WIDTH) if str(column.header) in self._words else whole)
+        return max(heading, min(cell_width, MIN_WORDS_WIDTH) if str(column.header) in self._words else cell_width)

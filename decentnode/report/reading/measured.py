@@ -39,9 +39,9 @@ def measured_by(run: Path) -> TaskMetrics:
         return BEFORE
 
 
-def columns(every: Iterable[TaskMetrics]) -> tuple[Figure, ...]:
+def columns(tasks: Iterable[TaskMetrics]) -> tuple[Figure, ...]:
     """Returns the columns in which runs are compared: those of their tasks, then those that all runs have."""
     task_columns: dict[str, Figure] = {}
-    for measured in every:
+    for measured in tasks:
         task_columns |= {name: measured.by_name[name] for name in measured.compared if name not in BY_NAME}
     return (*task_columns.values(), *(BY_NAME[name] for name in BEFORE.compared if name in BY_NAME))

@@ -158,9 +158,9 @@ def _label_keys(runs: Sequence[Ran]) -> list[str]:
     """Returns the keys that distinguish the runs: only explicitly given ones if these suffice."""
     keys = differing_keys([run.config for run in runs])
     derived = frozenset[str]().union(*(run.derived_keys for run in runs))
-    given = [key for key in keys if key not in derived]
-    kinds = [{tuple(run.config.get(key) for key in each) for run in runs} for each in (keys, given)]
-    return given if len(kinds[0]) == len(kinds[1]) else keys
+    explicit = [key for key in keys if key not in derived]
+    kinds = [{tuple(run.config.get(key) for key in each) for run in runs} for each in (keys, explicit)]
+    return explicit if len(kinds[0]) == len(kinds[1]) else keys
 
 
 def labels(groups: Sequence[Sequence[Ran]]) -> list[str]:
@@ -198,9 +198,9 @@ def _shortened(labels: Sequence[Label], keys: Collection[str]) -> list[str]:
         others = len(label.settings) - len(parts)
         return " ".join([label.name, *parts, *([f"and {others} more"] if others else [])])
 
-    whole = [text(label, max(map(len, label.settings.values()), default=0)) for label in labels]
-    cut = [text(label, MAX_VALUE) for label in labels]
-    return cut if len({*cut}) == len({*whole}) else whole
+    full_texts = [text(label, max(map(len, label.settings.values()), default=0)) for label in labels]
+    cut_texts = [text(label, MAX_VALUE) for label in labels]
+    return cut_texts if len({*cut_texts}) == len({*full_texts}) else full_texts
 
 
 def _distinguishing_keys(labels: Sequence[Label]) -> list[str]:
