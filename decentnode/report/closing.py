@@ -91,7 +91,7 @@ def _lost_line(summary: Mapping[str, Any]) -> list[str]:
 
 
 def _without_prefix(prefix: str, title: str) -> str:
-    """Returns the title without the prefix `prefix`, if it begins with exactly these nodes."""
+    """Returns the title without `prefix`, if it begins with exactly these nodes."""
     rest = title.removeprefix(prefix)
     return rest if rest[:1] in ("", " ", ":") else title
 

@@ -103,7 +103,7 @@ class ObservedRun:
         return found
 
     def distances(self) -> list[float]:
-        """Returns the consensus distances of the evaluations, as recorded by node SPARED[0]."""
+        """Returns the consensus distances of the evaluations, as recorded by node NEVER_KILLED[0]."""
         path = self.folder / "nodes" / f"{NEVER_KILLED[0]:03d}" / "metrics.jsonl"
         return [each["consensus_distance"] for each in read_kind(path, "evaluation") if "consensus_distance" in each]
 

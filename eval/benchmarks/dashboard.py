@@ -17,7 +17,7 @@ SAMPLE_SECONDS = 0.1
 
 
 class CpuSeconds:
-    """CPU seconds of a process and all its descendants, as last seen. Processes that lived less than LOOK_SECONDS are
+    """CPU seconds of a process and all its descendants, as last seen. Processes that lived less than SAMPLE_SECONDS are
     missed, which makes the run look cheaper than it was."""
 
     def __init__(self, pid: int) -> None:

@@ -395,7 +395,7 @@ def run_case(name: str, tiny: bool, limit: float, add: Callable[[Row], None]) ->
 
 
 def run_all(options: argparse.Namespace, report: Report, until: float) -> None:
-    """Runs the cases in the order of CASES, those of TOGETHER concurrently first. until: by time.monotonic(); some of
+    """Runs the cases in the order of CASES, those of CONCURRENT concurrently first. until: by time.monotonic(); some of
     the time before it is reserved for profiling what has missed its target so far."""
     names = options.cases
 

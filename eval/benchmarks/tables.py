@@ -176,8 +176,9 @@ MIN_TEST_IMAGES = 5_000
 
 
 def with_enough_tests(folder: Path) -> Path:
-    """Returns a folder with at least JUDGES test images: `folder`, or one with the same images, of which the last
-    JUDGES are for testing. With 2,000, two equally good models differ by more than a point by chance alone."""
+    """Returns a folder with at least MIN_TEST_IMAGES test images: `folder`, or one with the same images, of which the
+    last MIN_TEST_IMAGES are for testing. With 2,000, two equally good models differ by more than a point by chance
+    alone."""
     test = folder / "test_batch.bin"
     if test.stat().st_size >= MIN_TEST_IMAGES * IMAGE:
         return folder

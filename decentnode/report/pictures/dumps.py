@@ -106,8 +106,8 @@ def plot(run: Path, path: Path) -> None:
 
 
 def shares(counts: np.ndarray) -> np.ndarray:
-    """Returns [GROUPS]: the fraction of all sent coefficients that belongs to each group, from the least to the most
-    often sent ones."""
+    """Returns [NUM_GROUPS]: the fraction of all sent coefficients that belongs to each group, from the least to the
+    most often sent ones."""
     sums = np.array([each.sum() for each in np.array_split(np.sort(counts), NUM_GROUPS)], dtype=float)
     return sums / max(1.0, float(sums.sum()))
 

@@ -33,7 +33,7 @@ class Ran:
     name: str
     seed: Any
     config: Mapping[str, str]
-    """Every resolved value by dotted key, except those of NO_PART_OF_IT; `model.init` is replaced by a digest of its
+    """Every resolved value by dotted key, except those of IGNORED_KEYS; `model.init` is replaced by a digest of its
     content."""
     status: str
     """finished, interrupted or failed; "not finished" without a summary."""
