@@ -15,6 +15,7 @@ from decentnode.communication.base import Communication
 from decentnode.communication.inproc import Hub, Inproc, InprocConfig
 from decentnode.communication.parts import Schema
 from decentnode.config.component import load_class
+from decentnode.data.poisoned import poisoned
 from decentnode.errors import DataError, EnvironmentFault, UsageError
 from decentnode.experiment import Experiment
 from decentnode.experiment.initial_model import make_model, module_without_values
@@ -29,7 +30,10 @@ from decentnode.node.schedules.schedules import payload_schema, schemas_in
 from decentnode.payload import TensorSpec
 from decentnode.samplers import SAMPLERS
 from decentnode.samplers.base import Sampler, Surroundings
-from decentnode.samples import DataSpec
+from decentnode.samples import DataSpec, NodeSamples
+from decentnode.sharing.attacks import ATTACKS
+from decentnode.sharing.attacks.attacked import Attacked
+from decentnode.sharing.attacks.base import Attack
 from decentnode.sharing.base import Sharing
 from decentnode.sharing.compressed import make_sharing
 from decentnode.sharing.fragments import Fragment
@@ -188,11 +192,32 @@ def shared_model(experiment: Experiment, module: torch.nn.Module, run_graph: Gra
         quorum = experiment.node.quorum
         if quorum is not None and quorum.weights != "neighbors":
             rules = [Weighed(rule, quorum.weights) for rule in rules]
+        if experiment.attack is not None:
+            rules = [Attacked(rule, make_attack(experiment), experiment.attackers()) for rule in rules]
         for rule, each in zip(rules, shapes, strict=True):
             rule.set_parameter_shapes(each)
         return rules
 
     return SharedModel(model, fragments, make_rules)
+
+
+def make_attack(experiment: Experiment) -> Attack:
+    """Returns the attack of the section `attack`, as it is before its first round."""
+    assert experiment.attack is not None
+    made: Attack = load_class(experiment.attack.name, ATTACKS, "attack")(experiment.attack)
+    return made
+
+
+def samples_of(experiment: Experiment, uid: int) -> NodeSamples:
+    """Returns what a node trains and is tested on; an attacker may train on other labels. Raises DataError."""
+    data = experiment.open_data()
+    samples, classes = data.of(uid), data.spec.num_classes
+    if uid not in experiment.attackers() or classes is None:
+        return samples
+    attack = make_attack(experiment)
+    if type(attack).labels is Attack.labels:
+        return samples
+    return poisoned(samples, lambda labels: attack.labels(labels, classes))
 
 
 def exchange_partners(uid: int, graphs: Sequence[Graph]) -> frozenset[int] | None:
@@ -217,7 +242,7 @@ def build(
     shared = shared_model(experiment, module, graph)
     model = shared.model
     training: Any = load_class(experiment.training.name, TRAININGS, "training")(
-        experiment.training, model, experiment.make_task(), data.of(uid), seed=experiment.seed, uid=uid
+        experiment.training, model, experiment.make_task(), samples_of(experiment, uid), seed=experiment.seed, uid=uid
     )
     rules = shared.make_rules()
     schemas, sampler = schemas_of(rules, model, shared.fragments, experiment.node.schedule), sampler_of(experiment, uid)
@@ -227,7 +252,8 @@ def build(
         of_fragments = [fragment.graph for fragment in shared.fragments] or [graph]
         communication.partners = exchange_partners(uid, [*of_fragments, *buffers])
     sampling = None if sampler is None else Sampling(sampler, communication, len(schemas), _profile(sampler, model))
-    node_parts = NodeParts(graph, training, rules, communication, shared.make_rules, shared.fragments, sampling)
+    node_parts = NodeParts(graph, training, rules, communication, shared.make_rules, shared.fragments, sampling,
+                           frozenset(experiment.attackers()))  # fmt: skip
     return Node(uid, experiment.node, node_parts, seed=experiment.seed, record=record)
 
 

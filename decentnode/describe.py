@@ -44,6 +44,7 @@ from decentnode.models import MODELS
 from decentnode.node.config import NodeConfig
 from decentnode.samplers import SAMPLERS
 from decentnode.sharing import FRAGMENTS, SHARINGS
+from decentnode.sharing.attacks import ATTACKS
 from decentnode.sharing.parameters import ParametersConfig
 from decentnode.sharing.requirements import Requirements
 from decentnode.tasks import TASKS
@@ -54,7 +55,7 @@ TABLES: dict[str, Mapping[str, str]] = {
     "graph": GRAPHS, "weights": WEIGHTS, "mapping": MAPPINGS, "data": DATASETS, "partition": PARTITIONS,
     "task": TASKS, "model": MODELS, "training": TRAININGS, "sharing": SHARINGS, "compression": CODECS,
     "communication": COMMUNICATIONS, "fragments": FRAGMENTS, "faults": FAULTS, "sampler": SAMPLERS,
-    "tracker": TRACKERS,
+    "tracker": TRACKERS, "attack": ATTACKS,
 }  # fmt: skip
 """The kinds whose components a YAML section can name, with the table of each."""
 GROUPS: dict[str, type[Settings]] = {
@@ -79,6 +80,7 @@ KINDS: dict[str, str] = {
     "communication": "How payloads move between nodes.",
     "node": "The rounds: how many, in which order, and what happens on a failure.",
     "faults": "Faults to inject: the entries of the list `faults`; each fault's name is its key `do`.",
+    "attack": "What nodes that attack the others send, or train on.",
     "sampler": "How a node that knows only some of the others chooses where to send: the key `sampler` of `node`.",
     "simulate": "How `decentnode simulate` computes the nodes.",
     "run": "Where the results go.",

@@ -38,8 +38,9 @@ from decentnode.mapping.newcomer import Newcomer, WithNewcomer
 from decentnode.metrics.figures import TaskMetrics
 from decentnode.models import MODELS
 from decentnode.node.config import NodeConfig
-from decentnode.rng import GLOBAL, torch_seed
+from decentnode.rng import GLOBAL, stream, torch_seed
 from decentnode.sharing import SHARINGS
+from decentnode.sharing.attacks import ATTACKS
 from decentnode.sharing.parameters import ParametersConfig
 from decentnode.tasks import TASKS
 from decentnode.tasks.base import OWN, Task
@@ -108,6 +109,9 @@ class Experiment(Settings):
     """Faults to inject: processes that are killed or suspended, nodes that are slow, messages that are lost. A list of
     faults, each with `do` (decentnode/faults/vocabulary.py). Random choices of nodes and times follow from the seed. A
     run with faults is recorded and checked (`run.record`)."""
+    attack: Annotated[Annotated[Config, section(ATTACKS, "attack")] | None, ADDED] = None
+    """Nodes that attack the others, and how. Their models are not evaluated and count in no mean over the nodes.
+    Default: all nodes are honest."""
     simulate: Annotated[SimulateConfig, ADDED] = SimulateConfig()
     """How `decentnode simulate` computes the run in one process; other commands ignore it."""
     run: RunConfig = RunConfig()
@@ -249,6 +253,17 @@ class Experiment(Settings):
             if getattr(needs, "star", False):
                 return tuple(self.make_graph().servers)
         return ()
+
+    def attackers(self) -> tuple[int, ...]:
+        """Returns the nodes that attack the others, ascending. Raises GraphError."""
+        config: Any = self.attack
+        if config is None:
+            return ()
+        if config.nodes is not None:
+            return tuple(sorted(config.nodes))
+        num_nodes = self.make_graph().num_nodes
+        drawn = stream(self.seed, GLOBAL, "attackers").permutation(num_nodes)[: config.count]
+        return tuple(sorted(int(uid) for uid in drawn))
 
     def forget_data(self) -> None:
         """Releases the opened files, because labels of large data take memory that a training node can use."""

@@ -58,6 +58,8 @@ class NodeParts:
     stay local to the node. Empty: all parameters are one fragment, exchanged over `graph` in every round."""
     sampling: Sampling | None = None
     """Finds the neighbors of each round, in place of `graph`."""
+    attackers: frozenset[int] = frozenset()
+    """Nodes that attack the others: their models are not evaluated and count in no mean over the nodes."""
 
 
 class Node:
@@ -87,6 +89,7 @@ class Node:
         self.generation = Generation(0, tuple(range(self.graph.num_nodes)))
         whole = Fragment(0, self.training.model.num_parameters, self.graph)
         fragments = parts.fragments or (whole,)
+        self._attackers = parts.attackers
         self.shared = fragments[-1].stop
         """The number of shared parameters, which come first; the remaining ones stay local to this node."""
         self._rules = NodeRules(
@@ -96,6 +99,7 @@ class Node:
         self._evaluator = Evaluator(
             self.training, self.communication, recompute=config.buffers == "recompute",
             phases=self.sharing.requirements.phases, shared=self.shared, weight=self._weight(),
+            counts=uid not in parts.attackers,
         )  # fmt: skip
         self.course = Course(config, self.training)
         self.round = 0
@@ -139,7 +143,9 @@ class Node:
 
     def _weight(self) -> float | None:
         """Returns the weight of this node's model in the merged model; None if all models have the same weight."""
-        return float(self.uid in self.graph.servers) if self.sharing.requirements.star else None
+        if self.sharing.requirements.star:
+            return float(self.uid in self.graph.servers)
+        return float(self.uid not in self._attackers) if self._attackers else None
 
     # -- running ----------------------------------------------------------------------------------------------
 

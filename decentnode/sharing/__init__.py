@@ -5,6 +5,7 @@ AMONG_EQUALS: dict[str, str] = {
     "ac": "decentnode.sharing.ac:AdaptiveConsensus",
     "beer": "decentnode.sharing.beer:Beer",
     "choco": "decentnode.sharing.choco:Choco",
+    "clipped_gossip": "decentnode.sharing.clipped_gossip:ClippedGossip",
     "d2": "decentnode.sharing.d2:D2",
     "decentlam": "decentnode.sharing.decentlam:DecentLaM",
     "deepsqueeze": "decentnode.sharing.deepsqueeze:DeepSqueeze",
@@ -30,6 +31,7 @@ AMONG_EQUALS: dict[str, str] = {
     "stc": "decentnode.sharing.stc:STC",
     "subsample": "decentnode.sharing.subsample:Subsample",
     "topk": "decentnode.sharing.topk:TopK",
+    "trimmed_mean": "decentnode.sharing.trimmed_mean:TrimmedMean",
     "wavelet": "decentnode.sharing.wavelet:Wavelet",
 }
 """Rules for peer-to-peer runs, in which all nodes have the same role."""

@@ -36,8 +36,15 @@ class Requirements:
     """The rule's Config has a key `groups` (machine, or lists of uids of one length), and the graph must treat all
     nodes of a group alike (graph/groups.py)."""
     star: bool = False
+<<<<<<< HEAD
     """The graph must have servers, each with clients (`Graph.servers`). Servers get no training samples, and the run's
     model is theirs: clients' models have no weight in means over the nodes."""
+=======
+    """The graph must have servers, each with clients (`Graph.servers`). Servers get no training samples, and the
+    models of the run are theirs: those of clients count in no mean over the nodes."""
+    min_neighbors: int = 0
+    """Every node must receive from at least so many neighbors in every round."""
+>>>>>>> 86389b72 (Attackers in a run (section attack: sign_flip, noise, alie, ipm, label_flip, own classes) and rules that tolerate them: clipped_gossip, trimmed_mean)
     overrides_topology: bool = False
     """`plan` chooses neighbors other than the graph's."""
 
@@ -92,6 +99,7 @@ class Requirements:
             (self.tree, "a tree"), (self.static, "a static graph"), (self.symmetric, "a symmetric W"),
             (self.doubly_stochastic, "a doubly stochastic W"),
             (least is not None, f"no eigenvalue of W below {least or 0.0:.3f}"),
+            (self.min_neighbors > 0, f"at least {self.min_neighbors} neighbors per node"),
             (self.groups, "a graph that treats all nodes of a group alike"),
             (self.sequential, "schedule: sequential"),
             (not self.tolerates_missing, "missing: fail or regroup"),

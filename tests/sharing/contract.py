@@ -56,9 +56,12 @@ RULES["subsample of whole models"] = rule("subsample", fraction=0.3, full_above=
 RULES["powergossip of rank 1"] = rule("powergossip", rank=1)
 RULES["deepsqueeze of all"] = rule("deepsqueeze", choose="all", compression={"name": "int4"}, step_size=0.1)
 RULES["beer dsgt"] = rule("beer", form="dsgt", fraction=0.3)
+RULES |= {f"clipped_gossip {form}": rule("clipped_gossip", form=form) for form in ("he", "nearest")}
+RULES["clipped_gossip of a radius"] = rule("clipped_gossip", radius=3.0)
+RULES["trimmed_mean most"] = rule("trimmed_mean", byzantine="most")
 RULES["choco of random ones"] = rule("choco", choose="random", fraction=0.3)
 KEEPS_NO_MEAN = ("leader", "noloco", "diloco", "slowmo", "elastic", "relaysgd", "topk", "fft", "wavelet", "jwins",
-                 "subsample", *WITH_SERVERS)  # fmt: skip
+                 "subsample", "clipped_gossip", "trimmed_mean", *WITH_SERVERS)  # fmt: skip
 """Rules whose models alone have another mean after a round; what each keeps instead has a test of its own."""
 NOT_CONVEX = ("fft", "wavelet", "jwins", "choco", "beer", "qsgd", "sign", "stc", "deepsqueeze",
               "powergossip")
@@ -132,6 +135,8 @@ def suited(each: Sharing, nodes: int, otherwise: str = "ring", **options: object
     groups, else `otherwise`."""
     if each.requirements.star:
         return make("star", nodes=nodes)
+    if each.requirements.min_neighbors > 2:
+        return make("complete", nodes=nodes)
     if each.requirements.tree or each.requirements.groups:
         return make("line" if each.requirements.tree else "complete", nodes=nodes)
     return make(otherwise, nodes=nodes, **options)

@@ -38,7 +38,8 @@ QUIET = {
     "slowmo": {"outer_momentum": 0.0}, "diloco": {"outer_momentum": 0.0, "outer_lr": 1.0}, "noloco": {"momentum": 0.0},
     "ac": {"final": 1.0}, "hierarchical": {"groups": [[0, 1], [2, 3], [4, 5], [6, 7]]}, "topk": {"fraction": 1.0},
     "fft": {"fraction": 1.0}, "wavelet": {"fraction": 1.0}, "subsample": {"fraction": 1.0},
-    "jwins": {"fractions": [1.0]}, "deepsqueeze": {"choose": "all", "step_size": 1.0},
+    "jwins": {"fractions": [1.0]}, "clipped_gossip": {"byzantine": 0}, "trimmed_mean": {"byzantine": 0},
+    "deepsqueeze": {"choose": "all", "step_size": 1.0},
 }  # fmt: skip
 """Options with which a rule only mixes, so that how close nodes come is the graph's doing."""
 

@@ -19,6 +19,8 @@ from decentnode.experiment import load
 from decentnode.graph.base import RoundView, view
 from decentnode.payload import Payload, ScalarSpec
 from decentnode.sharing import SHARINGS
+from decentnode.sharing.attacks.attacked import Attacked
+from decentnode.sharing.attacks.sign_flip import SignFlip, SignFlipConfig
 from decentnode.sharing.base import Sharing
 from decentnode.sharing.compressed import Compressed
 from decentnode.sharing.d2 import D2
@@ -33,7 +35,7 @@ from tests.sharing.contract import bound, draw, one_phase, rule
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 OTHER: dict[str, object] = {
-    "phases": 3, "steps_before": 1,
+    "phases": 3, "steps_before": 1, "min_neighbors": 3,
     "smallest_eigenvalue": -0.25, "scalars": {"a": ScalarSpec(int)}, "includes_self": frozenset({1}),
 }  # fmt: skip
 """A value other than the default of every field that is no boolean."""
@@ -68,6 +70,8 @@ WRAPPERS: dict[str, tuple[Callable[[Sharing], Sharing], set[str]]] = {
     "Compressed": (lambda inner: Compressed(inner, int8()), {"elementwise", "linear", "scalars"}),
     "Compressed twice": (lambda inner: Compressed(Compressed(inner, int8()), int8()),
                          {"elementwise", "linear", "scalars"}),
+    "Attacked": (lambda inner: Attacked(inner, SignFlip(SignFlipConfig(name="sign_flip", count=1)), [0]),
+                 {"elementwise", "linear"}),
     "Weighed": (lambda inner: Weighed(inner, "samples"), {"elementwise", "linear", "scalars"}),
 }  # fmt: skip
 """Name -> (makes one, the fields that it changes)."""
@@ -192,7 +196,8 @@ def test_former_attributes_set_the_fields() -> None:
 
 
 def test_all_former_attributes_are_known() -> None:
-    assert set(FORMER.values()) == {each.name for each in fields(Requirements)}
+    newer = {"min_neighbors"}
+    assert set(FORMER.values()) == {each.name for each in fields(Requirements)} - newer
     for name, field in FORMER.items():
         assert getattr(Full, name) == getattr(Full.requirements, field)
 

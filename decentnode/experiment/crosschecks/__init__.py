@@ -12,6 +12,7 @@ from decentnode.experiment.crosschecks.asynchronous import (
     check_asynchronous_schedule,
     check_weights_are_used,
 )
+from decentnode.experiment.crosschecks.attack import attack_is_an_attack, attack_suits_the_run, attackers_are_of_the_run
 from decentnode.experiment.crosschecks.communication import (
     check_edges_and_cliques,
     check_generations,
@@ -103,6 +104,9 @@ CHECKS: tuple[Check, ...] = (
     check_step_size,
     check_quorum_weights,
     check_dump_nodes,
+    attack_is_an_attack,
+    attackers_are_of_the_run,
+    attack_suits_the_run,
     check_clients,
     check_model_fits_server,
     check_control_variates,

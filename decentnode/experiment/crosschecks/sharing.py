@@ -120,9 +120,17 @@ def unmet_requirements(needs: Requirements, graph: Graph) -> Iterator[str]:
         if edges != graph.num_nodes - 1:
             yield f"needs a tree, got {edges} edges for {graph.num_nodes} nodes; use {{name: tree}}, or line"
             return
+    rounds = range(min(graph.period or 4, 16))
+    if needs.min_neighbors:
+        fewest, uid, r = min((len(graph.sources(uid, r)), uid, r) for r in rounds for uid in range(graph.num_nodes))
+        if fewest < needs.min_neighbors:
+            instead = f"{{name: regular, nodes: {graph.num_nodes}, degree: {needs.min_neighbors + 1}}}" \
+                if graph.num_nodes > needs.min_neighbors + 2 else "a smaller byzantine, or more nodes"
+            yield (f"needs at least {needs.min_neighbors} neighbors of every node in every round, node {uid} has "
+                   f"{fewest} in round {r}; use {instead}")  # fmt: skip
+            return
     if graph.num_nodes > MAX_CHECKED_NODES:
         return
-    rounds = range(min(graph.period or 4, 16))
     if needs.doubly_stochastic:
         for r in rounds:
             columns = graph.matrix(r).sum(axis=0)

@@ -28,7 +28,7 @@ from decentnode.sharing.parameters import layout_of, named
 from decentnode.sharing.rounds import exchange_rounds, rule_view
 from decentnode.training.optimizers import OptimizerConfig, default_lr
 from decentnode.version import __version__
-from decentnode.words import size
+from decentnode.words import names, size
 
 LEAST_SECONDS = 1.0
 """Shortest time-out at which no healthy node was missed at a load of 19 on two cores; with .5 s some were."""
@@ -58,6 +58,7 @@ def header(experiment: Experiment, local: Sequence[int], connected: bool = True)
         *_parameters(experiment, module),
         *([["training", text]] if (text := by_default(experiment)) else []),
         ["sharing", f"{_rule_name(experiment)}: {_traffic(estimate_traffic(experiment, module), experiment)}"],
+        *([["attack", text]] if (text := _attack_summary(experiment)) else []),
         *(["warning", doubt] for doubt in experiment.doubts),
         *([["warning", short]] if connected and (short := short_timeout(experiment)) else []),
         *([["warning", exposed]] if connected and (exposed := exposure_warning(experiment)) else []),
@@ -86,6 +87,15 @@ def by_default(experiment: Experiment) -> str:
     if not isinstance(config, OptimizerConfig) or (rate := default_lr(config)) is None:
         return ""
     return f"lr of optimizer {config.name} is {rate:g}, its default: none is given"
+
+
+def _attack_summary(experiment: Experiment) -> str:
+    """Returns the attack and its nodes, such as "sign_flip by nodes 3, 7", or "" if all nodes are honest."""
+    if experiment.attack is None:
+        return ""
+    attackers = experiment.attackers()
+    word = "node" if len(attackers) == 1 else "nodes"
+    return f"{experiment.attack.name} by {word} {names(attackers)} (not in the figures over the nodes)"
 
 
 def _rule_name(experiment: Experiment) -> str:
@@ -145,8 +155,8 @@ def _versions(experiment: Experiment, local: Sequence[int]) -> str:
 
 def _devices(found: Sequence[torch.device]) -> Iterator[str]:
     """Yields the kinds of devices in words, such as "2 GPUs NVIDIA H200" and "CPU"."""
-    names = Counter(torch.cuda.get_device_name(device) for device in {*found} if device.type == "cuda")
-    for name, count in sorted(names.items()):
+    counts = Counter(torch.cuda.get_device_name(device) for device in {*found} if device.type == "cuda")
+    for name, count in sorted(counts.items()):
         yield f"{count} GPUs {name}" if count > 1 else f"GPU {name}"
     if any(device.type == "cpu" for device in found):
         yield "CPU"

@@ -41,12 +41,14 @@ class Evaluator:
 
     def __init__(
         self, training: Training, communication: Communication, *, recompute: bool, phases: int, shared: int,
-        weight: float | None = None,
+        weight: float | None = None, counts: bool = True,
     ) -> None:
         """recompute: whether the BatchNorm statistics are measured anew for every evaluation (`node.buffers:
         recompute`). phases: the number of phases in a round, which is how many steps other nodes may be behind this
         one. shared: the number of shared parameters, which come first. weight: the weight of this node's model in the
-        merged model and in the consensus distance; None: all nodes have the same weight."""
+        merged model and in the consensus distance; None: all nodes have the same weight.
+        counts: whether this node's own model is evaluated and counts in the means over the nodes."""
+        self._counts = counts
         self._training, self._communication = training, communication
         self._recompute, self._phases, self._shared, self._weight = recompute, phases, shared, weight
 
@@ -73,11 +75,11 @@ class Evaluator:
         yield None
         splits = training.evaluated
         split_figures = [SplitFigures(split, training.task) for split in splits]
-        local_evaluations = [training.evaluate(split.name) for split in splits]  # while the mean is in flight
+        local_evaluations = [self._evaluate_own(split.name) for split in splits]  # while the mean is in flight
         if average is not None:
             split_figures.append(SplitFigures(replace(splits[0], prefix=EMA.prefix), training.task))
             with self._model_replaced_by(average):
-                local_evaluations.append(training.evaluate(splits[0].name))
+                local_evaluations.append(self._evaluate_own(splits[0].name))
         mean, contributors = yield from mean_of(pending, self._phases, timeout)
         mean, weight = self._weighted_mean(mean, own.dtype)
         merged = yield from self._merged_model(mean[: own.numel()], None, f"{key}/statistics", closing)
@@ -122,8 +124,14 @@ class Evaluator:
             return mean, 1.0
         weight = float(mean[-1])
         if weight <= 0:
-            raise PeerLost("no server is left, whose model would be the run's")
+            raise PeerLost("no node is left whose model would be the run's: no server, or none but attackers")
         return (mean[:-1] / weight).to(dtype), self._weight / weight
+
+    def _evaluate_own(self, split: str) -> Evaluation:
+        """Returns the evaluation of the local model, or one of no samples if the model does not count."""
+        if not self._counts:
+            return Evaluation(0, dict.fromkeys(self._training.task.all_sums, 0.0), {})
+        return self._training.evaluate(split)
 
     def evaluate_locally(self) -> dict[str, float]:
         """Evaluate the local model without communication. Returns its figures."""

@@ -235,6 +235,8 @@ def unsupported_feature(experiment: Any) -> str:
         return "sharing.dump"
     if experiment.run.trace or experiment.run.profile is not None:
         return "run.trace and run.profile"
+    if experiment.attack is not None:
+        return "attack"
     if experiment.servers():
         return f"sharing {experiment.sharing.name}, whose clients train between two exchanges"
     return ""

@@ -1,0 +1,92 @@
+"""Whether the attackers of a run are nodes of it, and can attack."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from decentnode.config.component import load_class
+from decentnode.config.problems import Problem
+from decentnode.errors import EnvironmentFault, UsageError
+from decentnode.experiment.crosschecks.parts import graph_of, spec_of
+from decentnode.experiment.tree import Experiment
+from decentnode.node.schedules.schedules import SCHEDULES
+from decentnode.sharing.attacks import ATTACKS
+from decentnode.sharing.attacks.attacked import sends_models
+from decentnode.sharing.attacks.base import Attack, AttackConfig
+from decentnode.sharing.compressed import make_sharing
+
+ELEMENTS = 64
+"""Size of the model by which payloads are judged."""
+
+
+def attack_is_an_attack(experiment: Experiment) -> Iterator[Problem]:
+    """An own class is derived from the base class, and its Config from that of the base class."""
+    config = experiment.attack
+    if config is None or _attack(experiment) is not None:
+        return
+    base = "a class derived from decentnode.sharing.attacks.base.Attack"
+    needed = f"{base}, whose Config is derived from AttackConfig" if _is_attack(config.name) else base
+    yield Problem(("attack", "name"), f"must name {needed}, got {config.name}")
+
+
+def attackers_are_of_the_run(experiment: Experiment) -> Iterator[Problem]:
+    """Attackers are nodes of the graph, none of them a server, and at least one node is honest."""
+    config, graph = _attack(experiment), graph_of(experiment)
+    if config is None or graph is None:
+        return
+    for index, uid in enumerate(config.nodes or ()):
+        if not 0 <= uid < graph.num_nodes:
+            yield Problem(("attack", "nodes", index), f"must be uids below {graph.num_nodes}, got {uid}",
+                          other=("graph",))  # fmt: skip
+            return
+    if len(config.nodes or ()) >= graph.num_nodes or (config.count or 0) >= graph.num_nodes:
+        key = "count" if config.nodes is None else "nodes"
+        yield Problem(("attack", key), f": all {graph.num_nodes} nodes would be attackers; leave at least one honest "
+                      "node", other=("graph",))  # fmt: skip
+        return
+    servers = sorted({*experiment.attackers()} & {*experiment.servers()})
+    if servers:
+        yield Problem(("attack",), f": node {servers[0]} is a server, whose model is the run's; name clients in "
+                      "attack.nodes", other=("sharing",))  # fmt: skip
+
+
+def attack_suits_the_run(experiment: Experiment) -> Iterator[Problem]:
+    """Forged models need rounds, and wrong labels need classes."""
+    config = _attack(experiment)
+    if config is None:
+        return
+    kind = load_class(config.name, ATTACKS, "attack")
+    schedule = experiment.node.schedule
+    if SCHEDULES[schedule].asynchronous:
+        yield Problem(("attack",), f": needs nodes that are in the same round, got schedule {schedule}; use schedule: "
+                      "sequential or overlapped", other=("node", "schedule"))  # fmt: skip
+    if kind.NEEDS_MODELS and not _models_are_sent(experiment):
+        yield Problem(("attack",), f": {config.name} uses the models that an attacker receives, but with this section "
+                      "sharing nodes do not send whole models; use full, clipped_gossip or trimmed_mean without "
+                      "compression", other=("sharing",))  # fmt: skip
+    spec = spec_of(experiment)
+    if kind.labels is not Attack.labels and spec is not None and (spec.num_classes is None or spec.target_shape):
+        yield Problem(("attack",), f": {config.name} changes labels, but this data has no classes; use an attack that "
+                      "forges models, such as sign_flip", other=("data",))  # fmt: skip
+
+
+def _models_are_sent(experiment: Experiment) -> bool:
+    """Returns whether payloads are whole models; True where the rule cannot be made, which another check reports."""
+    try:
+        rule = make_sharing(experiment.sharing)
+        rule.set_parameter_shapes([(ELEMENTS,)])
+        return sends_models(rule.payload_schema(ELEMENTS, torch.float32), ELEMENTS)
+    except (UsageError, ValueError, EnvironmentFault):
+        return True
+
+
+def _attack(experiment: Experiment) -> AttackConfig | None:
+    """The section; None where it is missing or does not name an attack (`attack_is_an_attack`)."""
+    config = experiment.attack
+    return config if isinstance(config, AttackConfig) and _is_attack(config.name) else None
+
+
+def _is_attack(name: str) -> bool:
+    return issubclass(load_class(name, ATTACKS, "attack"), Attack)
