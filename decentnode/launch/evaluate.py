@@ -39,7 +39,7 @@ class EvaluatedModels:
     samples: dict[int, int]
     """uid -> number of test samples on which the node's model was evaluated."""
     nodes: dict[int, dict[str, float]]
-    """uid -> the task's metrics by name, for each node whose model was found."""
+    """uid -> the task's metrics by name, for each node whose model was found, without attackers."""
     pooled: dict[str, float]
     """Metrics over the test samples of all nodes together, where each node has its own part of the test set; they are
     then the mean."""
@@ -128,13 +128,13 @@ class _Evaluation:
         merged = _read(merged_file) if merged_file.is_file() else None
         kept = merged is not None and self._has_private_parameters(merged)
         samples, nodes = dict[int, int](), dict[int, dict[str, float]]()
-        of_merged, of_pooled = _Sums(self.task), _Sums(self.task)
+        of_merged, of_pooled, attackers = _Sums(self.task), _Sums(self.task), self.experiment.attackers()
         for uid in range(self.count):
             own = _read(self._path(uid)) if uid in self.saved else None
             if own is None and (merged is None or kept):
                 continue
             training = self._training(uid)
-            if own is not None:
+            if own is not None and uid not in attackers:
                 self._load(own, self._path(uid))
                 nodes[uid] = {}
                 for split in training.evaluated:

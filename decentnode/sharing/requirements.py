@@ -36,15 +36,10 @@ class Requirements:
     """The rule's Config has a key `groups` (machine, or lists of uids of one length), and the graph must treat all
     nodes of a group alike (graph/groups.py)."""
     star: bool = False
-<<<<<<< HEAD
     """The graph must have servers, each with clients (`Graph.servers`). Servers get no training samples, and the run's
     model is theirs: clients' models have no weight in means over the nodes."""
-=======
-    """The graph must have servers, each with clients (`Graph.servers`). Servers get no training samples, and the
-    models of the run are theirs: those of clients count in no mean over the nodes."""
     min_neighbors: int = 0
-    """Every node must receive from at least so many neighbors in every round."""
->>>>>>> 86389b72 (Attackers in a run (section attack: sign_flip, noise, alie, ipm, label_flip, own classes) and rules that tolerate them: clipped_gossip, trimmed_mean)
+    """Every node must receive from at least this many neighbors in every round."""
     overrides_topology: bool = False
     """`plan` chooses neighbors other than the graph's."""
 
