@@ -38,8 +38,8 @@ def table(reached: Mapping[tuple[str, str], tuple[float, float]]) -> str:
     """Returns the table, a row per rule. reached: (rule, attack) -> mean and worst accuracy of honest nodes, 0 to 1."""
     lines = [f"{'sharing rule':18s}" + "".join(f"{name:>13s}" for name in ATTACKS)]
     for rule in RULES:
-        cells = (reached[rule, attack] for attack in ATTACKS)
-        lines.append(f"{rule:18s}" + "".join(f"{f'{100 * mean:.1f} ({100 * worst:.1f})':>13s}" for mean, worst in cells))
+        cells = [f"{100 * mean:.1f} ({100 * worst:.1f})" for mean, worst in (reached[rule, each] for each in ATTACKS)]
+        lines.append(f"{rule:18s}" + "".join(f"{cell:>13s}" for cell in cells))
     return "\n".join(lines)
 
 
