@@ -25,7 +25,7 @@ from decentnode.models.recurrent import log_weight_copies
 from decentnode.node.node import Node, NodeParts
 from decentnode.node.rounds import Record
 from decentnode.node.rules import Rules
-from decentnode.node.sampling import Sampling, Sketch, schema_of
+from decentnode.node.sampling import Sampling, Sketch, sampler_schema
 from decentnode.node.schedules.schedules import payload_schema, schemas_in
 from decentnode.payload import TensorSpec
 from decentnode.samplers import SAMPLERS
@@ -38,7 +38,7 @@ from decentnode.sharing.base import Sharing
 from decentnode.sharing.compressed import make_sharing
 from decentnode.sharing.fragments import Fragment
 from decentnode.sharing.parameters import layout_of, named
-from decentnode.sharing.weighed import Weighed
+from decentnode.sharing.weighted_by_training import WeightedByTraining
 from decentnode.tensors import FlatModel
 from decentnode.training import TRAININGS
 from decentnode.wire.generation import Limits
@@ -144,7 +144,7 @@ def schemas_of(
     return schemas_in(schedule, tuple(schemas))
 
 
-def place_model(experiment: Experiment, data: DataSpec, device: torch.device) -> torch.nn.Module:
+def make_model_on_device(experiment: Experiment, data: DataSpec, device: torch.device) -> torch.nn.Module:
     """Makes the initial model on the device where it will run, and logs the copies that recurrent layers make there."""
     module = make_model(experiment, data).to(device)
     log_weight_copies(module, device)
@@ -191,7 +191,7 @@ def shared_model(experiment: Experiment, module: torch.nn.Module, run_graph: Gra
         rules = [make_sharing(experiment.sharing, machines) for _ in shapes]
         quorum = experiment.node.quorum
         if quorum is not None and quorum.weights != "neighbors":
-            rules = [Weighed(rule, quorum.weights) for rule in rules]
+            rules = [WeightedByTraining(rule, quorum.weights) for rule in rules]
         if experiment.attack is not None:
             rules = [Attacked(rule, make_attack(experiment), experiment.attackers()) for rule in rules]
         for rule, each in zip(rules, shapes, strict=True):
@@ -238,7 +238,7 @@ def build(
     graph, mapping = experiment.make_run_graph(), experiment.make_mapping()
     place = device_of(device or mapping.place(uid).device, mapping.place(uid).rank)
     data = experiment.open_data()
-    module = place_model(experiment, data.spec, place)
+    module = make_model_on_device(experiment, data.spec, place)
     shared = shared_model(experiment, module, graph)
     model = shared.model
     training: Any = load_class(experiment.training.name, TRAININGS, "training")(
@@ -246,7 +246,7 @@ def build(
     )
     rules = shared.make_rules()
     schemas, sampler = schemas_of(rules, model, shared.fragments, experiment.node.schedule), sampler_of(experiment, uid)
-    communication = make_communication(schemas if sampler is None else (*schemas, schema_of(sampler)))
+    communication = make_communication(schemas if sampler is None else (*schemas, sampler_schema(sampler)))
     if sampler is None and not rules[0].requirements.overrides_topology:
         buffers = [graph] if model.buffers.numel() else []
         of_fragments = [fragment.graph for fragment in shared.fragments] or [graph]

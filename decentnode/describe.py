@@ -38,7 +38,6 @@ from decentnode.experiment.simulation import SimulateConfig
 from decentnode.experiment.tree import Experiment
 from decentnode.faults import FAULTS, Fault
 from decentnode.graph import GRAPHS, WEIGHTS
-from decentnode.likeness import MIN_SIMILARITY_ELSEWHERE, did_you_mean, nearest
 from decentnode.mapping import MAPPINGS
 from decentnode.models import MODELS
 from decentnode.node.config import NodeConfig
@@ -47,6 +46,7 @@ from decentnode.sharing import FRAGMENTS, SHARINGS
 from decentnode.sharing.attacks import ATTACKS
 from decentnode.sharing.parameters import ParametersConfig
 from decentnode.sharing.requirements import Requirements
+from decentnode.similar_words import MIN_SIMILARITY_ELSEWHERE, did_you_mean, nearest
 from decentnode.tasks import TASKS
 from decentnode.trackers import TRACKERS
 from decentnode.training import TRAININGS

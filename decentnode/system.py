@@ -14,13 +14,13 @@ from typing import Any
 
 from decentnode import entropy
 
-full_disks: list[Callable[[], bool]] = []
+disk_full_checks: list[Callable[[], bool]] = []
 """Functions that return whether an injected fault says that the disk is full now (node/faults.py)."""
 
 
 def check_disk() -> None:
     """Raises OSError (ENOSPC) if an injected fault says that the disk is full. Called before a file is written."""
-    if full_disks and any(is_full() for is_full in full_disks):
+    if disk_full_checks and any(is_full() for is_full in disk_full_checks):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
@@ -86,7 +86,7 @@ def boot_id() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
 
 
-def process_began(pid: int) -> str:
+def process_start_time(pid: int) -> str:
     """Returns the start time of a process of this host, in clock ticks since boot; it identifies the process even if
     the
     system reuses its pid. Returns "" if the process has ended or the system does not provide the time."""

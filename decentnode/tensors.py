@@ -27,7 +27,7 @@ within it."""
 _KNOWN_TO_NUMPY = {torch.float32, torch.float64, torch.uint8, torch.int8, torch.int32, torch.int64}
 
 
-def own_fault(error: BaseException) -> bool:
+def is_own_fault(error: BaseException) -> bool:
     """Returns whether an error is caused by this process's device or by its host's memory. No peer is the cause then,
     even if the error was raised while sending to peers."""
     if isinstance(error, (*_DEVICE_FAULTS, MemoryError)):

@@ -71,7 +71,7 @@ def shortened(words: list[str]) -> list[str]:
     return [sys.executable, *programs[words[0]], *words[1:], *(["--plain", "--set", "node.rounds=2"] if run else [])]
 
 
-def run_here(words: list[str], leaves: bool) -> None:
+def run_in_calling_process(words: list[str], leaves: bool) -> None:
     """A command of decentnode in this process, which has torch already; where it trains, two rounds in one process.
 
     leaves: whether a run has to leave its folder, as other commands of the page look into it.
@@ -128,7 +128,7 @@ def tutorial_command(line: str, folder: Path) -> None:
         assert (ROOT / words[1]).is_file()
         words = [".venv/bin/decentnode", "run", "configs/quickstart.yaml"]  # what eval/run.sh runs
     if words[0] == ".venv/bin/decentnode" and words[1] != "run":
-        run_here(words[1:], True)
+        run_in_calling_process(words[1:], True)
         return
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     command = shortened(words)
@@ -167,7 +167,7 @@ def test_the_how_to_pages_run(page: Path, folder: Path) -> None:
             assert line.startswith("$ "), line
             words = shlex.split(line[2:])
             if words[0] == ".venv/bin/decentnode":
-                run_here(words[1:], leaves)
+                run_in_calling_process(words[1:], leaves)
             elif words[0] == ".venv/bin/python":
                 run_program(folder / words[1])
             else:

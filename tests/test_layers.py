@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parents[1] / "decentnode"
 
 FLOORS: list[list[str]] = [
     ["errors", "logs", "rng", "tensors", "payload", "samples", "native", "clock", "entropy", "system",
-     "words", "likeness", "user_cache", "version"],
+     "formatting", "similar_words", "user_cache", "version"],
     ["config", "mixing", "metrics"],
     ["graph", "mapping", "wire", "compression", "optim", "models", "data", "tasks", "faults",
      "samplers", "trackers"],
@@ -168,12 +168,12 @@ INSIDE: dict[str, list[list[str]]] = {
         ["nodes", "evaluate", "reporting", "collecting"],
         ["one_process"],
         ["supervising"],
-        ["supervisor", "here"],
+        ["supervisor", "calling_process"],
     ],
     "simulate": [
         ["timeline", "engines", "links_file"],
         ["traffic", "data_parallel", "world"],
-        ["cliques", "own_rounds"],
+        ["cliques", "asynchronous_rounds"],
         ["virtual"],
         ["planner"],
     ],

@@ -218,10 +218,10 @@ class Experiment:
             processes = not has_objects
         request = self._request(resume=resume, machine=machine)
         if not processes:
-            from decentnode.launch.here import run_here
+            from decentnode.launch.calling_process import run_in_calling_process
 
             self._check_one_machine()
-            return run_here(request, observer, command=command, started=started)
+            return run_in_calling_process(request, observer, command=command, started=started)
         if multiprocessing.current_process().daemon:
             raise UsageError("a daemonic process, such as one of multiprocessing.Pool, cannot start processes; "
                              "processes=False runs all nodes in this one")  # fmt: skip

@@ -19,13 +19,13 @@ from rich.text import Text
 from decentnode import clock
 from decentnode.cli.console import ConsoleObserver, program, shown
 from decentnode.cli.output import Output, OutputKind
+from decentnode.formatting import duration
 from decentnode.launch.children.messages import Facts, Failed
 from decentnode.launch.reporting.observer import Observer
 from decentnode.launch.reporting.outcome import Outcome
 from decentnode.report.closing import closing
-from decentnode.report.reading.measured import measured_in
+from decentnode.report.reading.measured import metrics_of_summary
 from decentnode.report.reading.progress import RunProgress
-from decentnode.words import duration
 
 REFRESH_SECONDS = 0.25
 """Least time between two redraws of the bar."""
@@ -70,7 +70,7 @@ class ProgramObserver(ConsoleObserver):
     """Prints what the command line prints, except for a failure, which is reported by the exception only."""
 
     def failed(self, failure: Failed, log: Path | None) -> None:  # noqa: ARG002
-        self._broken_off()
+        self._stop_display()
 
     def ended(self, outcome: Outcome) -> None:
         self.end()
@@ -96,7 +96,7 @@ class NotebookObserver(Observer):
         self._handle = display(self._renderable(), display_id=True)
 
     def facts(self, facts: Facts, run_dir: Path | None) -> None:  # noqa: ARG002
-        measured = measured_in({"task": facts.task})
+        measured = metrics_of_summary({"task": facts.task})
         self._state = RunProgress.of(facts.rounds, facts.local, facts.evaluate_every, measured,
                                      facts.own_rounds, elsewhere=len(facts.machines) > 1)
         self._name = facts.name

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from decentnode.errors import EnvironmentFault, UsageError
+from decentnode.formatting import duration, plural
 from decentnode.launch.files.run_dir import resolve
 from decentnode.metrics import summary as summaries
 from decentnode.metrics.reader import read
-from decentnode.report.reading.measured import measured_in
-from decentnode.words import duration, plural
+from decentnode.report.reading.measured import metrics_of_summary
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -131,7 +131,7 @@ class Run:
     def _description(self) -> str:
         if not self.summary:
             return self.status
-        found, main = self.summary, measured_in(self.summary).main
+        found, main = self.summary, metrics_of_summary(self.summary).main
         parts = [f"{self.status} after {found.get('rounds')} of {plural(found.get('rounds_planned') or 0, 'round')}, "
                 f"{duration(found.get('wall_seconds') or 0.0)}"]  # fmt: skip
         for ending in ("mean", MERGED):

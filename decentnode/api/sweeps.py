@@ -127,7 +127,7 @@ def sweep(
     Ctrl-C lets the points in progress finish their round, then raises RunInterrupted, whose `sweep` has the finished
     points. Points that fail are in `points`; raises UsageError if all points have problems.
     """
-    from decentnode.cli.sweeping import ConsoleWatcher
+    from decentnode.cli.sweep_watcher import ConsoleWatcher
     from decentnode.sweeps import files
     from decentnode.sweeps.conduct import Watcher, conduct
     from decentnode.sweeps.plan import Plan, plan

@@ -21,11 +21,11 @@ def command(run: str, others: tuple[Path, ...]) -> None:
     the same run that was copied from another machine or is on a shared disk, or a folder that contains several of them.
     Existing files are kept; while the run is in progress, the command may be repeated.
     """
+    from decentnode.formatting import names, plural, size
     from decentnode.launch.collecting.collect import collect
     from decentnode.launch.files.run_dir import resolve
     from decentnode.metrics.machines import differences, machines_of
     from decentnode.report.reading.run_status import FINAL_STATES, read
-    from decentnode.words import names, plural, size
 
     found = collect(resolve(run), others)
     for each in found.taken:

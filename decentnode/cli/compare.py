@@ -91,9 +91,11 @@ def command(
     click.echo(compare.as_json(rows, test) if as_json else compare.text_table(rows, test, width))
 
 
-def _collect_runs(arguments: Sequence[str], seeds: int, overrides: tuple[str, ...], run_dir: Path) -> list[repeats.Ran]:
+def _collect_runs(
+    arguments: Sequence[str], seeds: int, overrides: tuple[str, ...], run_dir: Path
+) -> list[repeats.RunResult]:
     """Runs all configs and reads the runs that exist already. Blocking."""
-    runs: list[repeats.Ran] = []
+    runs: list[repeats.RunResult] = []
     configs = [each for each in arguments if _is_config(each)]
     waiting = [each for each in configs for _ in range(seeds)]
     with CompareProgress(len(waiting)) as count:
@@ -117,7 +119,7 @@ def _is_config(argument: str) -> bool:
     return not path.is_dir() and path.suffix in (".yaml", ".yml")
 
 
-def _run(config: str, seed: int, overrides: tuple[str, ...], runs: Path, count: CompareProgress) -> repeats.Ran:
+def _run(config: str, seed: int, overrides: tuple[str, ...], runs: Path, count: CompareProgress) -> repeats.RunResult:
     """Runs one experiment in a process of its own, as `decentnode run` does. Blocking."""
     command = [sys.executable, "-m", "decentnode", "run", config, "--quiet", "--json", "--seed", str(seed),
                "--run-dir", str(runs.absolute())]  # fmt: skip

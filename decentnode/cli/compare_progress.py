@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from decentnode import clock
-from decentnode.words import duration, stamp
+from decentnode.formatting import duration, stamp
 
 
 class CompareProgress:

@@ -17,14 +17,14 @@ from rich.markup import escape
 from decentnode import clock
 from decentnode.cli.output import Output, OutputKind
 from decentnode.dashboard.serve import Child
+from decentnode.formatting import duration, plural, stamp
 from decentnode.launch.children.messages import Facts, Failed
 from decentnode.launch.reporting.observer import Observer, names
 from decentnode.launch.reporting.outcome import Outcome
 from decentnode.report.closing import closing
-from decentnode.report.reading.measured import measured_in
+from decentnode.report.reading.measured import metrics_of_summary
 from decentnode.report.reading.progress import RunProgress
 from decentnode.report.table import live_table
-from decentnode.words import duration, plural, stamp
 
 LINE_SECONDS = 10.0
 """Longest time without a line in plain output."""
@@ -112,7 +112,7 @@ class ConsoleObserver(Observer):
     # -- before the run ---------------------------------------------------------------------------------------
 
     def facts(self, facts: Facts, run_dir: Path | None) -> None:
-        measured = measured_in({"task": facts.task})
+        measured = metrics_of_summary({"task": facts.task})
         self._state = RunProgress.of(facts.rounds, facts.local, facts.evaluate_every, measured,
                                      facts.own_rounds, elsewhere=len(facts.machines) > 1)
         self.say("run", f"{facts.name}: {shown(run_dir) if run_dir else 'dry run, nothing is written'}")
@@ -250,14 +250,14 @@ class ConsoleObserver(Observer):
             self._begin_live()
 
     def failed(self, failure: Failed, log: Path | None) -> None:
-        self._broken_off()
+        self._stop_display()
         source = f"node {failure.uid}" if failure.uid >= 0 else "decentnode"
         self._print(f"{self._time()}[red]error[/] {source}, exit code {failure.exit_code}", kind=OutputKind.ERROR)
         self._print(escape((failure.text or failure.title).rstrip()), kind=OutputKind.ERROR)
         if log is not None:
             self._print(f"[dim]log     [/] {escape(shown(log))}/log.txt, stderr.txt", kind=OutputKind.ERROR)
 
-    def _broken_off(self) -> None:
+    def _stop_display(self) -> None:
         self.end()
         self._failed, self._changed = True, False
 

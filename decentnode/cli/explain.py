@@ -24,13 +24,13 @@ def command(what: str, as_json: bool) -> None:
 
     The reference in the documentation has the same text, from the same source.
     """
-    from decentnode.config.component import look_beside
+    from decentnode.config.component import add_module_folder
     from decentnode.describe import TABLES, ComponentInfo, find
 
     if what in TABLES:
         click.get_current_context().invoke(list_command, kind=what, as_json=as_json)
         return
-    look_beside(Path.cwd())  # the user's own modules are in the folder of the YAML file
+    add_module_folder(Path.cwd())  # the user's own modules are in the folder of the YAML file
     found = find(what)
     if as_json:
         click.echo(json.dumps(dataclasses.asdict(found if isinstance(found, ComponentInfo) else found[1]), indent=1))

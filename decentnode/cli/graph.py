@@ -12,7 +12,7 @@ import pydantic
 from decentnode.config.component import load_class
 from decentnode.errors import GraphError
 from decentnode.graph import GRAPHS, WEIGHTS
-from decentnode.likeness import did_you_mean
+from decentnode.similar_words import did_you_mean
 
 if TYPE_CHECKING:
     from decentnode.graph.topology import Topology

@@ -64,7 +64,14 @@ def command(
     --set gives others. On Ctrl-C or SIGTERM, the node finishes its round and leaves; the others continue at once
     without it.
     """
-    from decentnode.launch.nodes.admission import Request, admitted, checked_text, experiment_of, own_address, relayed
+    from decentnode.launch.nodes.admission import (
+        Request,
+        admitted,
+        experiment_of,
+        own_address,
+        relayed,
+        validated_experiment,
+    )
     from decentnode.launch.nodes.newcomer import check
 
     started = clock.now()
@@ -78,7 +85,7 @@ def command(
             click.echo(f"asking again: {why}", err=True)
 
     offered = experiment_of(request, timeout, tell)
-    text = checked_text(offered.config)
+    text = validated_experiment(offered.config)
     check(text, offered.digest, all_overrides, start.environ(), samples_of, device)
     answer = admitted(request, max(1.0, timeout + started - clock.now()), tell)
     began = clock.now() - answer.age_milliseconds / 1000

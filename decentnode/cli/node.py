@@ -15,7 +15,7 @@ import click
 from decentnode import clock
 from decentnode.cli import start
 from decentnode.errors import EnvironmentFault, UsageError
-from decentnode.words import stamp
+from decentnode.formatting import stamp
 
 if TYPE_CHECKING:
     from decentnode.cli.output import OutputKind
@@ -161,10 +161,10 @@ def own_faults(experiment: Experiment, task: Task, printer: NodePrinter) -> Iter
     """Injects the experiment's kill and pause faults into this process itself while entered. Yields a function to which
     all messages of the node must be given."""
     from decentnode.launch.children.messages import FaultDue, NodeJoined
-    from decentnode.launch.nodes.own_strikes import OwnStrikes
+    from decentnode.launch.nodes.own_fault_injection import OwnFaultInjector
 
     assert task.run_dir is not None
-    injector = OwnStrikes(experiment.make_faults(), task.uids[0], Path(task.run_dir), printer.warn)
+    injector = OwnFaultInjector(experiment.make_faults(), task.uids[0], Path(task.run_dir), printer.warn)
 
     def take(message: ChildMessage) -> None:
         if isinstance(message, NodeJoined):
@@ -201,11 +201,11 @@ class NodePrinter:
 
     def __init__(self, uid: int, facts: Facts, quiet: bool, join: bool) -> None:
         from decentnode.cli.output import Output
-        from decentnode.report.reading.measured import measured_in
+        from decentnode.report.reading.measured import metrics_of_summary
         from decentnode.report.reading.progress import RunProgress
 
         self.lines, self.errors = Output(sys.stdout), Output(sys.stderr)
-        self._state = RunProgress.of(facts.rounds, [uid], measured=measured_in({"task": facts.task}),
+        self._state = RunProgress.of(facts.rounds, [uid], measured=metrics_of_summary({"task": facts.task}),
                                      elsewhere=facts.num_nodes > 1)  # fmt: skip
         self._quiet, self._join = quiet, join
         self._joined: float | None = None

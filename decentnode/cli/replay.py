@@ -14,7 +14,7 @@ from decentnode.errors import DecentnodeError, UsageError
 
 if TYPE_CHECKING:
     from decentnode.experiment import Experiment
-    from decentnode.simulate.world.records import Lives
+    from decentnode.simulate.world.records import ProcessRecords
     from decentnode.simulate.world.replay import ReplayWorld
 
 
@@ -63,7 +63,7 @@ def command(run: str, only_check: bool, as_json: bool) -> None:
     click.echo(json.dumps(facts) if as_json else _text(facts))
 
 
-def refuse(experiment: Experiment, lives: Lives) -> None:
+def refuse(experiment: Experiment, lives: ProcessRecords) -> None:
     """Raises UsageError for runs that cannot be repeated."""
     from decentnode.simulate.world.records import every_event, place_of
 
@@ -101,14 +101,14 @@ def refuse(experiment: Experiment, lives: Lives) -> None:
                              f"compares the records without repeating the run")  # fmt: skip
 
 
-def warnings(experiment: Experiment, lives: Lives) -> list[str]:
+def warnings(experiment: Experiment, lives: ProcessRecords) -> list[str]:
     """Returns reasons for which a correct replay may differ."""
     import torch
 
-    from decentnode.launch.reporting.header import other_code
+    from decentnode.launch.reporting.header import changed_code_warning
     from decentnode.version import __version__
 
-    texts = [text for _, text in other_code(experiment)]
+    texts = [text for _, text in changed_code_warning(experiment)]
     headers = [life.header for each in lives.values() for life in each]
     for key, present in (("version", __version__), ("torch", torch.__version__)):
         others = sorted({str(each.get(key)) for each in headers} - {present})
@@ -121,7 +121,7 @@ def warnings(experiment: Experiment, lives: Lives) -> list[str]:
     return texts
 
 
-def _check_records(experiment: Experiment, lives: Lives, folder: Path) -> dict[str, Any]:
+def _check_records(experiment: Experiment, lives: ProcessRecords, folder: Path) -> dict[str, Any]:
     from decentnode.build import limits_of
     from decentnode.metrics import summary as summaries
     from decentnode.simulate.world.records import check_generations, check_payloads, unseen
@@ -137,9 +137,9 @@ def _check_records(experiment: Experiment, lives: Lives, folder: Path) -> dict[s
     return {**facts, "unseen": unseen_nodes} if unseen_nodes else facts
 
 
-def _repeat_run(experiment: Experiment, lives: Lives, folder: Path) -> dict[str, Any]:
+def _repeat_run(experiment: Experiment, lives: ProcessRecords, folder: Path) -> dict[str, Any]:
     from decentnode import native
-    from decentnode.simulate.world.run_again import checkpoints_of, run_again
+    from decentnode.simulate.world.replay_run import checkpoints_of, replay_run
 
     files = checkpoints_of(folder, lives)
     logger = logging.getLogger("decentnode")
@@ -147,7 +147,7 @@ def _repeat_run(experiment: Experiment, lives: Lives, folder: Path) -> dict[str,
     logger.setLevel(logging.ERROR)  # nodes repeat the log lines of the run
     try:
         with native.torch_threads(threads):
-            world, outcome = run_again(experiment, lives, files)
+            world, outcome = replay_run(experiment, lives, files)
     finally:
         logger.setLevel(level)
     return {

@@ -138,11 +138,11 @@ def config_of(path: str, variables: dict[str, str]) -> tuple[str, dict[str, str]
 
             refuse_script(Path(path).parent)
         return path, variables
-    from decentnode.launch.files.run_dir import home_of, refuse_script, resolve
+    from decentnode.launch.files.run_dir import copied_run_parent, refuse_script, resolve
 
     folder = resolve(path)
     refuse_script(folder)
-    runs_folder = home_of(folder)
+    runs_folder = copied_run_parent(folder)
     return os.path.relpath(folder / RESOLVED), {} if runs_folder is None else {"DECENTNODE__RUN__DIR": str(runs_folder)}
 
 

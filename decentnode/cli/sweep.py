@@ -99,7 +99,7 @@ def _sweep(plan: Plan, *, plain: bool, quiet: bool, as_json: bool) -> int:
     forkserver.start(plan.request)  # imports torch while this process prepares the sweep
     from decentnode.cli.console import shown
     from decentnode.cli.output import Output, OutputKind
-    from decentnode.cli.sweeping import ConsoleWatcher
+    from decentnode.cli.sweep_watcher import ConsoleWatcher
     from decentnode.sweeps import files
     from decentnode.sweeps.conduct import conduct
     from decentnode.sweeps.plan import plan as checked

@@ -13,7 +13,7 @@ import click
 
 from decentnode.cli.run_names import run_names
 from decentnode.errors import UsageError
-from decentnode.words import plural
+from decentnode.formatting import plural
 
 if TYPE_CHECKING:
     from decentnode.experiment import Experiment

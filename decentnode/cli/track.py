@@ -27,12 +27,12 @@ def command(run: str, tracker: str, follow: bool) -> None:
     RUN is a run directory, the folder of an experiment (its latest run) or latest. If a tracker failed or was
     unavailable during a run, nothing is lost: the figures are in the run's folder.
     """
-    from decentnode.config.component import look_beside
+    from decentnode.config.component import add_module_folder
     from decentnode.launch.files.run_dir import resolve
-    from decentnode.trackers.process import Feed, GivenUp, make, opened
+    from decentnode.trackers.process import Feed, TrackerGivenUp, make, opened
 
     path = resolve(run)
-    look_beside(Path.cwd())
+    add_module_folder(Path.cwd())
     section, tracked = _section(tracker), opened(path)
     try:
         connected = make(section, tracked)
@@ -55,7 +55,7 @@ def command(run: str, tracker: str, follow: bool) -> None:
         feed.finish()
     except KeyboardInterrupt:
         feed.finish()
-    except GivenUp as error:
+    except TrackerGivenUp as error:
         raise EnvironmentFault(f"tracker {section['name']} {error}") from error
     if refused:
         missing = f"{feed.refused} of {feed.told + feed.refused} points are missing"

@@ -61,11 +61,11 @@ def command(
             raise
         click.echo(json.dumps({"ok": False, "source": config, "problems": error.problems}, indent=1))
         ctx.exit(error.exit_code)
-    from decentnode.launch.reporting.header import by_default, short_timeout
+    from decentnode.launch.reporting.header import default_lr_notice, short_timeout_warning
 
-    for warning in filter(None, [*experiment.doubts, short_timeout(experiment)]):
+    for warning in filter(None, [*experiment.config_warnings, short_timeout_warning(experiment)]):
         click.echo(f"warning: {warning}", err=True)
-    if text := by_default(experiment):
+    if text := default_lr_notice(experiment):
         click.echo(f"note: {text}", err=True)
     if as_json:
         found = {"ok": True, "source": config, "problems": [], "digest": experiment.digest()}

@@ -158,7 +158,7 @@ class Communication(Hooks[ConfigT], Component, abc.ABC):
     quorum: Quorum | None = None
     """Set before `start`: when rounds continue without late neighbors before the time-out has passed. None: never."""
 
-    def gone_on(self, round: int, uid: int) -> bool:  # noqa: ARG002
+    def has_sent_later(self, round: int, uid: int) -> bool:  # noqa: ARG002
         """Returns whether `uid` has already delivered something of a round later than `round`. Does not block."""
         return False
 

@@ -84,12 +84,12 @@ class Hooks(Generic[ConfigT]):
 
     concurrent: bool = False
     """Whether a thread other than the training thread may consume the arrivals of an exchange."""
-    exposed_since: float = 0.0
+    blocked_since: float = 0.0
     """`clock.now()` when the training thread itself began to wait for these arrivals; infinite while it does not wait.
     Time-outs and counted waits begin only then."""
 
     @property
-    def ahead_bytes(self) -> float:
+    def prefetch_bytes(self) -> float:
         """How many bytes of a payload are received before anybody consumes its arrivals."""
         return math.inf
 
@@ -154,7 +154,7 @@ class Hooks(Generic[ConfigT]):
 
     # -- user orders to all nodes of the run (wire/orders.py)
 
-    orders_apart: bool = False
+    obeys_orders_alone: bool = False
     """Set before the first round: whether nodes may be in different rounds, so that each obeys an order before its own
     next round."""
 
@@ -166,10 +166,10 @@ class Hooks(Generic[ConfigT]):
         """Returns what this node does before `round`; "begin" means that the round has begun."""
         return "begin"
 
-    def order_obeyed(self, round: int) -> None:
+    def order_done(self, round: int) -> None:
         """Tells the transport that the evaluation ordered before `round` is done."""
 
-    def order_steps(self, round: int, until: float) -> Steps[None]:  # noqa: ARG002
+    def wait_for_order(self, round: int, until: float) -> Steps[None]:  # noqa: ARG002
         """Waits, after "hold" or "agree", until there is something else to do, for at most a second. until
         (`clock.now()`): if no node has said by then before which round the order is due, this node continues. Raises
         Regrouping once the generation has ended."""
@@ -185,14 +185,14 @@ class Hooks(Generic[ConfigT]):
     def enter(self, round: int) -> None:
         """Tells the transport that a round begins. Raises Regrouping if the generation has ended."""
 
-    def ends_after(self, rounds: int) -> None:
+    def end_after(self, rounds: int) -> None:
         """Tells the transport that the run ends on all nodes after this many rounds, fewer than planned. Members that
         say goodbye from now on have finished, too, and do not count as missing."""
 
     def raise_if_over(self) -> None:
         """Raises Regrouping if the generation has ended, and the run's failure if the run has failed."""
 
-    def ask_after(self, heard: Mapping[int, float]) -> None:
+    def ping_silent(self, heard: Mapping[int, float]) -> None:
         """Checks whether nodes are alive in schedules that wait for no node: pings those that have been silent for
         `silence_seconds`. A node that does not answer is left out of the next generation. Does not block.
 
@@ -216,10 +216,10 @@ class Hooks(Generic[ConfigT]):
         """
         raise NotImplementedError(f"{type(self).__name__} has no generations of members")
 
-    def caught_up(self) -> None:
+    def mark_caught_up(self) -> None:
         """Tells the transport that this node, one of `Generation.fresh`, now has a model."""
 
-    def took_part(self, generation: Generation) -> None:
+    def mark_in_sync(self, generation: Generation) -> None:
         """Tells the transport that this node's model now agrees with those of the other members of `generation`, as far
         as possible: it had such a model, or received it."""
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from pydantic import Field, model_validator
 
 from decentnode.config.component import Config
-from decentnode.faults import Corrupt, Plan, StruckModels
+from decentnode.faults import Corrupt, FaultyModelLinks, Plan
 from decentnode.payload import Payload, TensorSpec
 from decentnode.wire.generation import Limits
 
@@ -65,9 +65,9 @@ class LinkFaults:
         return any(isinstance(each, Corrupt) for each in self.plan)
 
     @functools.cached_property
-    def struck(self) -> StruckModels:
+    def struck(self) -> FaultyModelLinks:
         """Says between which nodes faults affect messages that carry models."""
-        return StruckModels(self.plan)
+        return FaultyModelLinks(self.plan)
 
 
 @dataclass(frozen=True)

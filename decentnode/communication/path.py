@@ -142,7 +142,7 @@ class Sent(NamedTuple):
     gone."""
 
 
-NOTHING_LEFT = Sent()
+ALL_SENT = Sent()
 
 
 class Path(abc.ABC):

@@ -81,7 +81,7 @@ def blocking(steps: Steps[T], block: Callable[[Wait], None]) -> T:
             block(wait)
 
 
-def without_waits(steps: Steps[T]) -> T:
+def run_without_waits(steps: Steps[T]) -> T:
     """Runs steps whose waits the transport blocks for itself, and returns their result. Raises RuntimeError if they
     yield a wait."""
     return blocking(steps, _refuse)
@@ -191,7 +191,7 @@ class RunFacts:
     """The nodes that have long been silent although this node does not wait for them, and since when that is known."""
     watches: bool = False
     """Whether the beginning of a wait has to be reported: in a run with membership generations."""
-    waiting_began: Callable[[float], None] = lambda _since: None
+    on_wait_began: Callable[[float], None] = lambda _since: None
     """If `watches`: called with the time when the training thread began to wait. Must not block; called with the lock
     held."""
     waited_seconds: float = 0.0
@@ -203,10 +203,10 @@ class RunFacts:
     """`Communication.goes_on`."""
     quorum: Quorum | None = None
     """`Communication.quorum`."""
-    hurried: bool = False
+    is_nonblocking_send: bool = False
     """Whether the current send must not wait for anybody, as for payloads of mailboxes."""
-    exposed_since: float = 0.0
-    """`Communication.exposed_since`."""
+    blocked_since: float = 0.0
+    """`Communication.blocked_since`."""
     orders: NodeOrders = field(default_factory=NodeOrders)
     """User orders to the run. Accessed with the lock held."""
 
@@ -232,23 +232,23 @@ class RunFacts:
         this again, also with no nodes, so it must be cheap."""
         self.waiting = (uids, since)
         if self.watches:
-            self.waiting_began(since)
+            self.on_wait_began(since)
 
     @property
-    def asked_after(self) -> tuple[tuple[int, ...], float] | None:
+    def nodes_to_ping(self) -> tuple[tuple[int, ...], float] | None:
         """The nodes to ping, and since when they are silent or waited for; None for none. Any thread."""
         waiting, long_silent = self.waiting, self.long_silent
         if waiting is None or long_silent is None:
             return waiting or long_silent
         return waiting[0] + long_silent[0], min(waiting[1], long_silent[1])
 
-    def ask_after(self, heard: Mapping[int, float], silence_seconds: float) -> None:
-        """Implements `Communication.ask_after`. Training thread, with the lock held."""
+    def ping_silent(self, heard: Mapping[int, float], silence_seconds: float) -> None:
+        """Implements `Communication.ping_silent`. Training thread, with the lock held."""
         now = clock.now()
         uids = tuple(uid for uid, at in heard.items() if now - at > silence_seconds and uid not in self.departed)
         self.long_silent = (uids, now if self.long_silent is None else self.long_silent[1]) if uids else None
         if self.long_silent is not None and self.watches:
-            self.waiting_began(self.long_silent[1])
+            self.on_wait_began(self.long_silent[1])
 
     def waits_for(self, uids: Collection[int]) -> contextlib.AbstractContextManager[None]:
         """Returns a context manager; until it ends, any wait of the training thread counts as a wait for these
@@ -268,24 +268,24 @@ class RunFacts:
         return 0.0 if self.stepped else self._remaining_send_delay(timeout_seconds)
 
     def _remaining_send_delay(self, timeout_seconds: float) -> float:
-        if self.hurried:
+        if self.is_nonblocking_send:
             return 0.0
         longest = MAX_SEND_DELAY_SECONDS if timeout_seconds > 10 * MAX_SEND_DELAY_SECONDS else timeout_seconds / 10
         return longest - self.send_delay_seconds if longest > self.send_delay_seconds else 0.0
 
-    def room_patience(self, timeout_seconds: float) -> float:
+    def room_wait_seconds(self, timeout_seconds: float) -> float:
         """Returns how long to wait for room in a neighbor's queue. Without `goes_on` the round cannot continue before
         the neighbor does, so the neighbor may take the whole time-out."""
         return self._remaining_send_delay(timeout_seconds) if self.goes_on else self.patience(timeout_seconds)
 
     def give_up(self, uid: int) -> None:
-        """Records that this neighbor did not take a payload within `room_patience`."""
+        """Records that this neighbor did not take a payload within `room_wait_seconds`."""
         self.silent.add(uid)
         if not self.goes_on:  # it had the whole time-out of the round
             self.timed_out.add(uid)
 
     def held_up(self, seconds: float, uids: Collection[int], counters: Counters) -> None:
-        """Records the end of a wait for `uids` that `remaining_send_delay` or `room_patience` limited. Training
+        """Records the end of a wait for `uids` that `remaining_send_delay` or `room_wait_seconds` limited. Training
         thread."""
         self.send_delay_seconds += seconds
         for uid in uids:
@@ -333,7 +333,7 @@ class RunState(RunFacts):
     def stepped(self) -> bool:
         return self.process is not None
 
-    def until_over(self, wait: PostponableWait) -> Steps[None]:
+    def wait_steps(self, wait: PostponableWait) -> Steps[None]:
         """Yields the wait if one thread steps several nodes; otherwise blocks until it is over."""
         if self.process is None:
             self.block(wait)

@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from decentnode.communication.parts import ExchangeKey
-from decentnode.communication.path import NOTHING_LEFT, Path, PathContext, Sent, grouped
+from decentnode.communication.path import ALL_SENT, Path, PathContext, Sent, grouped
 from decentnode.communication.shared_process import SharedProcess
 from decentnode.payload import Payload
 from decentnode.wire.bounds import Scalars
@@ -52,7 +52,7 @@ class SameProcessPath(Path):
         not_taken: list[int] = []
         for payload, uids in grouped(outgoing):
             not_taken += self._hand_over(key, payload, uids)
-        return Sent(left=not_taken) if not_taken else NOTHING_LEFT
+        return Sent(left=not_taken) if not_taken else ALL_SENT
 
     def _hand_over(self, key: ExchangeKey, payload: Payload, uids: list[int]) -> list[int]:
         """Hands the payload to neighbors of this process. Returns those of `uids` to which it could not be given."""

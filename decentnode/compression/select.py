@@ -126,7 +126,7 @@ def _threshold_bounds(scores: Tensor, count: int) -> tuple[float, float] | None:
     return (low, float(_kth_largest(sample, fewer)) if fewer > 0 else float("inf")) if low > 0 else None
 
 
-def at_random(fraction: float, elements: int, draws: np.random.Generator) -> Tensor:
+def random_positions(fraction: float, elements: int, draws: np.random.Generator) -> Tensor:
     """Returns positions below `elements`, ascending int64, each taken independently with probability `fraction`.
 
     The gaps between them are drawn, so that the time grows with the number of positions taken.

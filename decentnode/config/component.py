@@ -21,7 +21,7 @@ import pydantic
 from pydantic_core import InitErrorDetails, PydanticCustomError, core_schema
 
 from decentnode.errors import UsageError
-from decentnode.likeness import did_you_mean
+from decentnode.similar_words import did_you_mean
 
 FLOAT32 = 3.4028234663852886e38
 """The largest finite float32."""
@@ -139,10 +139,11 @@ def _leaves(annotation: Any) -> Iterable[Any]:
     return [leaf for a in arguments for leaf in _leaves(a)] if arguments else [annotation]
 
 
-def told_apart(key: str, known: Iterable[str]) -> pydantic.Discriminator:
+def discriminated_by(key: str, known: Iterable[str]) -> pydantic.Discriminator:
     """Returns the discriminator of a union of Settings by the value of one key.
 
-    It is used as `Annotated[A | B, told_apart("do", known)]`, where A and B have their value of the key as their `Tag`.
+    It is used as `Annotated[A | B, discriminated_by("do", known)]`, where A and B have their value of the key as their
+    `Tag`.
     A section with another value, or without the key, is an error that names `known`.
     """
 
@@ -223,11 +224,11 @@ _added_folders: list[str] = []
 
 
 def added_module_folders() -> list[Path]:
-    """Returns the folders that `look_beside` added to this process's module search path."""
+    """Returns the folders that `add_module_folder` added to this process's module search path."""
     return [Path(each) for each in _added_folders]
 
 
-def look_beside(folder: Path, first: bool = False) -> None:
+def add_module_folder(folder: Path, first: bool = False) -> None:
     """Adds a folder to this process's module search path: at the end, or at the front if `first`.
 
     A folder that every user may write to (such as /tmp) is left out: other users could put a module there whose name

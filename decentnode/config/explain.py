@@ -63,7 +63,7 @@ def _only_deeper_errors_matter(
 def _located_at_key(details: ErrorDetails) -> ErrorDetails:
     """Returns an error of a whole section as an error of the key that it is about, if there is one.
 
-    This includes the key by which a union of sections is discriminated (`component.told_apart`).
+    This includes the key by which a union of sections is discriminated (`component.discriminated_by`).
     """
     if details["type"] == "value_error":
         return _value_error_at_key(details)

@@ -13,7 +13,7 @@ from decentnode.config.key_docs import key_doc
 from decentnode.config.paths import descend, dotted
 from decentnode.config.section_models import model_at
 from decentnode.config.yaml_source import Item
-from decentnode.likeness import MIN_SIMILARITY_ELSEWHERE, MIN_SIMILARITY_MISSPELLED, nearest
+from decentnode.similar_words import MIN_SIMILARITY_ELSEWHERE, MIN_SIMILARITY_MISSPELLED, nearest
 
 LISTS = ("list_type", "tuple_type")
 MAX_WRITTEN_INTEGER = 1e15

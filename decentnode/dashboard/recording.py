@@ -29,7 +29,7 @@ from decentnode.dashboard.frames import (
     with_rows,
 )  # fmt: skip
 from decentnode.dashboard.tail import Replaced, Tail
-from decentnode.report.reading.measured import measured_by
+from decentnode.report.reading.measured import metrics_of_run
 
 PIECE_BYTES = 256 << 10
 """Bytes that are read of one file before the next one's turn, so that all nodes advance together."""
@@ -58,7 +58,7 @@ class Recording:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.measured = measured_by(path)
+        self.measured = metrics_of_run(path)
         self.version = 1
         self.uids: list[int] = []
         self.edges: list[tuple[int, int]] = []

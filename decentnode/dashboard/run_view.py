@@ -12,7 +12,7 @@ from decentnode.dashboard.live import Machines, Status, state_of_run
 from decentnode.dashboard.recording import Recording
 from decentnode.dashboard.tail import Replaced
 from decentnode.metrics.writer import finite
-from decentnode.report.reading.repeats import Ran, read
+from decentnode.report.reading.repeats import RunResult, read
 
 READ_SECONDS = 0.15
 """Longest time that one read of the files may take."""
@@ -86,7 +86,7 @@ class RunView:
         try:
             ran = read(self.path)
         except Exception:
-            ran = Ran(self.path, self.path.parent.name, None, {}, "", {})
+            ran = RunResult(self.path, self.path.parent.name, None, {}, "", {})
         measured = self._recording.measured
         return {
             "name": ran.name, "seed": ran.seed, "rounds": _number(ran.config.get("node.rounds")),

@@ -45,7 +45,7 @@ def make_model(experiment: Experiment, data: DataSpec) -> nn.Module:
 
     Raises UsageError if the initial weights do not fit this model.
     """
-    with generators_kept():
+    with preserve_generators():
         seed = rng.torch_seed(experiment.seed, rng.GLOBAL, "initial model")
         # In a build of torch without CUDA, torch.manual_seed takes a millisecond to note the seed for each kind of
         # device. This does not ask whether there is a GPU, because forks of a process that asked cannot use the GPU.
@@ -67,11 +67,11 @@ def module_without_values(experiment: Experiment, data: DataSpec) -> nn.Module:
     except UsageError:
         if ":" not in experiment.model.name:
             raise
-    with generators_kept():
+    with preserve_generators():
         return make_module(experiment, data)
 
 
-def generators_kept() -> AbstractContextManager[None]:
+def preserve_generators() -> AbstractContextManager[None]:
     """Returns a context manager that restores torch's global generators at its end, including those of GPUs that this
     process already uses."""
     return torch.random.fork_rng(devices=range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ())

@@ -14,7 +14,7 @@ from typing import Any
 
 import pydantic
 
-from decentnode.config.component import added_module_folders, look_beside
+from decentnode.config.component import add_module_folder, added_module_folders
 from decentnode.config.explain import explain
 from decentnode.config.run_files import CODE
 from decentnode.config.yaml_source import (
@@ -157,12 +157,12 @@ def _make_importable(tree: Item, base_dir: Path) -> None:
         # A run's folder: use the modules that the run imported then, not versions elsewhere
         _refuse_other_versions(base_dir / CODE, modules)
         if not modules <= sys.modules.keys():
-            look_beside(base_dir / CODE, first=True)
+            add_module_folder(base_dir / CODE, first=True)
     elif named:
         for folder in dict.fromkeys([base_dir, *(Path(each.place.source).absolute().parent for each in named
                                                  if each.place.line)]):  # fmt: skip
             _refuse_other_versions(folder, modules, added_module_folders())
-            look_beside(folder)
+            add_module_folder(folder)
 
 
 def _refuse_other_versions(folder: Path, modules: Set[str], only: Sequence[Path] | None = None) -> None:

@@ -145,13 +145,13 @@ class Experiment(Settings):
         return self._derived
 
     @property
-    def doubts(self) -> tuple[str, ...]:
+    def config_warnings(self) -> tuple[str, ...]:
         """Warnings of `load` about values that may be intended, each with its location."""
         return self._doubts
 
-    def take_doubts(self, checked: Experiment) -> None:
+    def take_warnings(self, checked: Experiment) -> None:
         """Takes over the warnings of another experiment, which was checked in place of this one."""
-        self._doubts = checked.doubts
+        self._doubts = checked.config_warnings
 
     @property
     def base_dir(self) -> Path:

@@ -1,9 +1,9 @@
 """Fault injection as data: the kinds of faults, the plan that a list of them resolves to, and what happens to a
 message."""
 
-from decentnode.faults.affected_links import StruckModels
-from decentnode.faults.message_faults import Fate, Fates, damaged
-from decentnode.faults.plan import Course, InEffect, Plan, lasts, resolve
+from decentnode.faults.affected_links import FaultyModelLinks
+from decentnode.faults.message_faults import MessageFate, MessageFates, damaged
+from decentnode.faults.plan import ActiveFault, Course, Plan, lasts, resolve
 from decentnode.faults.vocabulary import (
     FAULTS,
     AnyFault,
@@ -18,20 +18,49 @@ from decentnode.faults.vocabulary import (
     Faults,
     FullDisk,
     HalfOpen,
-    InNode,
     Kill,
     Link,
     MessageFault,
-    OnLinks,
-    OnProcesses,
+    NetworkFault,
+    NodeFault,
     Pause,
+    ProcessFault,
     Reorder,
     Restart,
     Slow,
 )
 
 __all__ = (
-    "FAULTS", "AnyFault", "Break", "ClockJump", "Corrupt", "Course", "Cut", "Delay", "Drop", "Duplicate", "Fate",
-    "Fates", "Fault", "Faults", "FullDisk", "HalfOpen", "InEffect", "InNode", "Kill", "Link", "MessageFault", "OnLinks",
-    "OnProcesses", "Pause", "Plan", "Reorder", "Restart", "Slow", "StruckModels", "damaged", "lasts", "resolve",
+    "FAULTS",
+    "ActiveFault",
+    "AnyFault",
+    "Break",
+    "ClockJump",
+    "Corrupt",
+    "Course",
+    "Cut",
+    "Delay",
+    "Drop",
+    "Duplicate",
+    "Fault",
+    "Faults",
+    "FaultyModelLinks",
+    "FullDisk",
+    "HalfOpen",
+    "Kill",
+    "Link",
+    "MessageFate",
+    "MessageFates",
+    "MessageFault",
+    "NetworkFault",
+    "NodeFault",
+    "Pause",
+    "Plan",
+    "ProcessFault",
+    "Reorder",
+    "Restart",
+    "Slow",
+    "damaged",
+    "lasts",
+    "resolve",
 )  # fmt: skip

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from decentnode.faults.vocabulary import PLANES, AnyFault, Break, Cut, HalfOpen, OnLinks
+from decentnode.faults.vocabulary import PLANES, AnyFault, Break, Cut, HalfOpen, NetworkFault
 
 
-class StruckModels:
+class FaultyModelLinks:
     """Tells for a pair of nodes whether any fault affects models sent between them. The answer is the same on every
     node of a run, without communication."""
 
     def __init__(self, faults: Iterable[AnyFault]) -> None:
         """faults: of any kind; they need not be resolved."""
-        distinct: dict[object, OnLinks] = {}
+        distinct: dict[object, NetworkFault] = {}
         for fault in faults:
             if isinstance(fault, Cut):
                 distinct[fault.sides] = fault
-            elif isinstance(fault, OnLinks.__args__) and fault.plane != "control":
+            elif isinstance(fault, NetworkFault.__args__) and fault.plane != "control":
                 distinct[fault.source, fault.to] = fault
         self._faults = tuple(distinct.values())
 
@@ -26,7 +26,7 @@ class StruckModels:
         return any(_affects(fault, a, b) or _affects(fault, b, a) for fault in self._faults)
 
 
-def _affects(fault: OnLinks, source: int, to: int) -> bool:
+def _affects(fault: NetworkFault, source: int, to: int) -> bool:
     if isinstance(fault, Cut):
         return fault.separates(source, to)
     if isinstance(fault, Break | HalfOpen):

@@ -14,7 +14,7 @@ from decentnode.rng import stream
 
 
 @dataclass
-class Fate:
+class MessageFate:
     """What happens to one message."""
 
     fault: int = -1
@@ -29,17 +29,17 @@ class Fate:
     """Delay in seconds of this message alone: those behind it do not wait."""
 
 
-class Fates:
+class MessageFates:
     """Draws the fates of the messages of one process. Not thread-safe."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
         self._streams: dict[tuple[int, int, int, int], np.random.Generator] = {}
 
-    def of(self, faults: Iterable[tuple[int, AnyFault]], source: int, to: int, plane: int) -> Fate:
+    def of(self, faults: Iterable[tuple[int, AnyFault]], source: int, to: int, plane: int) -> MessageFate:
         """Returns what happens to the next message of a connection. faults: those in effect, with their index in the
         plan. plane: 0 for control, 1 for models."""
-        fate = Fate()
+        fate = MessageFate()
         for index, fault in faults:
             if isinstance(fault, Cut):
                 if fault.separates(source, to):

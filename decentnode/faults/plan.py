@@ -42,7 +42,7 @@ def resolve(faults: Sequence[AnyFault], seed: int, num_nodes: int, rounds: int, 
 
 
 @dataclass(frozen=True)
-class InEffect:
+class ActiveFault:
     """A fault of a plan that has occurred."""
 
     index: int
@@ -67,7 +67,7 @@ class Course:
 
     def __init__(
         self, plan: Plan, uid: int, kinds: tuple[type[Fault], ...],
-        on_begin: Callable[[InEffect], None] = lambda _: None,
+        on_begin: Callable[[ActiveFault], None] = lambda _: None,
     ) -> None:  # fmt: skip
         """kinds: the kinds of faults to track. on_begin: is called once for each fault that occurs, by the call that
         detects it."""
@@ -77,7 +77,7 @@ class Course:
         heapq.heapify(self._by_time)
         heapq.heapify(self._by_round)
         self._on_begin = on_begin
-        self._active: list[InEffect] = []
+        self._active: list[ActiveFault] = []
         self._run_began = math.inf
         self._is_restart = False
         self._next_change = math.inf
@@ -102,7 +102,7 @@ class Course:
                 self._activate(index, fault, now, now)
         self._is_restart = False
 
-    def in_effect(self, now: float) -> list[InEffect]:
+    def in_effect(self, now: float) -> list[ActiveFault]:
         """Returns the faults in effect; empty before `begin`."""
         if now >= self._next_change:
             self._active = [each for each in self._active if each.until > now]
@@ -113,7 +113,7 @@ class Course:
         return self._active
 
     def _activate(self, index: int, fault: AnyFault, since: float, now: float) -> None:
-        found = InEffect(index, fault, since, since + lasts(fault))
+        found = ActiveFault(index, fault, since, since + lasts(fault))
         if found.until > now:
             self._active = [*self._active, found]
             self._schedule()

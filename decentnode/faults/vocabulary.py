@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 import numpy as np
 from pydantic import AfterValidator, Field, Tag, ValidationInfo, field_validator, model_validator
 
-from decentnode.config.component import Settings, told_apart
+from decentnode.config.component import Settings, discriminated_by
 
 Share = Annotated[float, Field(ge=0, le=1)]
 
@@ -349,11 +349,11 @@ class Reorder(_MessageFault):
 
 MessageFault: TypeAlias = Delay | Drop | Corrupt | Duplicate | Reorder
 """Faults that affect each message separately."""
-OnLinks: TypeAlias = MessageFault | Cut | Break | HalfOpen
+NetworkFault: TypeAlias = MessageFault | Cut | Break | HalfOpen
 """Faults of connections and messages between nodes."""
-OnProcesses: TypeAlias = Kill | Restart | Pause
+ProcessFault: TypeAlias = Kill | Restart | Pause
 """Faults that another process injects."""
-InNode: TypeAlias = Slow | FullDisk | ClockJump
+NodeFault: TypeAlias = Slow | FullDisk | ClockJump
 """Faults that a node injects into itself."""
 
 
@@ -373,7 +373,7 @@ AnyFault = Annotated[
     | Annotated[Cut, Tag("cut")] | Annotated[Break, Tag("break")] | Annotated[HalfOpen, Tag("half_open")]
     | Annotated[Delay, Tag("delay")] | Annotated[Drop, Tag("drop")] | Annotated[Corrupt, Tag("corrupt")]
     | Annotated[Duplicate, Tag("duplicate")] | Annotated[Reorder, Tag("reorder")],
-    told_apart("do", FAULTS),
+    discriminated_by("do", FAULTS),
 ]  # fmt: skip
 
 

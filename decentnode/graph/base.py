@@ -267,7 +267,7 @@ def _all_uids(count: int) -> tuple[int, ...]:
     return tuple(range(count))
 
 
-def view_at_rest(
+def view_without_exchange(
     graph: Graph, uid: int, round: int, seed: int = 0, members: Collection[int] | None = None
 ) -> RoundView:
     """Returns what node `uid` sees of a round without an exchange."""

@@ -17,7 +17,7 @@ from decentnode.graph.topology import Lists, Topology, components
 from decentnode.system import write_atomic
 
 MAX_FILE_NODES = 1 << 20
-TOLD_LINES = 20
+MAX_REPORTED_LINES = 20
 """An error lists at most this many wrong lines of a file."""
 
 
@@ -56,8 +56,8 @@ def read(path: Path) -> Lists:
     problems: list[str] = []
     lists = (_read_adjacency if path.suffix == ".adj" else _read_edges)(lines, n, problems)
     if problems:
-        more = [f"... and {len(problems) - TOLD_LINES} more"] if len(problems) > TOLD_LINES else []
-        raise GraphError("\n".join([*(f"{path}:{each}" for each in problems[:TOLD_LINES]), *more]))
+        more = [f"... and {len(problems) - MAX_REPORTED_LINES} more"] if len(problems) > MAX_REPORTED_LINES else []
+        raise GraphError("\n".join([*(f"{path}:{each}" for each in problems[:MAX_REPORTED_LINES]), *more]))
     parts = components(lists)
     if len(parts) > 1:
         raise GraphError(

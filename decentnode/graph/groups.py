@@ -50,7 +50,7 @@ class Groups:
         """Returns the groups that these nodes are in, ascending."""
         return tuple(sorted({self._places[uid][0] for uid in uids}))
 
-    def mates(self, uid: int, groups: Collection[int]) -> tuple[int, ...]:
+    def same_rank_nodes(self, uid: int, groups: Collection[int]) -> tuple[int, ...]:
         """Returns the nodes in the other `groups` that have the same rank as node `uid`, ascending."""
         at, rank = self._places[uid]
         return tuple(sorted(self.members[group][rank] for group in groups if group != at))

@@ -17,7 +17,7 @@ Repair = Literal["none", "ring", "random"]
 Edge = tuple[int, int]
 
 
-def rounds_looked_at(graph: Graph) -> int:
+def examined_rounds(graph: Graph) -> int:
     """Returns the number of rounds whose edges together decide whether a graph is connected."""
     return min(graph.period or EXAMINED_ROUNDS, EXAMINED_ROUNDS)
 
@@ -66,7 +66,7 @@ class Repaired(Graph):
         return found
 
     def _find_edges(self, members: Collection[int]) -> dict[int, tuple[int, ...]]:
-        components = parts(self.graph, members, rounds_looked_at(self.graph))
+        components = parts(self.graph, members, examined_rounds(self.graph))
         found: dict[int, set[int]] = {}
         ends = [self._attachable_nodes(part, members) for part in components]
         for i, j in REPAIRS[self._repair](ends, self._seed) if len(components) > 1 else ():
@@ -81,7 +81,7 @@ class Repaired(Graph):
         lost = {
             uid: sum(len(complete.sources(uid, round)) - len(graph.sources(uid, round, members))
                      + len(complete.neighbors(uid, round)) - len(graph.neighbors(uid, round, members))
-                     for round in range(rounds_looked_at(graph)))
+                     for round in range(examined_rounds(graph)))
             for uid in part
         }  # fmt: skip
         order = sorted(part, key=lambda uid: (-lost[uid], uid))

@@ -29,8 +29,8 @@ from decentnode.communication.zeromq.sockets.security import load_keyring
 from decentnode.errors import DecentnodeError
 from decentnode.experiment import Experiment
 from decentnode.experiment.initial_model import module_without_values
+from decentnode.formatting import size
 from decentnode.mapping.hosts import by_ipv6, endpoint, resolved, unreachable
-from decentnode.words import size
 
 ASK_SECONDS = 2.0
 MAX_PAYLOAD = 1 << 20

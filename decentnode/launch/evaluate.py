@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from decentnode.build import device_of, place_model, shared_model
+from decentnode.build import device_of, make_model_on_device, shared_model
 from decentnode.config.component import load_class
 from decentnode.errors import UsageError
 from decentnode.experiment import Experiment, load
@@ -117,7 +117,7 @@ class _Evaluation:
         self.data.check()
         self.task: Task = experiment.make_task()
         self.device = device_of(device, key="device")
-        module = place_model(experiment, self.data.spec, self.device)
+        module = make_model_on_device(experiment, self.data.spec, self.device)
         self.model = shared_model(experiment, module).model
 
     def _path(self, uid: int) -> Path:

@@ -15,5 +15,5 @@ def load_request(request: Request, check: bool = True) -> Experiment:
     if not request.one_round:
         return experiment
     found = load(file, [*request.overrides, "node.rounds=1"], environ, False, layers, found=request.found)
-    found.take_doubts(experiment)
+    found.take_warnings(experiment)
     return found

@@ -33,7 +33,7 @@ NodeFigures = Mapping[str, float | int | str | None]
 """One node's final figures, as `Node.figures` returns them."""
 
 
-def overflowed(figures: Mapping[str, Any], *, merged: bool) -> str:
+def non_finite_losses(figures: Mapping[str, Any], *, merged: bool) -> str:
     """Returns which losses of a node's evaluation are NaN or infinity, as text; "" if none is.
 
     merged: include the loss of the merged model, which all nodes have in common.
@@ -151,16 +151,16 @@ FIGURES = (
     Figure("late_payloads_total", "payloads", "that arrived after their receivers had continued without them; they "
                                               "are dropped",
            "Counters", "late payloads", digits=0, of=("late_payloads",), how=_total),
-    Figure("checkpoints", "checkpoints", "that every node wrote", "node/checkpoints/making.py", "checkpoints", digits=0,
-           of=("checkpoints",), how=_least),
-    Figure("checkpoints_kept", "checkpoints", "that every node has at the end", "node/checkpoints/making.py",
+    Figure("checkpoints", "checkpoints", "that every node wrote", "node/checkpoints/manager.py", "checkpoints",
+           digits=0, of=("checkpoints",), how=_least),
+    Figure("checkpoints_kept", "checkpoints", "that every node has at the end", "node/checkpoints/manager.py",
            "checkpoints kept", digits=0, of=("checkpoints_kept",), how=_least),
-    Figure("bytes_checkpoints_total", "bytes", "of all checkpoints that all nodes wrote", "node/checkpoints/making.py",
+    Figure("bytes_checkpoints_total", "bytes", "of all checkpoints that all nodes wrote", "node/checkpoints/manager.py",
            "checkpoint MB", 1e-6, of=("bytes_checkpoints",), how=_total),
     Figure("checkpoint_copy_seconds", "s", "in which the training thread copied its state, for the node with the most",
-           "node/checkpoints/making.py", "checkpoint copy s", digits=3, of=("checkpoint_copy_seconds",), how=_most),
+           "node/checkpoints/manager.py", "checkpoint copy s", digits=3, of=("checkpoint_copy_seconds",), how=_most),
     Figure("checkpoint_wait_seconds", "s", "in which the training thread waited for the disk, likewise",
-           "node/checkpoints/making.py", "checkpoint wait s", digits=3, of=("checkpoint_wait_seconds",), how=_most),
+           "node/checkpoints/manager.py", "checkpoint wait s", digits=3, of=("checkpoint_wait_seconds",), how=_most),
     Figure("checkpoint_cpu_seconds", "s", "of CPU time of the threads that write checkpoints, all nodes together",
            "checkpoint/writer.py", "checkpoint CPU s", digits=3, of=("checkpoint_cpu_seconds",), how=_sum),
     Figure("bytes_sent_per_node", "bytes", "bytes_sent_total / nodes", "report/compare.py", "payload MB/node", 1e-6),

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from decentnode.words import names
+from decentnode.formatting import names
 
 FOLDER = "machines"
 FILES = ("env.json", "pip-freeze.txt", "git.txt", "git.diff", "command.txt")

@@ -41,7 +41,9 @@ FIGURES_OF_SIDES = ("consensus_rms", "consensus_distance", "evaluated_round", "r
 """The figures of each side of a partitioned network, in addition to those of the task's metrics."""
 
 
-def of_sides(nodes: Mapping[int, Figures], measured: TaskMetrics, sides: Iterable[Iterable[int]]) -> dict[str, Any]:
+def figures_of_sides(
+    nodes: Mapping[int, Figures], measured: TaskMetrics, sides: Iterable[Iterable[int]]
+) -> dict[str, Any]:
     """Returns the entries that replace those of `combine` if nodes ended on different sides of a partitioned network.
 
     `sides` has the figures of each side; figures that only nodes that evaluate together have in common become None.

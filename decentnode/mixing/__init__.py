@@ -16,6 +16,6 @@ The last three read every arrival and the model once and write the result once; 
 
 from __future__ import annotations
 
-from decentnode.mixing.mix import KERNEL_ARRIVALS, fuses, mix_into, passes
+from decentnode.mixing.mix import KERNEL_ARRIVALS, mix_into, passes, uses_fewest_passes
 
-__all__ = ["KERNEL_ARRIVALS", "fuses", "mix_into", "passes"]
+__all__ = ["KERNEL_ARRIVALS", "mix_into", "passes", "uses_fewest_passes"]

@@ -71,7 +71,7 @@ def _mix_chained(out: Tensor, model: Tensor, weight: float, received: Sequence[t
             out[a:b].add_(scratch[: b - a].copy_(tensor[a:b]), alpha=w)
 
 
-def fuses(model: Tensor, received: Sequence[tuple[Tensor, float]]) -> bool:
+def uses_fewest_passes(model: Tensor, received: Sequence[tuple[Tensor, float]]) -> bool:
     """Returns whether `mix_into` needs the minimum of `passes` for these tensors, with the model's own memory as
     `out`."""
     return model.device.type == "cpu" or _kernel_for_tensors(model, model, received) is not None

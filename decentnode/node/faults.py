@@ -9,7 +9,7 @@ from typing import Any
 
 from decentnode import clock, system
 from decentnode.communication.base import Communication
-from decentnode.faults import ClockJump, Course, FullDisk, InEffect, Kill, Pause, Plan, Slow
+from decentnode.faults import ActiveFault, ClockJump, Course, FullDisk, Kill, Pause, Plan, Slow
 
 RequestFault = Callable[[int], None]
 """request(index): request this fault of the plan from a process that outlives the node; not blocking."""
@@ -28,12 +28,12 @@ class NodeFaults:
         self._course = Course(plan, communication.uid, kinds, self._on_begin)
         self._lock = threading.Lock()
         """Protects `_course`, which every thread reads that writes a file or asks for the time of day."""
-        self._unreported: list[InEffect] = []
+        self._unreported: list[ActiveFault] = []
         self._kill_requested = False
         self._jumped_seconds = 0.0
         self._hooks: list[tuple[list[Any], Any]] = []
         hook_lists: list[tuple[type, list[Any], Any]] = [
-            (FullDisk, system.full_disks, self._disk_is_full), (ClockJump, clock.jumps, self._jump),
+            (FullDisk, system.disk_full_checks, self._disk_is_full), (ClockJump, clock.jumps, self._jump),
         ]  # fmt: skip
         for kind, hooks, hook in hook_lists:
             if any(isinstance(each, kind) and each.concerns(communication.uid) for each in plan):
@@ -80,7 +80,7 @@ class NodeFaults:
             clock.sleep((factor - 1) * seconds)
         return clock.now() - now
 
-    def _on_begin(self, active: InEffect) -> None:
+    def _on_begin(self, active: ActiveFault) -> None:
         fault = active.fault
         if isinstance(fault, Kill | Pause):
             if fault.at_round is not None:

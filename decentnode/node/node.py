@@ -17,15 +17,15 @@ from decentnode import clock
 from decentnode.checkpoint.agreement import gathered
 from decentnode.communication.base import Communication
 from decentnode.communication.counters import EVALUATION
-from decentnode.communication.run_state import Quorum, Steps, without_waits
+from decentnode.communication.run_state import Quorum, Steps, run_without_waits
 from decentnode.errors import Interrupted, PeerLost, Regrouping
 from decentnode.graph.base import Graph, RoundView
-from decentnode.metrics.dealt import packed
-from decentnode.metrics.figures import overflowed
+from decentnode.metrics.figures import non_finite_losses
+from decentnode.metrics.generation_samples import packed
 from decentnode.node.checkpoints.handover import deal_samples
 from decentnode.node.config import NodeConfig
 from decentnode.node.generations.transition import NodeGenerations
-from decentnode.node.measuring.course import Course
+from decentnode.node.measuring.early_stopping import Course
 from decentnode.node.measuring.evaluation import Evaluator, mean_of
 from decentnode.node.orders import OrderHandler
 from decentnode.node.resumable import NodeCheckpoints
@@ -137,7 +137,7 @@ class Node:
         return self._rules.sharing
 
     @property
-    def within_round(self) -> bool:
+    def is_within_round(self) -> bool:
         """Whether a round has begun and is not finished."""
         return self.rounds.is_within_round
 
@@ -154,7 +154,7 @@ class Node:
 
         Raises PeerLost, Diverged, Interrupted and what training and sharing raise.
         """
-        without_waits(self.steps())
+        run_without_waits(self.steps())
 
     def ask_stop(self) -> None:
         """Ask all nodes to finish the current round and then end the run. Any thread or signal handler may call
@@ -250,13 +250,13 @@ class Node:
             yield from self.checkpoints.resume()
         if self.round == 0 < self.config.rounds and self.config.evaluate_every and not self._orders.stopping():
             yield from self.evaluate_between()
-        self.communication.orders_apart = self.schedule.asynchronous
+        self.communication.obeys_orders_alone = self.schedule.asynchronous
 
     def _end(self) -> Steps[None]:
         """End the run after the last round, as steps: nodes stop together, evaluate, and report their closing
         figures."""
         if self.course.over:
-            self.communication.ends_after(self.round)
+            self.communication.end_after(self.round)
         if self.schedule.asynchronous:
             yield from self._end_together()
         if self._orders.stopping():
@@ -288,7 +288,7 @@ class Node:
         if over and not self.communication.stopping:
             self.communication.announce_stop()
         self.doing = "ending"
-        self.communication.ask_after({})
+        self.communication.ping_silent({})
         views, _ = self._rules.views(self.round, self.generation)
         cuts = self.schedule.cuts
         cuts.holds_back = False
@@ -335,17 +335,17 @@ class Node:
     def begin_round(self, round: int) -> Update:
         """Make the local steps, unless the rule schedules them for a later phase, and begin the exchange. Does not wait
         for the neighbors' payloads. Returns the result of the local steps."""
-        without_waits(self._begin_round(round, self.generation))
+        run_without_waits(self._begin_round(round, self.generation))
         return self.schedule.update
 
     def next_phase(self, phase: int) -> None:
         """Wait for the neighbors of the previous phase, mix their payloads, and send those of `phase` (1 or later).
         Blocking."""
-        without_waits(self._next_phase(phase))
+        run_without_waits(self._next_phase(phase))
 
     def finish_round(self, round: int) -> None:
         """Wait for the neighbors of the last phase, mix their payloads, and record the round. Blocking."""
-        without_waits(self._finish_round(round))
+        run_without_waits(self._finish_round(round))
 
     def _begin_round(self, round: int, among: Generation) -> Steps[None]:
         self.doing = "local steps"
@@ -396,9 +396,9 @@ class Node:
             self.record({"kind": "early_stop", "round": self.round, "time": clock.wall(), **self.course.figures()})
 
     def _record_evaluation(self, *, merged: bool) -> None:
-        """merged: as for `overflowed`."""
+        """merged: as for `non_finite_losses`."""
         self.record({"kind": "evaluation", "round": self.round, "time": clock.wall(), **self.evaluation})
-        if told := overflowed(self.evaluation, merged=merged):
+        if told := non_finite_losses(self.evaluation, merged=merged):
             logger.warning("evaluation after round %d: %s", self.round, told)
             self.communication.counters.on_event("loss_overflowed", None, f"after round {self.round}: {told}")
 

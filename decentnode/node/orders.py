@@ -99,7 +99,7 @@ class OrderHandler:
                         communication.history.ordered(node.round)
                     yield from node.evaluate_between(ordered=True)
                 self._record_action("evaluated")
-                communication.order_obeyed(node.round)
+                communication.order_done(node.round)
                 continue
             is_paused = next_step in ("hold", "meet")
             if is_paused and not was_paused:
@@ -111,7 +111,7 @@ class OrderHandler:
                     logger.warning("the node that ordered the run to stop is silent: this node stops the run")
                     self.ask_stop()
             node.doing = "paused" if is_paused else "agreeing on an order"
-            yield from communication.order_steps(node.round, deadline)
+            yield from communication.wait_for_order(node.round, deadline)
         self._last_round_began = clock.now()
         if was_paused and not self.stopping():
             self._record_action("resumed")

@@ -11,7 +11,7 @@ from decentnode.communication.base import Communication
 from decentnode.communication.run_state import Steps
 from decentnode.graph.base import Graph, RoundView
 from decentnode.node.config import NodeConfig
-from decentnode.node.measuring.course import Course
+from decentnode.node.measuring.early_stopping import Course
 from decentnode.node.schedules.schedule import Schedule
 from decentnode.sharing.base import Sharing
 from decentnode.training.base import Training
@@ -75,4 +75,4 @@ class NodeCheckpoints(Protocol):
 
     def resume(self) -> Steps[None]: ...
 
-    def take_own(self, first_round: int, /) -> bool: ...
+    def restore_own_checkpoint(self, first_round: int, /) -> bool: ...

@@ -12,6 +12,7 @@ from decentnode import clock
 from decentnode.communication.base import Communication
 from decentnode.communication.run_state import Steps
 from decentnode.errors import Diverged, PeerLost
+from decentnode.formatting import names
 from decentnode.graph.base import RoundView
 from decentnode.node.config import NodeConfig
 from decentnode.node.faults import NodeFaults
@@ -26,7 +27,6 @@ from decentnode.node.schedules.fragment_exchange import ExchangeOutcome
 from decentnode.sharing.hooks import Hooks
 from decentnode.training.base import Training
 from decentnode.wire.generation import Generation
-from decentnode.words import names
 
 logger = logging.getLogger(__name__)
 

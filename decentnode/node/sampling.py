@@ -30,7 +30,7 @@ _KIND_SPEC = ScalarSpec(int, 0, 3)
 """The kind of a message: 1 for an answer, plus 2 for a shuffle between nearby nodes."""
 
 
-def schema_of(sampler: Sampler) -> Schema:
+def sampler_schema(sampler: Sampler) -> Schema:
     """Returns the schema of a sampler's messages."""
     longest, elements = sampler.longest, sampler.around.profile_elements
     tensors = {"uids": TensorSpec(torch.int64, longest, exact=False),

@@ -26,7 +26,7 @@ from decentnode.parallel.participants.optimizer import OptimizerParticipant
 from decentnode.parallel.process_group.collectives import failure_reason
 from decentnode.parallel.process_group.default_group import num_ranks
 from decentnode.parallel.steps.idle import IdleJoinable
-from decentnode.tensors import own_fault
+from decentnode.tensors import is_own_fault
 
 T = TypeVar("T")
 
@@ -186,7 +186,7 @@ class CommOptimizer(OuterOptimizer, IdleJoinable):
         try:
             return work()
         except RuntimeError as error:
-            if own_fault(error):
+            if is_own_fault(error):
                 raise
             own = f"rank {self.dist_optimizer.rank}: the exchange of step {self.steps} with the other ranks failed"
             reason = failure_reason(error)

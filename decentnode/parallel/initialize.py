@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from decentnode.communication.torch_distributed.communicator import describe_gpu, exchange_descriptions, refusal
 from decentnode.errors import AssemblyError
+from decentnode.formatting import names
 from decentnode.parallel.membership import founding, startup
 from decentnode.parallel.membership import job as jobs
 from decentnode.parallel.membership.founding import JobSettings
@@ -19,8 +20,7 @@ from decentnode.parallel.process_group.default_group import local_device
 from decentnode.parallel.process_group.rank_status import missing_ranks, publish_process
 from decentnode.parallel.process_group.shutdown import leave_at_exit
 from decentnode.parallel.process_group.traces import shorten_traces
-from decentnode.tensors import own_fault
-from decentnode.words import names
+from decentnode.tensors import is_own_fault
 
 
 def initialize_dist(
@@ -84,7 +84,7 @@ def _join_group(backend: str | None, timeout_seconds: float) -> None:
         dist.init_process_group(backend or ("nccl" if cuda else "gloo"), timeout=limit, device_id=device, store=own,
                                 rank=rank, world_size=world_size)  # fmt: skip
     except RuntimeError as error:
-        absent, ended = ([], []) if own_fault(error) else missing_ranks(own, rank, world_size)
+        absent, ended = ([], []) if is_own_fault(error) else missing_ranks(own, rank, world_size)
         who = [f"the process of rank {each} is gone" for each in ended]
         if absent:
             word, has = ("rank", "has") if len(absent) == 1 else ("ranks", "have")
@@ -105,7 +105,7 @@ def _store(rank: int, limit: timedelta) -> dist.Store:
         found: dist.Store = next(dist.rendezvous("env://", rank, 1, timeout=limit))[0]
     except dist.DistNetworkError as error:
         place = ":".join(os.environ[key] for key in ("MASTER_ADDR", "MASTER_PORT"))
-        if rank == 0 or own_fault(error):
+        if rank == 0 or is_own_fault(error):
             raise
         reason = str(error).partition("\n")[0]
         raise AssemblyError(f"rank {rank}: nothing listens at {place} (MASTER_ADDR, MASTER_PORT), where rank 0 or "

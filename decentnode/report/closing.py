@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from decentnode.report.reading.measured import measured_in
-from decentnode.words import duration, names, number, plural, size
+from decentnode.formatting import duration, names, number, plural, size
+from decentnode.report.reading.measured import metrics_of_summary
 
 
 def closing(summary: Mapping[str, Any]) -> list[str]:
@@ -97,7 +97,7 @@ def _without_prefix(prefix: str, title: str) -> str:
 
 
 def _main_metric(summary: Mapping[str, Any]) -> str:
-    main = measured_in(summary).main
+    main = metrics_of_summary(summary).main
     if summary.get(f"{main.name}_mean") is None:
         return ""
     evaluated, when = summary.get("evaluated_round"), ""

@@ -15,9 +15,9 @@ from typing import Any
 
 from decentnode.metrics.figures import Figure
 from decentnode.report.latex import tabular
-from decentnode.report.reading.measured import BEFORE, columns
+from decentnode.report.reading.measured import DEFAULT_METRICS, columns
 from decentnode.report.reading.reached import TO_TARGET, ExtraColumn
-from decentnode.report.reading.repeats import Label, Ran, labels_of, short_labels
+from decentnode.report.reading.repeats import Label, RunResult, labels_of, short_labels
 from decentnode.report.reading.significance import Paired, holm, paired
 
 PER_NODE = {"bytes_sent_per_node": "bytes_sent_total", "bytes_metadata_per_node": "bytes_metadata_total"}
@@ -69,7 +69,7 @@ class ComparedRow:
         return text if count == self.runs else f"{text} ({count} of {self.runs})"
 
 
-def with_extra_columns(base: ComparedRow, runs: Sequence[Ran], extra: Sequence[ExtraColumn]) -> ComparedRow:
+def with_extra_columns(base: ComparedRow, runs: Sequence[RunResult], extra: Sequence[ExtraColumn]) -> ComparedRow:
     """Returns a row with additional columns after its own. runs: the runs that the row was made from."""
     extra_values = {figure.name: [value for each in runs if (value := value_of(each)) is not None]
                     for figure, value_of in extra}  # fmt: skip
@@ -82,7 +82,7 @@ def row(
 ) -> ComparedRow:
     """Returns a row. summaries: as in summary.json, one per seed. shown: the columns of the table; None: those of
     classification."""
-    shown = columns([BEFORE]) if shown is None else shown
+    shown = columns([DEFAULT_METRICS]) if shown is None else shown
     return ComparedRow(name, len(summaries), {
         figure.name: [value for each in summaries if (value := _figure_value(each, figure)) is not None]
         for figure in shown
@@ -104,7 +104,7 @@ def _value(summary: Mapping[str, Any], name: str) -> float | None:
     return value / max(1, len(summary.get("nodes", {}))) if name in PER_NODE else float(value)
 
 
-def rows(groups: Sequence[Sequence[Ran]], extra: Sequence[ExtraColumn] = ()) -> list[ComparedRow]:
+def rows(groups: Sequence[Sequence[RunResult]], extra: Sequence[ExtraColumn] = ()) -> list[ComparedRow]:
     """Returns a row per group of repeats. extra: additional columns after those that all tables have."""
     shown = columns(dict.fromkeys(each.measured for group in groups for each in group))
     found = []
@@ -133,7 +133,7 @@ class AgainstBest:
         return row == self.best or (p is not None and p >= ALPHA)
 
 
-def against_best(groups: Sequence[Sequence[Ran]]) -> AgainstBest | None:
+def against_best(groups: Sequence[Sequence[RunResult]]) -> AgainstBest | None:
     """Compares experiments by a paired t-test over the seeds that two have in common. Returns None if their main
     metrics differ, or none has two seeds in common with the best."""
     mains = {each.measured.main.name for group in groups for each in group}

@@ -19,6 +19,7 @@ import yaml
 from decentnode import clock
 from decentnode.config.run_files import CODE
 from decentnode.errors import DecentnodeError, EnvironmentFault, UsageError
+from decentnode.formatting import size
 from decentnode.metrics.events import EVENTS
 from decentnode.metrics.figures import VIRTUAL_AXES
 from decentnode.metrics.history_kinds import HISTORY
@@ -28,11 +29,10 @@ from decentnode.report import compare
 from decentnode.report.closing import closing
 from decentnode.report.pictures.plots import draw
 from decentnode.report.reading import repeats
-from decentnode.report.reading.repeats import Ran
+from decentnode.report.reading.repeats import RunResult
 from decentnode.report.reading.runs import Line, RecordedRun, axes_of, lines, overview
 from decentnode.report.reading.significance import holm, paired
 from decentnode.system import replacing
-from decentnode.words import size
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -105,18 +105,18 @@ def render(paths: Sequence[Path], names: Sequence[str] = ()) -> tuple[str, list[
     ), notes  # fmt: skip
 
 
-def _read_run(path: Path) -> Ran:
+def _read_run(path: Path) -> RunResult:
     try:
         return repeats.read(path)
     except UsageError:
-        return Ran(path, path.parent.name, None, {}, "not finished", {})
+        return RunResult(path, path.parent.name, None, {}, "not finished", {})
 
 
 def _time(seconds: float) -> str:
     return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M} UTC"
 
 
-def _conclusion_line(group: Sequence[Ran]) -> str:
+def _conclusion_line(group: Sequence[RunResult]) -> str:
     """Returns the closing line of a run, and why it failed; "" for several runs, whose means are in the table, and for
     a run without a complete summary."""
     try:
@@ -127,7 +127,7 @@ def _conclusion_line(group: Sequence[Ran]) -> str:
         return ""
 
 
-def _seeds(group: Sequence[Ran]) -> str:
+def _seeds(group: Sequence[RunResult]) -> str:
     seeds = [str(each.seed) for each in group if each.seed is not None]
     return f", seed{'s' if len(seeds) > 1 else ''} {', '.join(seeds)}" if seeds else ""
 
@@ -135,7 +135,7 @@ def _seeds(group: Sequence[Ran]) -> str:
 # -- configs and results
 
 
-def differing(ran: Sequence[Sequence[Ran]]) -> list[tuple[str, list[str]]]:
+def differing(ran: Sequence[Sequence[RunResult]]) -> list[tuple[str, list[str]]]:
     """Returns the keys in which the experiments differ, each with its value in every experiment, or a dash. Keys that
     differ only because another component was chosen are left out."""
     configs = [group[0].config for group in ran]
@@ -160,7 +160,7 @@ def _texts(drawn: Sequence[Line]) -> list[tuple[str, str]]:
     return texts
 
 
-def results(drawn: Sequence[Line], ran: Sequence[Sequence[Ran]]) -> dict[str, Any]:
+def results(drawn: Sequence[Line], ran: Sequence[Sequence[RunResult]]) -> dict[str, Any]:
     """Returns the table of results: headings and rows; for several experiments with common seeds, also each one's
     difference from the first in the main metric of its task."""
     with_summary = [(line, group) for line, group in zip(drawn, ran, strict=True) if any(r.summary for r in group)]
@@ -176,7 +176,7 @@ def results(drawn: Sequence[Line], ran: Sequence[Sequence[Ran]]) -> dict[str, An
             "unit": shown[0].title}  # fmt: skip
 
 
-def _paired(labels: Sequence[str], groups: Sequence[Sequence[Ran]]) -> list[list[str]]:
+def _paired(labels: Sequence[str], groups: Sequence[Sequence[RunResult]]) -> list[list[str]]:
     """Returns the differences in the unit in which the table shows the main metric: those of percentages are percentage
     points."""
     measured = groups[0][0].measured
@@ -220,12 +220,12 @@ def _curves(drawn: Sequence[Line]) -> list[Picture]:
 def _recorded_graph(path: Path) -> Graph:
     """Returns the graph of a run, built from the config's graph section alone: the components that other sections name
     import torch. Raises whatever reading or building it raises."""
-    from decentnode.config.component import look_beside, section
+    from decentnode.config.component import add_module_folder, section
     from decentnode.graph import GRAPHS, build
 
     resolved = yaml.safe_load((path / "config.resolved.yaml").read_text(encoding="utf-8"))
     if ":" in resolved["graph"]["name"] and (path / CODE).is_dir():
-        look_beside(path / CODE, first=True)
+        add_module_folder(path / CODE, first=True)
     return build(section(GRAPHS, "graph").validate(resolved["graph"]), None, resolved["seed"], path)
 
 
@@ -309,7 +309,7 @@ def _waiting_picture(line: Line, total: Mapping[tuple[int, int], float]) -> Pict
     return _picture(figure, "who waited for whom", f"seconds that each node of {line.label} waited for each neighbor")
 
 
-def _traffic(ran: Sequence[Sequence[Ran]]) -> dict[str, Any]:
+def _traffic(ran: Sequence[Sequence[RunResult]]) -> dict[str, Any]:
     """Returns the bytes by purpose, in all and per node."""
     groups = [[each for each in group if each.summary] for group in ran]
     rows = []
@@ -359,7 +359,7 @@ def _readable(path: Path) -> Iterable[dict[str, Any]]:
 # -- figures of every node; how to repeat the runs
 
 
-def _nodes(ran: Ran) -> dict[str, Any]:
+def _nodes(ran: RunResult) -> dict[str, Any]:
     """Returns a table with a row per node: the metrics of its task, time and bytes."""
     nodes = ran.summary.get("nodes", {})
     metrics = [*ran.measured.metrics]
@@ -382,7 +382,7 @@ def _value(node: Mapping[str, Any], name: str, scale: float, digits: int, suffix
     return f"{scale * value:.{digits}f}{suffix}" if isinstance(value, int | float) else "-"
 
 
-def _machine(ran: Ran) -> dict[str, Any]:
+def _machine(ran: RunResult) -> dict[str, Any]:
     """Returns the environment of each machine of the run, as far as it is recorded."""
     machines = machines_of(ran.path)
     rows = []
@@ -397,7 +397,7 @@ def _machine(ran: Ran) -> dict[str, Any]:
     return {"label": str(ran.path), "rows": rows}
 
 
-def _how_to_repeat(ran: Ran) -> dict[str, Any]:
+def _how_to_repeat(ran: RunResult) -> dict[str, Any]:
     def text(name: str) -> str:
         try:
             return (ran.path / name).read_text(encoding="utf-8").strip()

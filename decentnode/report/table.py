@@ -7,9 +7,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from decentnode.formatting import duration, number, size
 from decentnode.report.reading.fitting import FittingTable
 from decentnode.report.reading.progress import RunProgress
-from decentnode.words import duration, number, size
 
 COLUMNS = ("node", "round", "loss", "{metric} (after)", "sent", "round time", "waiting", "longest for")
 HIDDEN_FIRST = ("longest for", "waiting", "round time", "loss", "sent")

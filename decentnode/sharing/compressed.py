@@ -18,7 +18,7 @@ from decentnode.graph.base import RoundView
 from decentnode.payload import Payload, ScalarSpec, TensorSpec
 from decentnode.sharing import SHARINGS
 from decentnode.sharing.base import Sharing, SharingConfig
-from decentnode.sharing.operator import draws_of
+from decentnode.sharing.operator import make_generator
 from decentnode.sharing.requirements import Requirements
 from decentnode.sharing.wrapper import Wrapper
 
@@ -118,7 +118,7 @@ class Compressed(Wrapper):
         if not self._specs:
             self.payload_schema(model.numel(), model.dtype)
         self._view = view
-        draws = draws_of(self.codec, view, model.device)
+        draws = make_generator(self.codec, view, model.device)
         encoded: dict[int, Payload] = {}
         out = {}
         rule_payloads = self.rule.outgoing(model, view)

@@ -79,13 +79,13 @@ class Hierarchical(Sharing):
         at, _ = groups.place(view.uid)
         if view.phase == BETWEEN:
             row = groups.row(view.weights)
-            weights = {view.uid: 0.0} | dict.fromkeys(groups.mates(view.uid, row), 0.0)
+            weights = {view.uid: 0.0} | dict.fromkeys(groups.same_rank_nodes(view.uid, row), 0.0)
             for other, weight in row.items():
                 # this node gets the weight of an absent node of the other group
-                mate = next((uid for uid in groups.mates(view.uid, [other]) if uid in view.members), view.uid)
+                mate = next((uid for uid in groups.same_rank_nodes(view.uid, [other]) if uid in view.members), view.uid)
                 weights[mate] += weight
-            neighbors = self._alive(groups.mates(view.uid, groups.of(view.neighbors)), view)
-            sources = self._alive(groups.mates(view.uid, groups.of(view.sources)), view)
+            neighbors = self._alive(groups.same_rank_nodes(view.uid, groups.of(view.neighbors)), view)
+            sources = self._alive(groups.same_rank_nodes(view.uid, groups.of(view.sources)), view)
             weights = {uid: weights[uid] for uid in sorted((view.uid, *sources))}
             out = 1.0 / (1 + len(neighbors))
             out_weights = dict.fromkeys(sorted((view.uid, *neighbors)), out)

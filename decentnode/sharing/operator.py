@@ -18,7 +18,7 @@ from decentnode.payload import TensorSpec
 from decentnode.tensors import moved
 
 
-def draws_of(codec: Codec, view: RoundView, device: torch.device) -> torch.Generator | None:
+def make_generator(codec: Codec, view: RoundView, device: torch.device) -> torch.Generator | None:
     """Returns the random generator of a codec for this node, round, phase and fragment; None for a codec without
     randomness."""
     if not codec.unbiased:
@@ -66,7 +66,7 @@ class Operator:
         them)."""
         elements = vector.numel()
         if self.choose == "random":
-            at = moved(select.at_random(self.fraction, elements, view.rng("compression")), vector.device)
+            at = moved(select.random_positions(self.fraction, elements, view.rng("compression")), vector.device)
         elif self.fraction < 1:
             at = select.largest(vector.abs(), select.count_of(self.fraction, elements))
         else:
@@ -77,7 +77,7 @@ class Operator:
             coded["values"] = values
             return coded, at, values
         codec = self._divided(self.codec, at)
-        parts = codec.encode(values, draws_of(codec, view, vector.device))
+        parts = codec.encode(values, make_generator(codec, view, vector.device))
         coded.update({f"values.{part}": tensor for part, tensor in parts.items()})
         return coded, at, codec.decode(parts, at.numel(), vector.dtype).div_(1.0 + codec.variance)
 

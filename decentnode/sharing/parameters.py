@@ -17,8 +17,8 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from decentnode.config.component import Component, Config, Settings, load_class, section
 from decentnode.graph import GRAPHS
-from decentnode.likeness import nearest
 from decentnode.sharing import FRAGMENTS
+from decentnode.similar_words import nearest
 
 if TYPE_CHECKING:
     from torch import nn

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 
-from decentnode.graph.base import Graph, RoundView, view, view_at_rest
+from decentnode.graph.base import Graph, RoundView, view, view_without_exchange
 from decentnode.sharing.base import Sharing
 
 LONGEST_REST = 4096
@@ -24,7 +24,7 @@ def rule_view(
     without neighbors in a round without an exchange."""
     number = rule.exchange_number(round)
     if number is None:
-        return view_at_rest(graph, uid, round, seed, members)
+        return view_without_exchange(graph, uid, round, seed, members)
     return view(graph, uid, round, seed, members, number)
 
 

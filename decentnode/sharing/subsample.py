@@ -65,7 +65,7 @@ class Subsample(Tensors, Sharing):
             return torch.arange(elements)
         draws = rng.stream(view.seed, uid, view.purpose("subsample"), view.round)
         if not self.config.layerwise:
-            return select.at_random(self.config.fraction, elements, draws)
+            return select.random_positions(self.config.fraction, elements, draws)
         found, start = [], 0
         for size in self._sizes or (elements,):
             part = draws.permutation(size)[: select.count_of(self.config.fraction, size)]

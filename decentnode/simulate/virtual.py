@@ -129,7 +129,7 @@ class VirtualTime:
         return float(end.max() if uid is None else end[uid])
 
     def ended(self, uid: int, rounds: int) -> float:
-        """Returns the same as `finished`, for one node; `OwnRounds` has a method of this name, too."""
+        """Returns the same as `finished`, for one node; `AsynchronousRounds` has a method of this name, too."""
         return self.finished(rounds, uid)
 
     def told(self, uid: int, record: Mapping[str, Any]) -> dict[str, Any]:

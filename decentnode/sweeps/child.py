@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from decentnode import clock
 from decentnode.launch.children.messages import Facts, Failed, Progress, Request
 from decentnode.launch.children.pipe import Pipe
-from decentnode.launch.children.signals import note_termination
+from decentnode.launch.children.signals import keep_sigterm
 from decentnode.launch.reporting.observer import Observer
 from decentnode.launch.supervising import entry
 
@@ -47,9 +47,9 @@ class PointTask:
 def main(task: PointTask, connection: Connection) -> None:
     """Entry point of the child process."""
     entry.protect()
-    note_termination()
+    keep_sigterm()
     os.setpgid(0, 0)  # Ctrl-C in a terminal reaches the sweep alone, which asks its points to stop
-    entry.surround(task.request)
+    entry.apply_environment(task.request)
     entry.redirect_output(Path(task.folder) / "stderr.txt")
     entry.leave(lambda channel: _run_and_write_outcome(task, channel), connection)
 
@@ -104,11 +104,12 @@ def _run_from(task: PointTask, resume: str | None, channel: Pipe) -> RunOutcome:
         return supervise(request, observer, command="decentnode sweep")
     import torch
 
-    from decentnode.launch.here import run_here
+    from decentnode.launch.calling_process import run_in_calling_process
 
     # One thread, whatever else runs: sums over several threads may differ from those of one thread in their last bits
     torch.set_num_threads(1)
-    return run_here(replace(request, in_process=True, simulate=True), observer, command="decentnode sweep")
+    here = replace(request, in_process=True, simulate=True)
+    return run_in_calling_process(here, observer, command="decentnode sweep")
 
 
 def _outcome_of_run(task: PointTask, folder: Path, run_outcome: RunOutcome) -> Outcome:
@@ -145,10 +146,10 @@ class ProgressReporter(Observer):
         self._sent_at = clock.now() - PROGRESS_SECONDS
 
     def facts(self, facts: Facts, run_dir: Path | None) -> None:  # noqa: ARG002
-        from decentnode.report.reading.measured import measured_in
+        from decentnode.report.reading.measured import metrics_of_summary
         from decentnode.report.reading.progress import RunProgress
 
-        measured = measured_in({"task": facts.task})
+        measured = metrics_of_summary({"task": facts.task})
         self._progress = RunProgress.of(facts.rounds, facts.local, facts.evaluate_every, measured, facts.own_rounds)
         self._send_progress()
 

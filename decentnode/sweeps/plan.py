@@ -13,9 +13,9 @@ from typing import Literal
 from decentnode.errors import UsageError
 from decentnode.experiment import Experiment
 from decentnode.launch.children.messages import Request
-from decentnode.likeness import did_you_mean
 from decentnode.metrics.figures import BY_NAME, TaskMetrics
 from decentnode.report.reading.reached import target_of
+from decentnode.similar_words import did_you_mean
 from decentnode.sweeps.child import By
 from decentnode.sweeps.point import digest_of, load_base
 from decentnode.sweeps.samplers import Halving, Listed, Optuna, Sampler, budgets, direction

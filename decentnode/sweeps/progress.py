@@ -7,9 +7,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from decentnode.formatting import duration, plural
 from decentnode.metrics.figures import Figure
 from decentnode.sweeps.conduct import Ended, State
-from decentnode.words import duration, plural
 
 BEST_SHOWN = 5
 """Points that the live table shows as the best so far."""

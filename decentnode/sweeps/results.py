@@ -17,9 +17,9 @@ from decentnode.metrics.figures import Figure, TaskMetrics
 from decentnode.report.compare import ComparedRow, row, simple_table, with_extra_columns
 from decentnode.report.latex import tabular
 from decentnode.report.reading import repeats
-from decentnode.report.reading.measured import BEFORE, columns
+from decentnode.report.reading.measured import DEFAULT_METRICS, columns
 from decentnode.report.reading.reached import ExtraColumn, target_columns
-from decentnode.report.reading.repeats import Ran
+from decentnode.report.reading.repeats import RunResult
 from decentnode.report.reading.significance import Paired, holm, paired
 from decentnode.sweeps.conduct import Ended, State
 from decentnode.sweeps.plan import Sweep
@@ -128,7 +128,7 @@ def results_of(state: State) -> Results:
                    "lower" if sweep.sign > 0 else "higher", sweep.plan.within, extra)
 
 
-def _target_columns(sweep: Sweep, runs: Sequence[Ran]) -> tuple[ExtraColumn, ...]:
+def _target_columns(sweep: Sweep, runs: Sequence[RunResult]) -> tuple[ExtraColumn, ...]:
     """Returns the columns of the sweep's target. After halving they lack the seconds, as other points ran between its
     rungs."""
     if sweep.plan.target is None or not runs:
@@ -151,7 +151,7 @@ def _row(
                whole=len(values) == max(len(group), sweep.plan.seeds or 1))  # fmt: skip
 
 
-def _read_run(ended: Ended, measured: TaskMetrics = BEFORE) -> Ran | None:
+def _read_run(ended: Ended, measured: TaskMetrics = DEFAULT_METRICS) -> RunResult | None:
     """Returns a point's run with what tables need of it; None if it left no run."""
     if ended.run is None:
         return None
@@ -159,7 +159,7 @@ def _read_run(ended: Ended, measured: TaskMetrics = BEFORE) -> Ran | None:
         summary = summaries.read(ended.run / "summary.json")
     except (OSError, ValueError):
         summary = {}
-    return Ran(ended.run, "", ended.point.seed, {}, ended.outcome.status, summary, measured)
+    return RunResult(ended.run, "", ended.point.seed, {}, ended.outcome.status, summary, measured)
 
 
 def _groups(rows: Sequence[Row], keys: Sequence[str]) -> dict[tuple[str, ...], list[Row]]:

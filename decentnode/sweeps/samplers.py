@@ -244,7 +244,7 @@ def direction(metric: str, better: Mapping[str, str]) -> int:
     """Returns 1 if lower values of a figure are better, -1 if higher ones are. better: "higher" or "lower" by the
     figure's name. Raises UsageError for a figure that runs do not have."""
     if metric not in better:
-        from decentnode.likeness import did_you_mean
+        from decentnode.similar_words import did_you_mean
 
         raise UsageError(f"--metric must be one of {', '.join(better)}, which these runs have, got {metric!r}"
                          + did_you_mean(metric, better))  # fmt: skip

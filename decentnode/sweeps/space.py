@@ -14,8 +14,8 @@ import yaml
 
 from decentnode.errors import UsageError
 from decentnode.experiment.tree import flow
-from decentnode.likeness import did_you_mean
 from decentnode.rng import GLOBAL, stream
+from decentnode.similar_words import did_you_mean
 
 Settings = tuple[tuple[str, str], ...]
 """(dotted key, value as YAML text) of one combination, in the order of the axes."""

@@ -20,7 +20,7 @@ from typing import Any
 import yaml
 
 from decentnode import clock
-from decentnode.config.component import load_class, look_beside
+from decentnode.config.component import add_module_folder, load_class
 from decentnode.metrics import summary as summaries
 from decentnode.trackers import TRACKERS
 from decentnode.trackers.base import Point, TrackedRun, Tracker
@@ -32,7 +32,7 @@ FAILURES = 10
 """After this many refused calls in a row the tracker is given up."""
 
 
-class GivenUp(Exception):
+class TrackerGivenUp(Exception):
     """The tracker raised for FAILURES calls in a row."""
 
 
@@ -50,14 +50,15 @@ class Feed:
         self._consecutive_failures = 0
 
     def poll(self) -> None:
-        """Passes on the records written so far. Raises GivenUp."""
+        """Passes on the records written so far. Raises TrackerGivenUp."""
         for uid, record in self._follower.poll():
             self._call(self._tracker.record, uid, record)
             self._log(self._points.take(uid, record, clock.now()))
         self._log(self._points.overdue(clock.now()))
 
     def finish(self) -> None:
-        """Passes on all remaining records and closes the tracker. Raises GivenUp, and what closing the tracker raises.
+        """Passes on all remaining records and closes the tracker. Raises TrackerGivenUp, and what closing the tracker
+        raises.
         """
         while True:
             self.poll()
@@ -78,7 +79,7 @@ class Feed:
 
     def _call(self, function: Callable[..., None], *given: Any) -> bool:
         """Calls a method of the tracker. Returns whether it succeeded; after an error the next call may succeed. Raises
-        GivenUp after FAILURES errors in a row."""
+        TrackerGivenUp after FAILURES errors in a row."""
         try:
             function(*given)
         except Exception as error:
@@ -88,7 +89,7 @@ class Feed:
             if self._consecutive_failures == 1:
                 self._say(f"does not accept the figures ({_one_line(error)})")
             if self._consecutive_failures >= FAILURES:
-                raise GivenUp(f"refused {FAILURES} points in a row, the last with {_one_line(error)}") from error
+                raise TrackerGivenUp(f"refused {FAILURES} points in a row, the last with {_one_line(error)}") from error
             return False
         return True
 
@@ -128,7 +129,7 @@ def main(argv: list[str] | None = None) -> int:
             os.write(arguments.status, f"{text}\n".encode()[:1000])
 
     if arguments.beside is not None:
-        look_beside(arguments.beside)
+        add_module_folder(arguments.beside)
     try:
         run = opened(arguments.run, arguments.machine)
         tracker = make(json.loads(arguments.config), run)
@@ -140,7 +141,7 @@ def main(argv: list[str] | None = None) -> int:
         feed.finish()
     except Exception as error:
         traceback.print_exc()
-        say(f"! {error}" if isinstance(error, GivenUp) else f"! {_one_line(error)}")
+        say(f"! {error}" if isinstance(error, TrackerGivenUp) else f"! {_one_line(error)}")
         return 1
     if feed.refused:
         say(f"! did not accept {feed.refused} of {feed.told + feed.refused} points")

@@ -13,7 +13,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 from decentnode.config.component import FLOAT32, Config, load_class
 from decentnode.config.signature import parameters_of
 from decentnode.errors import UsageError
-from decentnode.likeness import did_you_mean, nearest
+from decentnode.similar_words import did_you_mean, nearest
 
 
 class ArgumentsConfig(Config):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from decentnode.config.component import Component
-from decentnode.metrics.dealt import Dealt
+from decentnode.metrics.generation_samples import GenerationSamples
 from decentnode.tasks.base import EMA, Task, Variant
 from decentnode.tensors import FlatModel
 
@@ -77,7 +77,7 @@ class Training(Component, abc.ABC):
     loss."""
     members: tuple[int, ...] | None = None
     """The nodes among which all samples are dealt now; None: all nodes of the run, as at its beginning."""
-    dealt: Sequence[Dealt] = ()
+    dealt: Sequence[GenerationSamples] = ()
     """What the node trained on in each generation for which samples were dealt, the current generation last."""
     draws: bool = True
     """Whether local steps may draw from torch's generator, which is then seeded in every round."""

@@ -10,7 +10,7 @@ import torch
 from decentnode.config.component import Config
 
 
-def take_cudnn(training: Config) -> None:
+def apply_cudnn_settings(training: Config) -> None:
     """Restricts cuDNN to deterministic kernels from now on, if the section `training` demands it."""
     if getattr(training, "cudnn_deterministic", False):
         torch.backends.cudnn.deterministic = True
@@ -19,7 +19,7 @@ def take_cudnn(training: Config) -> None:
 
 
 @contextlib.contextmanager
-def cudnn_kept() -> Iterator[None]:
+def preserve_cudnn_settings() -> Iterator[None]:
     """Restores the previous cuDNN settings at the end of a block."""
     before = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
     try:

@@ -16,7 +16,7 @@ from decentnode.training.precision import LossScale, StepSnapshot, autocast, uns
 from decentnode.training.supervised_config import SupervisedConfig
 
 
-def all_outputs(module: nn.Module, given: Any) -> list[Any]:
+def outputs_with_auxiliary(module: nn.Module, given: Any) -> list[Any]:
     """Returns the outputs of a module for a batch, followed by its auxiliary outputs, whose losses are added with the
     factor `module.auxiliary_weight`. given: the module's return value; its auxiliary outputs are the further elements
     of a tuple, if the module has an `auxiliary_weight`."""
@@ -130,7 +130,7 @@ class Gradients:
         """Returns the pair that `aligned` returns, followed by such a pair for each auxiliary output."""
         if self._config.channels_last and inputs.ndim == 4:
             inputs = inputs.contiguous(memory_format=torch.channels_last)
-        outputs = all_outputs(self._model.module, forward(inputs))
+        outputs = outputs_with_auxiliary(self._model.module, forward(inputs))
         aligned = [self._task.align(each, targets) for each in outputs]
         if use not in self._checked:
             for each in aligned:

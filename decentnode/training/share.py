@@ -71,7 +71,7 @@ class NodeShare:
         if wanted is not None and (data.trains or wanted.source == "test"):
             owner = self._uid if wanted.source == "train" else rng.GLOBAL
             order = rng.stream(self._seed, owner, "validation").permutation(len(indices[wanted.source]))
-            if problem := self._config.problem_of_aside(len(order)):
+            if problem := self._config.problem_of_validation(len(order)):
                 raise DataError(f"node {self._uid}: training.validation.fraction {problem}")
             num_validation = wanted.aside(len(order))
             indices["validation"] = np.sort(order[:num_validation])
@@ -122,9 +122,9 @@ class NodeShare:
         source, members = self.splits["train"]
         if not self._config.leaves_one(self.num_samples):
             return 0
-        if not statistics.needs_two(self._model.module, source.take(members[:1])[0]):
+        if not statistics.needs_two_samples(self._model.module, source.take(members[:1])[0]):
             return 0
-        if problem := self._config.problem_of_one(self.num_samples):
+        if problem := self._config.problem_of_single_sample(self.num_samples):
             raise DataError(f"node {self._uid}: {problem}")
         logger.info("the last batch of every epoch, one of %d samples, is left out: batch normalization needs two",
                     self.num_samples)  # fmt: skip

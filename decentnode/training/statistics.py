@@ -14,7 +14,7 @@ def normalizations(module: nn.Module) -> list[_BatchNorm]:
     return [part for part in module.modules() if isinstance(part, _BatchNorm) and part.running_mean is not None]
 
 
-def needs_two(module: nn.Module, sample: Tensor) -> bool:
+def needs_two_samples(module: nn.Module, sample: Tensor) -> bool:
     """Returns whether a batch normalization layer gets only one value per channel for one sample [1, ...], as after a
     linear layer: torch refuses to train such a layer on a batch of one. The module is not changed."""
     has_one_value: list[bool] = []

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from decentnode import rng
 from decentnode.config import component
 from decentnode.errors import CheckpointError, Diverged
-from decentnode.metrics.dealt import Dealt
+from decentnode.metrics.generation_samples import GenerationSamples
 from decentnode.samples import NodeSamples
 from decentnode.tasks.base import EMA, LOSS_SUMS, OWN, TRAIN, Task, Variant
 from decentnode.tensors import FlatModel
@@ -76,7 +76,7 @@ class Supervised(Training):
         if config.evaluate_train is not None:
             self.evaluated += (EvaluatedSplit("train", TRAIN.prefix, shared=False),)
         self.members: tuple[int, ...] | None = None
-        self.dealt: list[Dealt] = [Dealt(0, 0, self.share.usable, 0)]
+        self.dealt: list[GenerationSamples] = [GenerationSamples(0, 0, self.share.usable, 0)]
         self._parameters = [p for p in model.module.parameters() if p.requires_grad]
         self._optimizer = make_optimizer(config.optimizer, self._parameters)
         self._schedule = LearningRateSchedule(config.lr_schedule, self._optimizer)
@@ -195,7 +195,7 @@ class Supervised(Training):
         if self.share.trains and not first:  # at first, the share is already the one among all nodes
             adopted = self.share.deal_among(members, generation, first_round)
         self.members = members
-        last = Dealt(generation, first_round, self.share.usable, adopted)
+        last = GenerationSamples(generation, first_round, self.share.usable, adopted)
         self.dealt = [*(each for each in self.dealt[-MAX_DEALT_KEPT:] if each.trained), last]
 
     # -- evaluation -------------------------------------------------------------------------------------------
@@ -283,7 +283,7 @@ class Supervised(Training):
                 self._average.load_state_dict(state["ema"])
             self._schedule.restore(int(state["ticks"]))
             if "members" in state:
-                dealt = [Dealt(*each) for each in state["dealt"]]
+                dealt = [GenerationSamples(*each) for each in state["dealt"]]
                 self.deal_among(tuple(state["members"]), dealt[-1].generation, dealt[-1].first_round)
                 self.dealt = dealt
             if self.share.trains:

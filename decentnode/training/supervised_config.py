@@ -162,7 +162,7 @@ class SupervisedConfig(Config):
         step = self.batch_size * self.accumulate
         return self.batch_size == 1 or (samples % step % self.batch_size == 1 and not self.drop_last)
 
-    def problem_of_one(self, samples: int) -> str:
+    def problem_of_single_sample(self, samples: int) -> str:
         """Returns the reason why a node with `samples` samples cannot train a model that needs batches of at least two;
         "" if it can, possibly without its last sample."""
         why = "must be at least 2 for a model with batch normalization behind a linear layer"
@@ -172,7 +172,7 @@ class SupervisedConfig(Config):
             return f"the number of training samples {why}, got 1; choose another partition"
         return ""
 
-    def problem_of_aside(self, samples: int) -> str:
+    def problem_of_validation(self, samples: int) -> str:
         """Returns the reason why validation cannot be set aside from `samples` samples of its source, as none would be
         left; "" if it can."""
         if self.validation is None or self.validation.aside(samples) < samples:
@@ -190,12 +190,12 @@ class SupervisedConfig(Config):
                     "choose another partition or a smaller batch_size")  # fmt: skip
         return ""
 
-    def most_ticks(self, rounds: int, samples: int, *, needs_two: bool = False) -> int:
+    def most_ticks(self, rounds: int, samples: int, *, needs_two_samples: bool = False) -> int:
         """Returns how often the learning-rate schedule ticks in `rounds` rounds of a node with a share of `samples`
-        samples. needs_two: whether the model cannot train on a batch of one sample, so that epochs leave such a batch
-        out."""
+        samples. needs_two_samples: whether the model cannot train on a batch of one sample, so that epochs leave such a
+        batch out."""
         if self.lr_schedule.every == "round":
             return rounds
         if self.validation is not None and self.validation.source == "train":
             samples -= self.validation.aside(samples)
-        return rounds * self.steps_per_round(samples - (needs_two and self.leaves_one(samples)))
+        return rounds * self.steps_per_round(samples - (needs_two_samples and self.leaves_one(samples)))

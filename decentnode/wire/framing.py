@@ -33,7 +33,7 @@ _CHECKSUM_START = struct.Struct("<QQHHI")
 prefix, real size of the header."""
 
 
-def body_sum(kind: int, body: Bytes) -> int:
+def compute_body_checksum(kind: int, body: Bytes) -> int:
     """Returns the checksum of a body. It is the same for every receiver, so that it is computed once per body."""
     if kind == XXH3:
         return xxhash.xxh3_64_intdigest(body)
@@ -43,8 +43,8 @@ def body_sum(kind: int, body: Bytes) -> int:
 def sealed(sequence: int, header: bytes, kind: int, body_checksum: int, body: Bytes | None = None) -> bytes:
     """Returns the first frame of a message: prefix, header and `body`.
 
-    body_checksum: what `body_sum` returns for the message's body. body: None if there is none or it gets a frame of its
-    own.
+    body_checksum: what `compute_body_checksum` returns for the message's body. body: None if there is none or it gets
+    a frame of its own.
     """
     if body is None:
         return PREFIX.pack(sequence, kind, 0, _checksum(kind, sequence, 0, header, body_checksum)) + header
@@ -77,7 +77,7 @@ def verify(sequence: int, kind: int, checksum: int, header: bytes, body: Bytes, 
 
     joined: whether the body arrived in the first frame.
     """
-    if checksum != _checksum(kind, sequence, len(header) if joined else 0, header, body_sum(kind, body)):
+    if checksum != _checksum(kind, sequence, len(header) if joined else 0, header, compute_body_checksum(kind, body)):
         raise PeerFault("checksum_mismatch", f"{len(header)} + {memoryview(body).nbytes} bytes")
 
 

@@ -480,7 +480,7 @@ Asked = Knock | Inquiry | Resign
 
 
 @dataclass(frozen=True)
-class Turned(Message):
+class Declined(Message):
     """Answer to one of `Asked`: the request is not granted here, because of `reason`.
 
     final: asking again is useless. Otherwise the newcomer asks the node `uid`, which listens at `at`, or the sender
@@ -568,7 +568,7 @@ MESSAGES: dict[int, type[Message]] = {
         Inquiry,
         Described,
         Resign,
-        Turned,
+        Declined,
         Order,
         Position,
         Due,
@@ -577,7 +577,7 @@ MESSAGES: dict[int, type[Message]] = {
 MEMBERSHIP = (Join, Suspect, Prepare, Promise, Commit, Ready, Go, Ping, Pong, Current, Denied)
 """Messages by which nodes agree on a generation (wire/membership/). Each names the generation that it is about."""
 UNNUMBERED = (
-    Hello, Welcome, Reject, Ack, Probe, Bye, Overdue, Waits, Knock, Granted, Inquiry, Described, Resign, Turned,
+    Hello, Welcome, Reject, Ack, Probe, Bye, Overdue, Waits, Knock, Granted, Inquiry, Described, Resign, Declined,
     *MEMBERSHIP,
 )  # fmt: skip
 """Messages without a sequence number: they are repeated until they are answered, or are useless if they arrive late."""

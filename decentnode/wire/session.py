@@ -110,7 +110,7 @@ class Session:
         self._waiting_children: set[int] = set()
         self._present_sent: set[int] = set()
 
-    def come_from_outside(self) -> None:
+    def start_outside(self) -> None:
         """Marks this process as outside a run that has already begun: it accepts no messages of it until `adopt`."""
         self._change("comes from outside")
 

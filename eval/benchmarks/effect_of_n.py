@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter, ScalarFormatter
 
 from decentnode.experiment import load
-from decentnode.simulate.engines.batched import Batched, RoundOfAll, Sink
+from decentnode.simulate.engines.batched import Batched, PopulationRound, Sink
 from decentnode.simulate.engines.choice import WAYS
 from decentnode.simulate.engines.population import Population
 from decentnode.tensors import keep_freed_memory
@@ -64,7 +64,7 @@ class FinalFigures:
 class DiscardingSink(Sink):
     """Discards all records."""
 
-    def take_round(self, found: RoundOfAll) -> None: ...
+    def take_round(self, found: PopulationRound) -> None: ...
 
     def take_record(self, uid: int, record: dict[str, Any]) -> None: ...
 

@@ -104,14 +104,14 @@ def run(point: Point) -> float:
     """Makes a run and returns its CPU seconds. Blocking; in a process of its own."""
     import torch
 
+    from decentnode.launch.calling_process import run_in_calling_process
     from decentnode.launch.children.messages import Request
-    from decentnode.launch.here import run_here
     from decentnode.launch.reporting.observer import Observer
 
     torch.set_num_threads(1)
     started = time.process_time()
     request = Request(str(CONFIGS / f"{point.figure}.yaml"), list(point.overrides), {}, in_process=True, simulate=True)
-    outcome = run_here(request, Observer(), command="eval/gallery.sh")
+    outcome = run_in_calling_process(request, Observer(), command="eval/gallery.sh")
     if outcome.exit_code:
         raise RuntimeError(f"{point} ended with exit code {outcome.exit_code}: {outcome.failure}")
     return time.process_time() - started
@@ -150,7 +150,7 @@ def run_all(wanted: Sequence[Point], jobs: int) -> None:
                   f"about {elapsed / count * (len(missing) - count):.0f} s left", flush=True)  # fmt: skip
 
 
-def runs_of(name: str, seeds: int, store: Path) -> list[list[repeats.Ran]]:
+def runs_of(name: str, seeds: int, store: Path) -> list[list[repeats.RunResult]]:
     """Returns the runs of every arm, by seed."""
     found = []
     for index in range(len(FIGURES[name].arms)):
@@ -160,7 +160,7 @@ def runs_of(name: str, seeds: int, store: Path) -> list[list[repeats.Ran]]:
     return found
 
 
-def draw(name: str, groups: Sequence[Sequence[repeats.Ran]], machine_text: str, path: Path) -> None:
+def draw(name: str, groups: Sequence[Sequence[repeats.RunResult]], machine_text: str, path: Path) -> None:
     """Plots means over seeds with bands of one standard deviation; merged models are dashed."""
     spec = FIGURES[name]
     lines = [Line(arm.label, tuple(load(each.path) for each in group))
@@ -181,7 +181,7 @@ def draw(name: str, groups: Sequence[Sequence[repeats.Ran]], machine_text: str, 
     plots.write(make_figure, path)
 
 
-def table(name: str, groups: Sequence[Sequence[repeats.Ran]], machine_text: str, seeds: int) -> str:
+def table(name: str, groups: Sequence[Sequence[repeats.RunResult]], machine_text: str, seeds: int) -> str:
     """Returns a table in reStructuredText, and a line on how it was made."""
     spec = FIGURES[name]
     extra = target_columns([each for group in groups for each in group], f"accuracy={spec.target}")

@@ -215,7 +215,7 @@ def staging(tiny: bool) -> Iterator[Row]:
 
     ceiling = speed(lambda: pinned.copy_(x))
     for what, work in (("out, pinned slots", fetch), ("out, pageable", lambda: to_bytes(x)),
-                       ("in, pinned slots", lambda: pinned_staging.lift(host)),
+                       ("in, pinned slots", lambda: pinned_staging.upload(host)),
                        ("in, pageable", lambda: host.to("cuda"))):  # fmt: skip
         yield Row("staging", f"{4e-6 * elements:.0f} MB {what}", speed(work), "GB/s", ceiling)
 

@@ -136,7 +136,7 @@ def test_a_disk_that_refuses_is_told_and_stops_nothing(tmp_path: Path) -> None:
 
 def test_nothing_is_left_of_one_that_the_disk_had_no_room_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     looks = iter([False, True])  # there is room for the tensors, and none for the manifest
-    monkeypatch.setattr(system, "full_disks", [lambda: next(looks)])
+    monkeypatch.setattr(system, "disk_full_checks", [lambda: next(looks)])
     with pytest.raises(OSError, match="No space left"):
         store.write(tmp_path, snapshot(0, cut(10)))
     assert not list(tmp_path.iterdir())

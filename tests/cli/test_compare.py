@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from decentnode.cli import main
 from decentnode.report import compare
-from decentnode.report.reading.measured import BEFORE
+from decentnode.report.reading.measured import DEFAULT_METRICS
 from decentnode.report.reading.repeats import Label, short_labels
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "compare"
@@ -268,7 +268,7 @@ def test_wrong_input(tmp_path: Path) -> None:
 def test_rows_show_mean_and_deviation() -> None:
     summaries = [{"accuracy_mean": a, "bytes_sent_total": 3e6, "nodes": {"0": {}, "1": {}}} for a in (0.9, 0.92, 0.94)]
     row = compare.row("x", summaries)
-    accuracy, traffic = BEFORE.by_name["accuracy_mean"], BEFORE.by_name["bytes_sent_per_node"]
+    accuracy, traffic = DEFAULT_METRICS.by_name["accuracy_mean"], DEFAULT_METRICS.by_name["bytes_sent_per_node"]
     assert row.shown(accuracy) == "92.00 ±2.00" and row.shown(traffic) == "1.50 ±0.00"
     assert compare.row("x", summaries[:1]).shown(accuracy) == "90.00"
     text = compare.text_table([row, compare.row("longer name", [])])
@@ -284,4 +284,4 @@ def test_csv_holds_what_its_headers_say() -> None:
     read = {name: float(value) for name, value in found.items() if value and name not in ("experiment", "runs")}
     assert read == {"accuracy_mean": 0.9, "round_seconds_median": 0.05, "bytes_sent_per_node": 1.5e6,
                     "consensus_rms": 0.5, "consensus_distance": 0.01}  # fmt: skip
-    assert read.keys() <= BEFORE.by_name.keys()
+    assert read.keys() <= DEFAULT_METRICS.by_name.keys()

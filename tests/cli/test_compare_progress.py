@@ -58,7 +58,7 @@ def test_a_terminal_has_one_bar(clock: VirtualClock) -> None:
 
 
 def test_compare_counts_all_runs_of_all_configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def ran(config: str, seed: int, *_: object) -> repeats.Ran:
+    def ran(config: str, seed: int, *_: object) -> repeats.RunResult:
         return repeats.read(finished(tmp_path / config / str(seed), seed, 0.5, config=config))
 
     monkeypatch.setattr(compare, "_run", ran)

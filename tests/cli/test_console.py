@@ -15,7 +15,7 @@ from rich.console import Console
 from decentnode.cli import console as module
 from decentnode.cli.console import ConsoleObserver
 from decentnode.cli.output import Output
-from decentnode.cli.sweeping import ConsoleWatcher
+from decentnode.cli.sweep_watcher import ConsoleWatcher
 from decentnode.clock import VirtualClock, use
 from decentnode.launch.children.messages import Failed
 from decentnode.sweeps.conduct import State

@@ -77,7 +77,7 @@ def test_what_goes_beyond_the_window_is_refused_and_not_kept() -> None:
         for chunk in range(16):
             header = codec.encode(Chunk(victim.run_id, 0, 1, 0, 0, 0, chunk, elements, {}))
             body = bytes(4 * BLOCK_ELEMENTS)
-            sum_ = framing.body_sum(framing.XXH3, body)
+            sum_ = framing.compute_body_checksum(framing.XXH3, body)
             dealer.send_multipart([framing.sealed(1 + chunk, header, framing.XXH3, sum_), body])
         wait_until(lambda: seen.count(("window_exceeded", 1)) == 16 - fitting, lambda: victim.counters.faults)
         assert victim.counters.faults == {"window_exceeded": 16 - fitting} and "window_exceeded" in EVENTS

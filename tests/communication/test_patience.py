@@ -133,7 +133,7 @@ def test_who_says_that_it_waits_for_others_itself_has_up_to_twice_the_time(clock
     def ask(uids: list[int]) -> None:
         asked.append(uids)
         for uid in {1, 3}.intersection(uids):
-            node.inbox.waits_itself(uid, node.clock.now())
+            node.inbox.note_waiting_report(uid, node.clock.now())
 
     node.inbox.ask = ask
     node.during = [lambda: None] * 90 + [lambda: node.comes(1, 0)]
@@ -146,7 +146,7 @@ def test_who_says_that_it_waits_for_others_itself_has_up_to_twice_the_time(clock
 
 def test_one_time_out_more_is_the_most_that_anybody_gets_by_words(clock: Clock) -> None:
     node, began = Waits(clock), clock.now()
-    node.inbox.ask = lambda _uids: node.inbox.waits_itself(1, node.clock.now())
+    node.inbox.ask = lambda _uids: node.inbox.note_waiting_report(1, node.clock.now())
     assert node.missing((1,)) == {1}
     assert 2 * SECONDS <= clock.now() - began < 2 * SECONDS + 2
 
@@ -154,7 +154,7 @@ def test_one_time_out_more_is_the_most_that_anybody_gets_by_words(clock: Clock) 
 def test_the_wait_for_memory_that_is_still_sent_from_is_short_and_on_the_edges_of_those_who_owe(clock: Clock) -> None:
     """Whoever is not behind it waits for this node's next payload meanwhile."""
     node = Waits(clock)
-    node.leases.owing.append(lambda: [2])
+    node.leases.unacked_peers.append(lambda: [2])
     model, lease = node.leased()
     began = clock.now()
     place = node.slots.acquire_slot(model, SECONDS)

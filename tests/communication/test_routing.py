@@ -17,7 +17,7 @@ from decentnode.communication.hybrid.transport import Hybrid
 from decentnode.communication.parts import BindPlan, TransportParts
 from decentnode.communication.routing import Routing
 from decentnode.communication.zeromq.transport import ZeroMQ
-from decentnode.faults import Break, Cut, Drop, StruckModels
+from decentnode.faults import Break, Cut, Drop, FaultyModelLinks
 from decentnode.payload import Payload
 from decentnode.tensors import BLOCK_ELEMENTS
 from tests.communication.contract import connected, flat_schema, gossip, nodes
@@ -54,7 +54,7 @@ def test_a_clique_joins_machines_and_yields_to_shared_memory_between_cpus() -> N
 
 
 def test_models_that_faults_strike_go_through_sockets_alone() -> None:
-    resolved = StruckModels([
+    resolved = FaultyModelLinks([
         Drop(share=0.5, source=(0,), to=(1,)), Drop(share=0.5, source=(3,), plane="control"),
         Cut(sides=((0,), (2,)), at_seconds=1.0, seconds=1.0),
         Break(source=4, to=3, plane="bulk", at_seconds=1.0),

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from decentnode.communication.run_state import RunState, Steps, Wait, at_once, without_waits
+from decentnode.communication.run_state import RunState, Steps, Wait, at_once, run_without_waits
 from tests.conftest import wait_until
 
 
@@ -93,6 +93,6 @@ def test_steps_without_waits_run_to_their_result_and_others_are_refused() -> Non
         def step(self, now: float) -> bool:
             return now < 0
 
-    assert without_waits(steps(None)) == 7
+    assert run_without_waits(steps(None)) == 7
     with pytest.raises(RuntimeError, match="Never must be waited for by whoever steps the node"):
-        without_waits(steps(Never()))
+        run_without_waits(steps(Never()))

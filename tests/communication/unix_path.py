@@ -18,7 +18,7 @@ from collections.abc import Collection, Mapping
 import msgpack
 import torch
 
-from decentnode.communication.path import NOTHING_LEFT, Path, PathContext, Sent, grouped
+from decentnode.communication.path import ALL_SENT, Path, PathContext, Sent, grouped
 from decentnode.errors import AssemblyError, PeerFault
 from decentnode.payload import Payload
 from decentnode.tensors import as_bytes
@@ -76,7 +76,7 @@ class UnixSocketPath(Path):
                     self.context.counters.edge(uid).frames_sent += 1
                 else:
                     dropped.append(uid)
-        return Sent(dropped=dropped) if dropped else NOTHING_LEFT
+        return Sent(dropped=dropped) if dropped else ALL_SENT
 
     def _has_room(self, uid: int, round: int, deadline: float) -> bool:
         """Blocking while `_ahead` payloads are under way; what every wait does: notice the end of run and neighbor."""

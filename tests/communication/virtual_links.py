@@ -20,7 +20,7 @@ from decentnode.communication.zeromq.protocol.link_state import (
 )
 from decentnode.communication.zeromq.protocol.reliable_links import ReliableLinks
 from decentnode.faults import Link
-from decentnode.simulate.world.heap import Alarm
+from decentnode.simulate.world.event_queue import DeadlineTimer
 from decentnode.simulate.world.history import check_links
 from decentnode.simulate.world.network import Socket, VirtualNetwork
 from decentnode.wire import codec, framing
@@ -48,13 +48,13 @@ class End:
         self.held: Counter[int] = Counter()
         """Bytes that came of a source and are not used up, as its window counts them."""
         self.ticked = 0
-        self._alarm = Alarm(self.heap, lambda: self.next_deadline, self._tick)
+        self._alarm = DeadlineTimer(self.heap, lambda: self.next_deadline, self._tick)
         network.nodes[uid] = Socket(self._receive, self._writable, proves=secure)
 
     def _session(self, n: int) -> Session:
         """One whose run has begun."""
         session = Session(self.uid, n, "d", RUN)
-        session.come_from_outside()
+        session.start_outside()
         session.adopt(RUN, FIRST, tuple(range(n)))
         return session
 

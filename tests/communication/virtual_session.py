@@ -19,7 +19,7 @@ from decentnode.communication.zeromq.protocol.collective_state import Collective
 from decentnode.communication.zeromq.protocol.link_state import copied
 from decentnode.communication.zeromq.protocol.message_maker import MessageMaker
 from decentnode.communication.zeromq.protocol.node_protocol import NodeProtocol, ProtocolParts
-from decentnode.communication.zeromq.protocol.reconfigure import GenerationWait, Reconfiguration
+from decentnode.communication.zeromq.protocol.reconfiguration import GenerationWait, Reconfiguration
 from decentnode.communication.zeromq.sockets.running_time import RunningTime
 from decentnode.errors import AssemblyError, PeerLost, Regrouping
 from decentnode.payload import TensorSpec
@@ -86,7 +86,7 @@ class SessionEnd(End):
             self.reconfiguration = Reconfiguration(
                 membership, self.links.sender, self.facts, self.counters, self.facts.notify
             )
-            self.facts.waiting_began = lambda _since: self._arm()
+            self.facts.on_wait_began = lambda _since: self._arm()
         self.protocol = NodeProtocol(ProtocolParts(
             session=self.session, links=self.links, inbox=self.inbox, facts=self.facts, counters=self.counters,
             maker=maker, hold=copied, consumed=self.consumed, has_room=self.has_room, joined=lambda: None,
@@ -199,7 +199,7 @@ class SessionEnd(End):
         wait = GenerationWait(of, 10 * self.timeout_seconds, 20 * self.timeout_seconds, self._put_away, self.heap.now)
         yield wait
         assert wait.generation is not None
-        of.caught_up()
+        of.mark_caught_up()
         self.turn = wait.generation.first_round
 
     def _put_away(self, generation: Generation) -> None:

@@ -408,8 +408,8 @@ def test_steps(options: dict[str, Any], average: int, hooked: bool) -> None:
         assert optimizers == (6 if "grad_clip_norm" in options else 1)
         if hooked:
             rounds = range(1, 9) if there else range(8)
-            mates = [[1, 2, 3], [0, 3, 2], [3, 0, 1], [2, 1, 0]][rank]
-            assert [ranks for ranks, _, _ in told] == [sorted([rank, mates[r % 3]]) for r in rounds]
+            same_rank_nodes = [[1, 2, 3], [0, 3, 2], [3, 0, 1], [2, 1, 0]][rank]
+            assert [ranks for ranks, _, _ in told] == [sorted([rank, same_rank_nodes[r % 3]]) for r in rounds]
             assert {weight for _, weight, _ in told} == {0.5}
 
 

@@ -28,7 +28,7 @@ def test_round_trip(case: tuple[int, set[int]]) -> None:
                                      0.51, 0.6, 0.7, 0.9, 0.97, 0.99, 0.999])  # fmt: skip
 def test_within_five_percent_of_the_entropy(density: float) -> None:
     elements = 1 << 20
-    at = select.at_random(density, elements, np.random.default_rng(1))
+    at = select.random_positions(density, elements, np.random.default_rng(1))
     p = at.numel() / elements
     entropy = -(p * math.log2(p) + (1 - p) * math.log2(1 - p)) * elements / 8
     assert indices.encode(at, elements).numel() <= 1.05 * entropy
@@ -68,7 +68,8 @@ def test_bytes_that_are_no_indices(stream: str) -> None:
 
 def test_any_bytes_are_decoded_or_refused() -> None:
     generator = np.random.default_rng(3)
-    real = [indices.encode(select.at_random(p, 2000, generator), 2000).numpy() for p in (0.01, 0.1, 0.45, 0.6, 0.95)]
+    real = [indices.encode(select.random_positions(p, 2000, generator), 2000).numpy()
+            for p in (0.01, 0.1, 0.45, 0.6, 0.95)]  # fmt: skip
     for case in range(scale(3000, 100_000)):
         size = int(generator.integers(0, 80))
         raw = generator.integers(0, 256, size, dtype=np.uint8) if case % 2 else real[case // 2 % len(real)].copy()
@@ -123,6 +124,6 @@ def test_the_largest_of_many_equal_a_full_sort(kind: str) -> None:
 
 def test_random_positions_have_their_density() -> None:
     for fraction in (0.001, 0.3, 0.99, 1.0):
-        at = select.at_random(fraction, 200_000, np.random.default_rng(2))
+        at = select.random_positions(fraction, 200_000, np.random.default_rng(2))
         assert abs(at.numel() - fraction * 200_000) <= 5 * (200_000 * fraction * (1 - fraction)) ** 0.5
         assert bool((at[1:] > at[:-1]).all()) and int(at[0]) >= 0 and int(at[-1]) < 200_000

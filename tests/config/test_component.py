@@ -6,7 +6,7 @@ from pydantic import ConfigDict, ValidationError
 from decentnode.config.component import Config, load_class, section
 from decentnode.config.key_docs import DocumentedSchema
 from decentnode.errors import UsageError
-from decentnode.likeness import nearest
+from decentnode.similar_words import nearest
 
 from . import fakes
 

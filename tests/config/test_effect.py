@@ -55,30 +55,31 @@ def test_running_sums_are_never_too_old(write: Any) -> None:
 def test_keys_with_an_effect_are_taken_and_so_is_what_a_run_writes_of_them(write: Any, node: str) -> None:
     experiment = load(write(f"{BASE}node: {node}\n"), [], {})
     assert load(write(experiment.resolved_yaml(), "again.yaml"), [], {}).node == experiment.node
-    assert not experiment.doubts
+    assert not experiment.config_warnings
 
 
 def test_more_arrivals_than_a_graph_sends_are_a_warning(write: Any) -> None:
     path = write(f"{BASE}node: {{schedule: epidemic, asynchronous: {{arrivals: 3}}}}\n")
-    (doubt,) = load(path, [], {}).doubts
+    (doubt,) = load(path, [], {}).config_warnings
     assert doubt.startswith("a.yaml:6:53: node.asynchronous.arrivals is more than a node receives in a round")
-    assert not load(path, ["node.asynchronous.arrivals=2"], {}).doubts
-    assert not load(path, ["graph={name: complete, nodes: 4}"], {}).doubts
+    assert not load(path, ["node.asynchronous.arrivals=2"], {}).config_warnings
+    assert not load(path, ["graph={name: complete, nodes: 4}"], {}).config_warnings
 
 
 @pytest.mark.parametrize("schedule", ["epidemic", "ad_psgd"])
 def test_weights_that_a_schedule_does_not_read_are_a_warning(write: Any, schedule: str) -> None:
     path = write(f"{BASE}weights: {{name: uniform}}\nnode: {{schedule: {schedule}}}\n")
-    (doubt,) = load(path, [], {}).doubts
+    (doubt,) = load(path, [], {}).config_warnings
     assert doubt.startswith(f"a.yaml:6:1: weights: {schedule} takes ") and "ignores weights" in doubt
-    assert not load(path, ["weights=null"], {}).doubts and not load(path, ["node.schedule=gossip_async"], {}).doubts
+    for change in ("weights=null", "node.schedule=gossip_async"):
+        assert not load(path, [change], {}).config_warnings
 
 
 def test_weights_that_a_rule_with_servers_does_not_read_are_a_warning(write: Any) -> None:
     sets = ["graph={name: star, nodes: 4}", "sharing={name: fedavg}"]
-    (doubt,) = load(write(f"{BASE}weights: {{name: uniform}}\n"), sets, {}).doubts
+    (doubt,) = load(write(f"{BASE}weights: {{name: uniform}}\n"), sets, {}).config_warnings
     assert doubt.startswith("a.yaml:6:1: weights: fedavg takes the mean of the clients' changes and ignores ")
-    assert not load(write(BASE), sets, {}).doubts
+    assert not load(write(BASE), sets, {}).config_warnings
 
 
 @pytest.mark.parametrize("schedule", ["epidemic", "ad_psgd"])
@@ -126,7 +127,7 @@ def test_keys_that_are_not_there_are_told_before_a_node_starts(write: Any, key: 
 
 def test_keys_of_several_machines_may_be_there_alone(write: Any) -> None:
     path = write(f"{BASE}{TWO}communication: {{name: zeromq, keys: nowhere}}\n")
-    (doubt,) = load(path, [], {}).doubts
+    (doubt,) = load(path, [], {}).config_warnings
     assert doubt.startswith("a.yaml:7:37: communication.keys: ") and "does not exist on this machine" in doubt
     done = CliRunner().invoke(main, ["validate", path])
     assert done.exit_code == 0 and f"warning: {doubt}" in done.stderr
@@ -134,11 +135,11 @@ def test_keys_of_several_machines_may_be_there_alone(write: Any) -> None:
 
 def test_a_start_shorter_than_a_round_is_a_warning(write: Any) -> None:
     path = write(f"{BASE}communication: {{timeout_seconds: 60, start_timeout_seconds: 30}}\n")
-    (doubt,) = load(path, [], {}).doubts
+    (doubt,) = load(path, [], {}).config_warnings
     assert doubt.startswith("a.yaml:6:61: communication.start_timeout_seconds is less than timeout_seconds, 60, got 30")
     assert doubt.endswith("(see communication.timeout_seconds at line 6)")
 
 
 def test_a_cipher_without_keys_is_warned_of(write: Any) -> None:
-    (doubt,) = load(write(f"{BASE}communication: {{name: zeromq, bulk_security: aes-gcm}}\n"), [], {}).doubts
+    (doubt,) = load(write(f"{BASE}communication: {{name: zeromq, bulk_security: aes-gcm}}\n"), [], {}).config_warnings
     assert doubt.startswith("a.yaml:6:46: communication.bulk_security: aes-gcm needs keys, got none")

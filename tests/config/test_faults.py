@@ -74,8 +74,8 @@ def test_faults_without_the_effect_that_is_written_are_refused_at_their_place(
 
 def test_faults_of_rounds_that_a_shorter_run_does_not_have_are_a_warning(write: Any) -> None:
     path = write(f"{BASE}node: {{rounds: 6}}\nfaults: [{{do: kill, nodes: [1], at_round: 5}}]\n")
-    assert not load(path, [], {}).doubts
-    (doubt,) = load(path, ["node.rounds=5"], {}).doubts
+    assert not load(path, [], {}).config_warnings
+    (doubt,) = load(path, ["node.rounds=5"], {}).config_warnings
     assert doubt.startswith("a.yaml:7:43: faults[0].at_round is not below node.rounds, 5, got 5: the fault will never")
     assert doubt.endswith("(see node.rounds at --set node.rounds=5)")
 
@@ -87,15 +87,15 @@ def test_faults_of_rounds_that_a_shorter_run_does_not_have_are_a_warning(write: 
 def test_a_restart_of_a_node_that_lives_is_a_warning(write: Any, killed: str, restarted: str, never: str) -> None:
     kill = f"{{do: kill, nodes: {killed}, at_round: 1}}, " if killed else ""
     faults = f"faults: [{kill}{{do: restart, nodes: {restarted}, at_seconds: 3}}]\n"
-    doubts = load(write(f"{BASE}node: {{missing: regroup}}\n{faults}"), [], {}).doubts
-    assert [f"no other fault kills node {never}," in each for each in doubts] == [True] * bool(never)
+    config_warnings = load(write(f"{BASE}node: {{missing: regroup}}\n{faults}"), [], {}).config_warnings
+    assert [f"no other fault kills node {never}," in each for each in config_warnings] == [True] * bool(never)
 
 
-@pytest.mark.parametrize(("missing", "doubts"), [("return_weight", 1), ("regroup", 0), ("fail", 0)])
-def test_a_kill_that_ends_a_run_that_seems_to_bear_it_is_a_warning(write: Any, missing: str, doubts: int) -> None:
+@pytest.mark.parametrize(("missing", "count"), [("return_weight", 1), ("regroup", 0), ("fail", 0)])
+def test_a_kill_that_ends_a_run_that_seems_to_bear_it_is_a_warning(write: Any, missing: str, count: int) -> None:
     faults = "faults: [{do: kill, nodes: [1], at_round: 1}, {do: pause, nodes: [1], at_round: 1, seconds: 1}]\n"
-    found = load(write(f"{BASE}node: {{missing: {missing}}}\n{faults}"), [], {}).doubts
-    assert ["faults[0].do: a node that never comes back ends the run" in each for each in found] == [True] * doubts
+    found = load(write(f"{BASE}node: {{missing: {missing}}}\n{faults}"), [], {}).config_warnings
+    assert ["faults[0].do: a node that never comes back ends the run" in each for each in found] == [True] * count
 
 
 def test_faults_at_the_bounds_are_taken(write: Any) -> None:
@@ -232,12 +232,12 @@ def test_newcomers_for_whom_there_is_no_place_are_told(write: Any) -> None:
     path = write(f"{OPEN}simulate: {{newcomers: [{stay}, {stay}, {stay}]}}\n")
     assert f"simulate.newcomers{many}" in said(path, *ZEROMQ)
     kill = 'faults=[{do: kill, nodes: [5], at_round: 2}]'
-    (doubt,) = [each for each in load(path, [*ZEROMQ, kill], {}).doubts if "simulate" in each]
+    (doubt,) = [each for each in load(path, [*ZEROMQ, kill], {}).config_warnings if "simulate" in each]
     assert many in doubt, "who dies makes room"
 
     leaves = "{at_seconds: 0, leaves_at_seconds: 3}"
     path = write(f"{OPEN}simulate: {{newcomers: [{stay}, {{at_seconds: 2}}, {leaves}]}}\n")
-    (doubt,) = load(path, ZEROMQ, {}).doubts
+    (doubt,) = load(path, ZEROMQ, {}).config_warnings
     assert "simulate.newcomers[1]: the run admits 2, and that many are present then" in doubt
     path = write(f"{OPEN}simulate: {{newcomers: [{stay}, {{at_seconds: 3}}, {leaves}]}}\n")
-    assert not load(path, ZEROMQ, {}).doubts
+    assert not load(path, ZEROMQ, {}).config_warnings

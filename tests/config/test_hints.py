@@ -15,7 +15,7 @@ from decentnode.cli import main
 from decentnode.data.cifar import Cifar10
 from decentnode.errors import DataError, GraphError, UsageError
 from decentnode.experiment import load
-from decentnode.graph.file import TOLD_LINES, read
+from decentnode.graph.file import MAX_REPORTED_LINES, read
 from tests.data.files import write_cifar10
 
 ROOT = Path(decentnode.__file__).parent.parent
@@ -84,7 +84,7 @@ def test_a_bad_graph_file_reports_all_its_bad_lines(tmp_path: Path) -> None:
     path.write_text("4\n" + "x\n" * 100)
     with pytest.raises(GraphError) as caught:
         read(path)
-    assert len(str(caught.value).splitlines()) == TOLD_LINES + 1 and str(caught.value).endswith("and 80 more")
+    assert len(str(caught.value).splitlines()) == MAX_REPORTED_LINES + 1 and str(caught.value).endswith("and 80 more")
     path = tmp_path / "g.adj"
     path.write_text("3\n9\n1\n1 1\n")
     with pytest.raises(GraphError) as caught:

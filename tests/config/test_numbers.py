@@ -48,4 +48,4 @@ def test_numbers_of_what_is_there_are_taken(write: Any) -> None:
            "simulate:\n  compute: {factors: [1, 2, 3, 4], stragglers: [{nodes: [0, 3]}]}\n" \
            "  links: {edges: [{nodes: [0, 3]}], machines: [{machines: [0, 1]}], " \
            "uplinks: [{machine: 1, mbit_per_second: 3}]}\n"  # fmt: skip
-    assert not load(write(text), [], {}).doubts
+    assert not load(write(text), [], {}).config_warnings

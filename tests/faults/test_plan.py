@@ -9,7 +9,7 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from decentnode.errors import UsageError
-from decentnode.faults import AnyFault, Break, Corrupt, Course, Drop, Fates, Fault, Kill, Slow, damaged, resolve
+from decentnode.faults import AnyFault, Break, Corrupt, Course, Drop, Fault, Kill, MessageFates, Slow, damaged, resolve
 
 NODES, ROUNDS = 8, 50
 
@@ -106,7 +106,7 @@ def test_the_fate_of_a_message_depends_on_its_connection_and_number_alone() -> N
     faults = [(0, Drop(share=0.3)), (1, Corrupt(share=0.2, source=(0,), to=(2,), plane="bulk"))]
 
     def fates(seed: int, to: int, plane: int, count: int = 400) -> list[tuple[bool, float | None]]:
-        of = Fates(seed)
+        of = MessageFates(seed)
         found = [of.of(faults, 0, to, plane) for _ in range(count)]
         return [(each.lost, each.flipped) for each in found]
 

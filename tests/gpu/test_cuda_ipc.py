@@ -47,8 +47,8 @@ def exchange_without_ipc(node: Hybrid, device: torch.device) -> bool:
     others = tuple(uid for uid in range(len(node._run.machine_of)) if uid != node.uid)
     assert node.parts.routing.path(node.uid, others[0]) == "cuda_ipc"
     assert not node.parts.paths.of(SharedMemoryPath).readers
-    staging, lift = node._run.sender.staging, node._run.inbox.state.placement.lift
-    assert staging is not None and staging._out and lift == staging.lift
+    staging, upload = node._run.sender.staging, node._run.inbox.state.placement.upload
+    assert staging is not None and staging._out and upload == staging.upload
     for r in range(3):
         x = torch.full((node.schemas[0].elements,), 100.0 * r + node.uid, device=device)
         for arrival in node.exchange(r, dict.fromkeys(others, Payload({"x": x})), others).arrivals(60):

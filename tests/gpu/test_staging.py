@@ -33,7 +33,7 @@ def test_bytes_come_and_go_as_they_are() -> None:
         x = torch.randn(3_000_001, device="cuda").mul_(n + 1)  # the copies come after it
         expected = x.cpu()
         assert torch.equal(fetched_whole(made, x), expected)
-        y = made.lift(expected)
+        y = made.upload(expected)
         expected_again = expected.clone()
         expected.zero_()
         assert y.is_cuda and torch.equal(y.cpu(), expected_again)
@@ -41,14 +41,14 @@ def test_bytes_come_and_go_as_they_are() -> None:
 
 def test_a_generation_that_first_uses_sockets_takes_slots_for_what_leaves() -> None:
     """The one before it had neighbors in shared memory alone: its slots are for what arrives."""
-    placement: Any = SimpleNamespace(lift=None)
+    placement: Any = SimpleNamespace(upload=None)
     sender: Any = SimpleNamespace(staging=None)
     run: Any = SimpleNamespace(
         sender=sender, schemas=(SimpleNamespace(tensors={"x": SPEC}),),
         inbox=SimpleNamespace(device=torch.device("cuda", 0), state=SimpleNamespace(placement=placement)),
     )  # fmt: skip
     paths, x = GenerationPaths(run, None), torch.ones(3, device="cuda")  # type: ignore[arg-type]
-    paths._take_pinned(outwards=False)
-    assert placement.lift is not None and sender.staging.fetch(PLAN, x) is None
-    paths._take_pinned(outwards=True)
+    paths._allocate_pinned(outwards=False)
+    assert placement.upload is not None and sender.staging.fetch(PLAN, x) is None
+    paths._allocate_pinned(outwards=True)
     assert torch.equal(fetched_whole(sender.staging, x), x.cpu())

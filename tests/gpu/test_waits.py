@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from decentnode import tensors
-from decentnode.communication.receive.partial_payload import not_finite
+from decentnode.communication.receive.partial_payload import non_finite_sources
 from decentnode.payload import Payload
 from tests.compression.contract import CODECS, values
 from tests.gpu.waits import counted
@@ -79,5 +79,5 @@ def test_of_looking_for_what_is_not_finite() -> None:
     odd = torch.tensor([1.0, float("nan")], device="cuda")
     received = {uid: Payload({"x": odd[:uid], "y": torch.ones(3, device="cuda")}) for uid in (1, 2)}
     with counted() as found:
-        assert not_finite(received) == [2]
+        assert non_finite_sources(received) == [2]
     assert sum(found.values()) == 1

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from decentnode.errors import GraphError
 from decentnode.graph import GRAPHS
-from decentnode.graph.base import view, view_at_rest
+from decentnode.graph.base import view, view_without_exchange
 from decentnode.graph.spectrum import contraction, diameter, rounds_to_consensus
 from tests.graph import contract
 
@@ -90,5 +90,5 @@ def test_rounds_to_consensus_are_those_that_it_takes() -> None:
 
 def test_views_of_all_nodes_hold_one_tuple_of_the_members() -> None:
     graph = contract.make("ring", nodes=9)
-    assert view(graph, 3, 0).members is view(graph, 5, 1).members is view_at_rest(graph, 7, 2).members
+    assert view(graph, 3, 0).members is view(graph, 5, 1).members is view_without_exchange(graph, 7, 2).members
     assert view(graph, 3, 0).members == tuple(range(9))

@@ -31,7 +31,7 @@ def test_grouped_is_the_kronecker_product(between: dict[str, object], size: int)
             row, at = groups.row(graph.weights(uid, r)), groups.place(uid)[0]
             assert row == pytest.approx({g: w for g, w in enumerate(outer.matrix(r)[at]) if w})
             theirs = tuple(g * size + uid % size for g in outer.neighbors(at, r))
-            assert groups.mates(uid, groups.of(graph.neighbors(uid, r))) == theirs
+            assert groups.same_rank_nodes(uid, groups.of(graph.neighbors(uid, r))) == theirs
 
 
 def test_grouped_needs_whole_groups() -> None:

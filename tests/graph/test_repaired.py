@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from decentnode.graph.base import Graph, parts
 from decentnode.graph.growing import Growing
-from decentnode.graph.repaired import Repair, Repaired, rounds_looked_at
+from decentnode.graph.repaired import Repair, Repaired, examined_rounds
 from tests.graph.contract import make
 
 CASES: list[tuple[str, dict[str, object]]] = [
@@ -28,7 +28,7 @@ def reached(graph: Graph, members: list[int]) -> list[set[int]]:
     """The strongly connected parts over the rounds that are looked at, by another implementation."""
     found = nx.DiGraph()
     found.add_nodes_from(members)
-    for round in range(rounds_looked_at(graph)):
+    for round in range(examined_rounds(graph)):
         found.add_edges_from((uid, other) for uid in members for other in graph.neighbors(uid, round, members))
     return sorted(map(set, nx.strongly_connected_components(found)), key=min)
 
@@ -58,14 +58,14 @@ def test_members_are_joined_whoever_is_absent(how: Repair, case: tuple[str, list
     name, members = case
     graph = GRAPHS[name]
     made = Repaired(graph, how, seed=3)
-    apart = parts(graph, members, rounds_looked_at(graph))
+    apart = parts(graph, members, examined_rounds(graph))
     assert apart == reached(graph, members)
     assert len(reached(made, members)) == 1
     assert bool(made.edges(members)) == (len(apart) > 1), "nothing is added while there is a path"
     assert made.edges(frozenset(members)) == Repaired(graph, how, seed=3).edges(tuple(members)), "the same everywhere"
     for i, j in made.edges(members):
         assert not any({i, j} <= part for part in apart), "edges are between the parts alone"
-    for round in range(rounds_looked_at(graph)):
+    for round in range(examined_rounds(graph)):
         before, after = matrix(graph, members, round), matrix(made, members, round)
         for uid in members:
             assert set(graph.neighbors(uid, round, members)) <= set(made.neighbors(uid, round, members))

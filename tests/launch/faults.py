@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 
 from decentnode.checkpoint import tensor_file
 from decentnode.communication.zeromq.protocol.link_sender import LinkSender
-from decentnode.communication.zeromq.protocol.reconfigure import Reconfiguration
+from decentnode.communication.zeromq.protocol.reconfiguration import Reconfiguration
 from decentnode.config.component import Config
 from decentnode.graph.base import RoundView
 from decentnode.payload import Payload

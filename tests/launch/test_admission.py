@@ -10,7 +10,7 @@ from decentnode.config.component import Config
 from decentnode.errors import AssemblyError, ConfigError, GraphError, UsageError
 from decentnode.experiment import load
 from decentnode.graph import GRAPHS
-from decentnode.launch.nodes.admission import checked_text, own_address
+from decentnode.launch.nodes.admission import own_address, validated_experiment
 from tests.launch.faults import experiment
 
 ADMITS = {"node": {"missing": "regroup", "newcomers": 2}, "communication": "zeromq",
@@ -67,11 +67,11 @@ def test_invitations_to_a_run_that_admits_nobody_are_a_mistake() -> None:
 ])  # fmt: skip
 def test_nothing_in_the_experiment_is_trusted(text: str, why: str) -> None:
     with pytest.raises(AssemblyError, match=why):
-        checked_text(text.encode("utf-8", "surrogateescape"))
+        validated_experiment(text.encode("utf-8", "surrogateescape"))
 
 
 def test_what_names_components_of_this_package_is_taken() -> None:
-    assert checked_text(b"model: {name: mlp}\nseed: 1\n") == "model: {name: mlp}\nseed: 1\n"
+    assert validated_experiment(b"model: {name: mlp}\nseed: 1\n") == "model: {name: mlp}\nseed: 1\n"
 
 
 def test_a_node_listens_where_it_reaches_the_run_on_two_free_ports() -> None:

@@ -16,18 +16,18 @@ from decentnode.launch.files.run_dir import node_dir
 from decentnode.launch.one_process import batched_run
 from decentnode.launch.one_process.batched_records import lines_of
 from decentnode.launch.one_process.batched_run import BatchedOutput
-from decentnode.simulate.engines.batched import RoundOfAll
+from decentnode.simulate.engines.batched import PopulationRound
 from decentnode.simulate.engines.steps import Local
 
 LOSSES = np.array([0.1234567890123, 12345.678901234, 1e-30])
 
 
-def of(round: int, reports: bool = False, uneven: bool = False) -> RoundOfAll:
+def of(round: int, reports: bool = False, uneven: bool = False) -> PopulationRound:
     same, own = np.full(3, 8), np.array([1, 20, 300]) if uneven else np.full(3, 4)
     told = [{"gradient_norm": 0.5 + uid} for uid in range(3)] if reports else []
     local = Local(LOSSES + round, same, own, 0.05, told)
     edges = [json.dumps({"2": [uid, 7, 0, 0, 0.0]}) for uid in range(3)]
-    return RoundOfAll(round, 1e9 + round, 0.5, 0.25, 0.125, local, edges, own * 1000, same * 0, same * 3)
+    return PopulationRound(round, 1e9 + round, 0.5, 0.25, 0.125, local, edges, own * 1000, same * 0, same * 3)
 
 
 @pytest.mark.parametrize("uneven", [False, True])
@@ -85,7 +85,7 @@ def test_files_are_written_once_a_second_and_rounds_are_told_less_often(tmp_path
 
 
 def test_slow_formatting_does_not_make_writing_rarer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def slow(rounds: list[RoundOfAll], *_: Any) -> Any:
+    def slow(rounds: list[PopulationRound], *_: Any) -> Any:
         clock.sleep(0.2 * len(rounds))
         return lines_of(rounds)
 

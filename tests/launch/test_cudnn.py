@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from decentnode.launch.calling_process import run_in_calling_process
 from decentnode.launch.children.messages import Request
-from decentnode.launch.here import run_here
 from decentnode.launch.reporting.observer import Observer
 from decentnode.launch.supervisor import supervise
 from decentnode.training.base import Direction, Update
@@ -52,7 +52,7 @@ def test_the_calling_process_has_its_settings_back(
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", before[1])
     for asked in (True, False):
         given = request(tmp_path, *WAYS["one process"], f"training.cudnn_deterministic={str(asked).lower()}")
-        outcome = run_here(given, Observer())
+        outcome = run_in_calling_process(given, Observer())
         assert outcome.exit_code == (0 if asked or before[0] else 8), outcome.failure
         assert settings() == before
 

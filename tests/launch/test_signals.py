@@ -52,7 +52,7 @@ def test_a_process_that_starts_in_a_held_block_is_not_ended_before_it_can_ignore
 def test_a_termination_that_comes_too_early_is_obeyed_later() -> None:
     work = """
 signals.ignore_signals()
-signals.note_termination()
+signals.keep_sigterm()
 os.kill(os.getpid(), signal.SIGTERM)
 asked = []
 signals.on_termination(lambda: asked.append(1))
@@ -67,7 +67,7 @@ def test_a_termination_that_comes_before_a_run_stops_it() -> None:
     """Of a sweep's point, whose parent ignores the signal: the point ignored it, too, and ran on to its end."""
     work = """
 signals.ignore_signals()
-signals.note_termination()
+signals.keep_sigterm()
 os.kill(os.getpid(), signal.SIGTERM)
 with signals.StopSignals() as stop:
     assert stop.received == [signal.SIGTERM]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from decentnode.communication.shared_memory.publish_buffer import path_of, run_of
+from decentnode.communication.shared_memory.publish_buffer import buffer_path, buffer_run_name
 from decentnode.launch.children import sockets
 from decentnode.launch.children.sockets import UNFINISHED_SECONDS, SocketDir, remove_stale
 from decentnode.wire.generation import FIRST, Name, new_origin
@@ -34,7 +34,8 @@ def test_socket_folders_and_boards_of_killed_runs_are_removed_by_the_next(
     shared: Path, generation: Name, lent: bool
 ) -> None:
     alive, killed = SocketDir(), SocketDir()
-    boards = [sockets.BUFFERS / path_of(run_of(Path(each.path), generation), 3, lent).name for each in (alive, killed)]
+    boards = [sockets.BUFFERS / buffer_path(buffer_run_name(Path(each.path), generation), 3, lent).name
+              for each in (alive, killed)]  # fmt: skip
     for buffer in boards:
         buffer.touch()
     os.close(killed._lock)  # what the system does with the files of a killed process

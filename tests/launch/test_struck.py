@@ -51,7 +51,7 @@ def test_a_run_in_this_process_is_slow_and_its_clock_wrong(tmp_path: Path) -> No
         {"do": "clock_jump", "nodes": [3], "at_round": 3, "by_seconds": 86400},
     ])  # fmt: skip
     assert found.summary["checked"] == {"payloads": 4 * 6 * 2, "generations": 0}
-    assert clock.wall() < before + 3600 and not system.full_disks and not clock.jumps
+    assert clock.wall() < before + 3600 and not system.disk_full_checks and not clock.jumps
     rounds = list(read_kind(found.path / "nodes" / "000" / "metrics.jsonl", "round"))
     assert len(rounds) == 6 and rounds[-1]["time"] > before + 80000
     assert [json.loads(each)["do"] for each in (found.path / "faults.jsonl").read_text().splitlines()] == [

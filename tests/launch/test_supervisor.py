@@ -14,6 +14,7 @@ import yaml
 from safetensors.numpy import load_file
 
 from decentnode.errors import ConfigError, UsageError
+from decentnode.formatting import size
 from decentnode.launch.children.messages import Facts, Failed, Request
 from decentnode.launch.files.run_dir import has_checkpoint
 from decentnode.launch.reporting.observer import Observer
@@ -22,7 +23,6 @@ from decentnode.launch.supervisor import supervise
 from decentnode.metrics.reader import read_kind
 from decentnode.report.closing import closing
 from decentnode.report.reading.runs import lines
-from decentnode.words import size
 from tests.conftest import scale
 from tests.launch.faults import experiment
 

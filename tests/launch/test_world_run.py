@@ -19,7 +19,7 @@ from decentnode.launch.reporting.checked import told as sentence_of
 from decentnode.launch.supervising.prepare import facts
 from decentnode.metrics.reader import read_kind
 from decentnode.simulate.world.records import check_generations, check_payloads, read_lives, unseen
-from decentnode.simulate.world.run_again import run_again
+from decentnode.simulate.world.replay_run import replay_run
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 NODES, ROUNDS = 4, 12
@@ -68,7 +68,7 @@ def test_a_simulated_run_is_struck_checked_and_repeated(tmp_path: Path) -> None:
     assert check_payloads(lives) > 0 and check_generations(lives, min_nodes=3, rounds=ROUNDS) > 0
     steps = [each["round"] for each in read_kind(tmp_path / "nodes" / "000" / "events.jsonl", "steps")]
     assert steps == list(range(ROUNDS))
-    _, outcome = run_again(experiment, lives)
+    _, outcome = replay_run(experiment, lives)
     assert outcome.compared == sum(len(life.events) for each in lives.values() for life in each)
 
 
@@ -143,7 +143,7 @@ def test_a_struck_run_with_a_server_is_repeated(tmp_path: Path) -> None:
     run(experiment, tmp_path)
     lives = read_lives(tmp_path, NODES)
     assert check_generations(lives, min_nodes=3, rounds=ROUNDS) > 0
-    _, outcome = run_again(experiment, lives)
+    _, outcome = replay_run(experiment, lives)
     assert outcome.compared == sum(len(life.events) for each in lives.values() for life in each)
 
 

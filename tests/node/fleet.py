@@ -11,7 +11,7 @@ from decentnode.build import schemas_of, step_all
 from decentnode.communication.inproc import Hub, Inproc
 from decentnode.communication.parts import CommunicationConfig
 from decentnode.graph.topology import Topology
-from decentnode.node.checkpoints.making import Checkpoints
+from decentnode.node.checkpoints.manager import Checkpoints
 from decentnode.node.checkpoints.resume_agreement import ResumeFrom
 from decentnode.node.checkpoints.snapshot import module_state
 from decentnode.node.config import NodeConfig

@@ -15,7 +15,7 @@ from torch import Tensor
 from decentnode.cli import main
 from decentnode.communication.inproc import Hub, Inproc
 from decentnode.communication.parts import Collected, CommunicationConfig
-from decentnode.communication.run_state import without_waits
+from decentnode.communication.run_state import run_without_waits
 from decentnode.errors import ConfigError
 from decentnode.experiment import load
 from decentnode.faults import Faults, Kill, Link, Pause, Restart
@@ -325,7 +325,7 @@ def make_rounds(made: Made, count: int) -> None:
             assert isinstance(schedule, AsynchronousPushSum)
             schedule._publish_round(round)
         for schedule in schedules:
-            without_waits(schedule._mix_round(round))  # type: ignore[attr-defined]
+            run_without_waits(schedule._mix_round(round))  # type: ignore[attr-defined]
 
 
 def test_a_neighbor_that_gives_nothing_back_gets_a_bounded_part() -> None:
@@ -341,13 +341,13 @@ def test_a_neighbor_that_gives_nothing_back_gets_a_bounded_part() -> None:
         for schedule in near:
             schedule._publish_round(round)  # type: ignore[attr-defined]
         for schedule in near:
-            without_waits(schedule._mix_round(round))  # type: ignore[attr-defined]
+            run_without_waits(schedule._mix_round(round))  # type: ignore[attr-defined]
         given.append(near[0]._lead_over(2))  # type: ignore[attr-defined]
     weights = [schedule.rule.weight for schedule in near]  # type: ignore[attr-defined]
     assert given[:3] == pytest.approx([1 / 3, 5 / 9, 19 / 27]) and weights == pytest.approx([8 / 27] * 2)
     assert given[3:] == [given[2]] * 36, "19 / 27 is more than two shares of a weight of one"
     assert spread({uid: made.nodes[uid] for uid in (0, 1)}) < 1e-5
-    without_waits(far._mix_round(1))  # type: ignore[attr-defined]
+    run_without_waits(far._mix_round(1))  # type: ignore[attr-defined]
     assert far.rule.weight == pytest.approx(3 - 16 / 27), "it wakes"  # type: ignore[attr-defined]
     make_rounds(made, 40)
     total, weight = mass(made)

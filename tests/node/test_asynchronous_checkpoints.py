@@ -16,12 +16,12 @@ from decentnode.checkpoint import store
 from decentnode.checkpoint.state import decode
 from decentnode.communication.base import Communication
 from decentnode.communication.parts import Collected, Schema
-from decentnode.communication.run_state import Steps, at_once, without_waits
+from decentnode.communication.run_state import Steps, at_once, run_without_waits
 from decentnode.errors import CheckpointError
 from decentnode.faults import Faults, Kill, Restart
 from decentnode.node.checkpoints import due_by_minutes
 from decentnode.node.checkpoints.due_asynchronously import MOST_UNASKED
-from decentnode.node.checkpoints.making import Checkpoints
+from decentnode.node.checkpoints.manager import Checkpoints
 from decentnode.node.checkpoints.resume_agreement import ResumeFrom
 from decentnode.node.node import Node
 from decentnode.node.schedules.asynchronous.cuts import MAX_LEAD, MAX_NUMBER, NUMBER_SCALAR, Cuts
@@ -362,6 +362,6 @@ def test_what_is_no_number_in_a_mean_neither_ends_the_node_nor_its_checkpoints(
     asked = due_by_minutes.DueByMinutes(node, 1.0)
     asked.begin_generation()
     asked._pending_poll = node
-    assert without_waits(asked.is_due()) == due
+    assert run_without_waits(asked.is_due()) == due
     asked_at = asked._next_poll_round
     assert asked_at is not None and 40 < asked_at <= 40 + due_by_minutes.MOST_ROUNDS_BETWEEN_POLLS

@@ -86,7 +86,8 @@ def test_models_larger_than_the_window_come_whole_while_local_steps_run(transpor
     behind: list[bool] = []
 
     def until_all_came(communication: Communication, round: int) -> None:
-        behind.append(4 * elements > communication.ahead_bytes and is_worthwhile(communication, torch.empty(elements)))
+        too_large = 4 * elements > communication.prefetch_bytes
+        behind.append(too_large and is_worthwhile(communication, torch.empty(elements)))
         deadline = time.monotonic() + 30
         while communication.counters.edge(1 - communication.uid).payload_bytes_received < 4 * elements * (round + 1):
             assert time.monotonic() < deadline, "the rest waits for the window"
@@ -127,7 +128,7 @@ def test_float_buffers_leave_while_the_model_is_still_being_mixed(transport: str
 
 def test_shared_memory_brings_all_at_once() -> None:
     seen = []
-    turn("shared_memory", 2 * BLOCK_ELEMENTS, lambda communication, _: seen.append(communication.ahead_bytes), 1)
+    turn("shared_memory", 2 * BLOCK_ELEMENTS, lambda communication, _: seen.append(communication.prefetch_bytes), 1)
     assert seen == [math.inf] * 2
 
 
@@ -177,21 +178,21 @@ def inbox_of(status: RunState) -> Inbox:
 
 
 def test_a_deadline_runs_once_the_training_thread_waits_too() -> None:
-    status = Watched(exposed_since=math.inf).watch()
+    status = Watched(blocked_since=math.inf).watch()
     inbox = inbox_of(status)
     found: list[object] = []
     waiter = threading.Thread(target=lambda: found.append(inbox.wait((0, 0), 0, [3], status.DEADLINE)))
     waiter.start()
     assert status.waited.wait(60), "it goes on waiting after the deadline"
     assert waiter.is_alive() and status.waiting is None, "whom nobody waits for is not told as waited for"
-    status.exposed_since = exposed = time.monotonic()
+    status.blocked_since = exposed = time.monotonic()
     waiter.join(60)
     assert found == [{}]
     assert 0 < inbox.state.counters.edge(3).wait_seconds <= time.monotonic() - exposed
 
 
 def test_waits_behind_the_local_steps_are_not_counted() -> None:
-    status = Watched(exposed_since=math.inf).watch()
+    status = Watched(blocked_since=math.inf).watch()
     inbox = inbox_of(status)
     waiter = threading.Thread(target=lambda: inbox.wait((0, 0), 0, [3], 20))
     waiter.start()

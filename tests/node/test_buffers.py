@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from decentnode.communication.base import Arrival, AveragingGroup
-from decentnode.communication.run_state import at_once, without_waits
+from decentnode.communication.run_state import at_once, run_without_waits
 from decentnode.graph.base import RoundView, view
 from decentnode.node.schedules.buffers import BufferExchange
 from decentnode.node.schedules.fragment_exchange import FragmentExchange
@@ -83,8 +83,8 @@ def mixed(exchange: Exchange, **options: Any) -> torch.Tensor:
     """The buffers of node 0, zeros before, after one exchange on a ring of four (weights of a third)."""
     transport = Transport(exchange)
     plan, each = schedule(transport, **options), BufferExchange(averaged=True)
-    without_waits(each.send(seen(), plan))
-    without_waits(each.mix(seen(), plan))
+    run_without_waits(each.send(seen(), plan))
+    run_without_waits(each.mix(seen(), plan))
     return plan.model.buffers
 
 
@@ -93,15 +93,15 @@ def test_nothing_is_sent_of_what_stays_local_or_is_not_there(averaged: bool, buf
     transport = Transport()
     plan, each = schedule(transport, buffers), BufferExchange(averaged=averaged)
     plan.model.buffers.fill_(5.0)
-    without_waits(each.send(seen(), plan))
-    without_waits(each.mix(seen(), plan))
+    run_without_waits(each.send(seen(), plan))
+    run_without_waits(each.mix(seen(), plan))
     assert not transport.sent and bool((plan.model.buffers == 5.0).all())
 
 
 def test_one_payload_goes_to_all_neighbors_in_the_phase_after_those_of_the_rule() -> None:
     transport = Transport(Exchange([]))
     plan = schedule(transport)
-    without_waits(BufferExchange(averaged=True).send(seen(), plan))
+    run_without_waits(BufferExchange(averaged=True).send(seen(), plan))
     ((round, outgoing, expected, phase, group),) = transport.sent
     assert (round, expected, phase, group) == (3, (1, 3), plan.sharing.requirements.phases, None)
     assert outgoing.keys() == {1, 3} and len({id(each) for each in outgoing.values()}) == 1
@@ -111,7 +111,7 @@ def test_one_payload_goes_to_all_neighbors_in_the_phase_after_those_of_the_rule(
 def test_a_group_that_averages_as_a_whole_says_so() -> None:
     transport, complete = Transport(Exchange([])), replace(seen("complete"), averaging_group=(0, 1, 2, 3))
     for allowed in (True, False):
-        without_waits(BufferExchange(averaged=True).send(complete, schedule(transport, averaging_groups=allowed)))
+        run_without_waits(BufferExchange(averaged=True).send(complete, schedule(transport, averaging_groups=allowed)))
     (*_, group), (*_, none) = transport.sent
     assert group is not None and group.members == (0, 1, 2, 3) and none is None
 
@@ -142,8 +142,8 @@ def test_a_sum_of_a_group_is_divided_by_its_size() -> None:
     transport, complete = Transport(), replace(seen("complete"), averaging_group=(0, 1, 2, 3))
     transport.answer = Exchange([Arrival(0, COUNT, {}, frozenset(), torch.full((COUNT,), 8.0))])
     plan, each = schedule(transport, averaging_groups=True), BufferExchange(averaged=True)
-    without_waits(each.send(complete, plan))
-    without_waits(each.mix(complete, plan))
+    run_without_waits(each.send(complete, plan))
+    run_without_waits(each.mix(complete, plan))
     torch.testing.assert_close(plan.model.buffers, torch.full((COUNT,), 2.0))
 
 
@@ -161,6 +161,6 @@ def test_the_sum_of_a_group_is_mixed_without_the_rule() -> None:
     slices = [Arrival(a, a + 3, {}, frozenset(), total[a : a + 3]) for a in (0, 3)]
     plan = schedule(Transport(Exchange(slices)), rule=KeepsToAPart(Full.Config()))
     each = BufferExchange(averaged=True)
-    without_waits(each.send(seen(), plan))
-    without_waits(each.mix(seen(), plan))
+    run_without_waits(each.send(seen(), plan))
+    run_without_waits(each.mix(seen(), plan))
     torch.testing.assert_close(plan.model.buffers, total / 3)

@@ -18,7 +18,7 @@ from decentnode.checkpoint import store
 from decentnode.compression.base import make_codec
 from decentnode.errors import CheckpointError
 from decentnode.graph.base import RoundView
-from decentnode.node.checkpoints.going_on import OF_MODELS
+from decentnode.node.checkpoints.resuming import MODEL_PARTS
 from decentnode.node.checkpoints.snapshot import Restored, capture, load_module_state, module_state
 from decentnode.payload import Payload
 from decentnode.sharing.compressed import Compressed
@@ -92,11 +92,11 @@ def test_a_file_has_the_digest_of_what_was_written(tmp_path: Path) -> None:
         manifest, *_ = store.scan([tmp_path], node.uid)[0]
         now = capture(node, manifest.cut, {})
         assert manifest.cut.round == ROUNDS
-        assert Restored.read(manifest).digest(*OF_MODELS) == Restored(now.tree, now.tensors, "").digest(*OF_MODELS)
+        assert Restored.read(manifest).digest(*MODEL_PARTS) == Restored(now.tree, now.tensors, "").digest(*MODEL_PARTS)
         node.training.model.parameters[0] += 1
         changed = capture(node, manifest.cut, {})
         other = Restored(changed.tree, changed.tensors, "")
-        assert other.digest(*OF_MODELS) != Restored.read(manifest).digest(*OF_MODELS)
+        assert other.digest(*MODEL_PARTS) != Restored.read(manifest).digest(*MODEL_PARTS)
 
 
 MORE: list[dict[str, Any]] = [

@@ -13,7 +13,7 @@ from decentnode.errors import ConfigError
 from decentnode.experiment import load
 from decentnode.node.checkpoints.handover import agree_on_course
 from decentnode.node.config import NodeConfig
-from decentnode.node.measuring.course import Course, ended_early
+from decentnode.node.measuring.early_stopping import Course, reason_for_early_end
 from tests.checkpoint.test_state import same
 from tests.graph.contract import make
 from tests.node.fleet import NODES, Fleet, check_resumed, whole_until
@@ -138,10 +138,10 @@ def test_a_run_that_ended_early_is_over_when_it_is_resumed_and_goes_on_with_more
     best = {"figure": FIGURE, "round": 2, "value": 0.5, "evaluations_since": 2}
     config = NodeConfig.model_validate({"early_stop": {"figure": FIGURE, "patience": 2}}).early_stop
     assert config is not None
-    assert "best after round 2 (0.5) and not better in 2 evaluations" in ended_early(config, best)
-    assert not ended_early(config.model_copy(update={"patience": 3}), best)
-    assert not ended_early(config.model_copy(update={"figure": "loss_mean"}), best)
-    assert not ended_early(config, {})
+    assert "best after round 2 (0.5) and not better in 2 evaluations" in reason_for_early_end(config, best)
+    assert not reason_for_early_end(config.model_copy(update={"patience": 3}), best)
+    assert not reason_for_early_end(config.model_copy(update={"figure": "loss_mean"}), best)
+    assert not reason_for_early_end(config, {})
 
 
 @pytest.mark.parametrize("without", [(), (0,), (1, 3)])

@@ -16,13 +16,13 @@ from decentnode.faults import Faults, Kill, Link
 from decentnode.metrics.history import History
 from decentnode.node.config import NodeConfig
 from decentnode.node.node import Node, NodeParts
-from decentnode.node.sampling import MAILBOX_CAPACITY, Sampling, Sketch, schema_of
+from decentnode.node.sampling import MAILBOX_CAPACITY, Sampling, Sketch, sampler_schema
 from decentnode.node.schedules.asynchronous.epidemic import Epidemic
 from decentnode.payload import Payload
 from decentnode.samplers.base import Surroundings
 from decentnode.samplers.cyclon import Cyclon, CyclonConfig
 from decentnode.sharing.full import Full
-from decentnode.simulate.world.records import Life, check_payloads
+from decentnode.simulate.world.records import ProcessRecord, check_payloads
 from decentnode.simulate.world.world import World
 from decentnode.wire.generation import Limits
 from tests.communication.contract import nodes as nodes_over
@@ -127,13 +127,13 @@ def test_nodes_that_know_two_others_come_together_over_every_transport(transport
     samplers = [Cyclon(CyclonConfig(name="cyclon", view=4, exchange=2, degree=2),
                        Surroundings(uid, count, graph.neighbors(uid, 0), 1)) for uid in range(count)]  # fmt: skip
     schemas = schemas_of(Full(Full.Config()), trainings[0].model, (), "epidemic")
-    start, lives = stacked(trainings), dict[int, list[Life]]()  # type: ignore[arg-type]
-    with nodes_over(transport, count, (*schemas, schema_of(samplers[0]))) as ends:
+    start, lives = stacked(trainings), dict[int, list[ProcessRecord]]()  # type: ignore[arg-type]
+    with nodes_over(transport, count, (*schemas, sampler_schema(samplers[0]))) as ends:
         nodes = []
         for uid, end in enumerate(ends):
             sampling = Sampling(samplers[uid], end, len(schemas))
             parts = NodeParts(graph, trainings[uid], Full(Full.Config()), end, sampling=sampling)
-            lives[uid] = [Life(uid, 0, Path(f"{uid:03d}") / "events.jsonl")]
+            lives[uid] = [ProcessRecord(uid, 0, Path(f"{uid:03d}") / "events.jsonl")]
             end.history = History(lives[uid][0].add)
             nodes.append(Node(uid, config, parts, seed=1))
         together(ends, lambda end: nodes[end.uid].run())

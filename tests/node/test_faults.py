@@ -58,7 +58,7 @@ def test_a_full_disk_takes_nothing_but_the_records_of_the_run(tmp_path: Path, ti
     events.close()
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
     bench.faults.close()
-    assert not system.full_disks and [each["do"] for each in bench.events] == ["full_disk"]
+    assert not system.disk_full_checks and [each["do"] for each in bench.events] == ["full_disk"]
 
 
 def test_the_time_of_day_jumps_and_durations_do_not(time: clock.VirtualClock) -> None:

@@ -13,7 +13,7 @@ from decentnode.communication.parts import Collected
 from decentnode.faults import Faults, Kill, Restart
 from decentnode.node.schedules.asynchronous.copies import Copies, Copy
 from decentnode.simulate.world.history import History
-from decentnode.simulate.world.records import Lives, Violation, check_generations, check_payloads, every_event
+from decentnode.simulate.world.records import ProcessRecords, Violation, check_generations, check_payloads, every_event
 from decentnode.wire.generation import Limits
 from tests.graph.contract import make
 from tests.node.test_asynchronous import FAULTY, NODES, run
@@ -53,11 +53,11 @@ def test_what_is_mixed_is_what_its_source_published(way: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def gossiped() -> Lives:
+def gossiped() -> ProcessRecords:
     return recorded("gossip").lives
 
 
-def changed(lives: Lives, change: Callable[[list[Any]], None]) -> tuple[Lives, str]:
+def changed(lives: ProcessRecords, change: Callable[[list[Any]], None]) -> tuple[ProcessRecords, str]:
     """The records, of which one says something else of a copy that is mixed again; and its line."""
     lives = copy.deepcopy(lives)
     for life in lives[0]:
@@ -76,7 +76,7 @@ def changed(lives: Lives, change: Callable[[list[Any]], None]) -> tuple[Lives, s
     (lambda each: each.__setitem__(1, 10**6), "published it under that number to this node: nothing"),
     (lambda each: each.__setitem__(2, 0), "came in round"),
 ], ids=["digest", "number", "age"])  # fmt: skip
-def test_a_record_that_contradicts_another_is_named(gossiped: Lives, change: Any, said: str) -> None:
+def test_a_record_that_contradicts_another_is_named(gossiped: ProcessRecords, change: Any, said: str) -> None:
     assert check_payloads(gossiped)
     lives, where = changed(gossiped, change)
     with pytest.raises(Violation, match=said) as raised:
@@ -84,7 +84,7 @@ def test_a_record_that_contradicts_another_is_named(gossiped: Lives, change: Any
     assert where in str(raised.value)
 
 
-def test_what_is_mixed_twice_in_a_round_is_a_violation(gossiped: Lives) -> None:
+def test_what_is_mixed_twice_in_a_round_is_a_violation(gossiped: ProcessRecords) -> None:
     lives = copy.deepcopy(gossiped)
     life = lives[0][0]
     at = next(i for i, event in enumerate(life.events) if event.kind == "mixed_copies")

@@ -18,8 +18,8 @@ from decentnode.communication.zeromq.config import ZeroMQConfig
 from decentnode.errors import ConfigError
 from decentnode.experiment import load
 from decentnode.faults import Faults, Kill, Restart
-from decentnode.metrics.dealt import Dealt, epochs, packed
-from decentnode.node.checkpoints.making import Checkpoints
+from decentnode.metrics.generation_samples import GenerationSamples, epochs, packed
+from decentnode.node.checkpoints.manager import Checkpoints
 from decentnode.node.checkpoints.resume_agreement import ResumeFrom
 from decentnode.node.node import Node
 from decentnode.simulate.world.world import Setting, World
@@ -266,7 +266,7 @@ def test_what_it_does_not_suit_is_refused(sets: list[str], text: str) -> None:
 
 
 def test_many_generations_stay_a_short_text() -> None:
-    many = [Dealt(number, 10 * number, 500, 120, 1750) for number in range(1000)]
+    many = [GenerationSamples(number, 10 * number, 500, 120, 1750) for number in range(1000)]
     told = epochs(packed(many))
     assert told[-1] == {"generation": 999, "from_round": 9990, "samples": 500, "adopted": 120, "trained": 1750,
                         "epochs": 3, "of_last_epoch": 250}  # fmt: skip

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from decentnode.communication.base import Arrival, Counters
-from decentnode.communication.run_state import Steps, at_once, without_waits
+from decentnode.communication.run_state import Steps, at_once, run_without_waits
 from decentnode.errors import PeerLost
 from decentnode.graph.base import averaging_group_of
 from decentnode.node.config import NodeConfig
@@ -82,12 +82,12 @@ def made(
 
 def begin(plan: Schedule, check: Callable[[], None] = lambda: None) -> None:
     seen = fakes.seen()
-    without_waits(plan.begin(seen.round, [[seen]], check))
+    run_without_waits(plan.begin(seen.round, [[seen]], check))
 
 
 def one_round(plan: Schedule) -> ExchangeOutcome:
     begin(plan)
-    (outcome,) = without_waits(plan.finish())
+    (outcome,) = run_without_waits(plan.finish())
     return outcome
 
 
@@ -106,7 +106,7 @@ def test_what_arrived_together_is_mixed_in_blocks_of_a_cache_but_by_a_gpu_at_onc
     transport: Any = Transport(Exchange([came]))
     each = FragmentExchange(Fragment(0, elements, make("ring", nodes=4)), Full(Full.Config()), transport)
     each.enter(0, [fakes.seen()])
-    without_waits(each.send(torch.empty(elements, device=device), 0))
+    run_without_waits(each.send(torch.empty(elements, device=device), 0))
     assert len(list(each.slices(1.0, RoundTimes()))) == slices
 
 
@@ -140,7 +140,7 @@ def test_a_rule_that_cannot_go_on_without_it_ends_the_run_and_names_the_sender()
     plan = made(Sequential, Exchange([Arrival(0, ELEMENTS, {1: bad, 3: bad}, frozenset())]), sharing)
     begin(plan)
     with pytest.raises(PeerLost, match="node 1 sent an unreadable payload in round 3") as lost:
-        without_waits(plan.finish())
+        run_without_waits(plan.finish())
     assert lost.value.missing == (1,)
 
 

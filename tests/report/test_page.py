@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from decentnode.cli import main
 from decentnode.errors import EnvironmentFault, UsageError
 from decentnode.report.page import _conclusion_line, _recorded_graph, render, waited, write
-from decentnode.report.reading.repeats import Ran
+from decentnode.report.reading.repeats import RunResult
 from decentnode.report.reading.runs import load
 from tests.report.test_progress import summary
 from tests.report.test_runs import fake_run
@@ -165,6 +165,6 @@ def test_a_graph_of_the_users_own_is_read_from_the_runs_copy(tmp_path: Path, mon
 def test_of_a_run_that_failed_the_first_sentence_says_why(tmp_path: Path) -> None:
     failure = {"node": 1, "title": "node 1 was killed by SIGKILL\nTraceback ...", "exit_code": 8}
     told = summary(status="failed", rounds=7, rounds_planned=10, failure=failure)
-    said = _conclusion_line([Ran(tmp_path, "a", None, {}, "", told)])
+    said = _conclusion_line([RunResult(tmp_path, "a", None, {}, "", told)])
     assert said.startswith("failed after round 7 of 10") and said.endswith(". It failed: node 1 was killed by SIGKILL")
-    assert "It failed" not in _conclusion_line([Ran(tmp_path, "a", None, {}, "", summary())])
+    assert "It failed" not in _conclusion_line([RunResult(tmp_path, "a", None, {}, "", summary())])

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from decentnode.formatting import duration, number, plural, size
 from decentnode.metrics.figures import LOSS, Metric, TaskMetrics
 from decentnode.report.closing import closing
 from decentnode.report.reading.progress import RunProgress
 from decentnode.report.table import live_table
-from decentnode.words import duration, number, plural, size
 
 
 def test_numbers_for_people() -> None:

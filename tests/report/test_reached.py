@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from decentnode.cli import main
 from decentnode.errors import UsageError
-from decentnode.report.reading.measured import BEFORE
+from decentnode.report.reading.measured import DEFAULT_METRICS
 from decentnode.report.reading.reached import best, cost, first_reached, target_of
 from decentnode.report.reading.runs import load
 from decentnode.report.reading.significance import paired
@@ -23,14 +23,15 @@ from tests.report.test_runs import fake_run
 def test_a_target_is_met_at_an_evaluation(tmp_path: Path) -> None:
     """Means over the nodes are 46, 56, 66 and 76 % after 0, 2, 4 and 6 rounds."""
     run = load(fake_run(tmp_path / "e" / "r"))
-    assert [first_reached(run, target_of(f"accuracy={v}", BEFORE)) for v in (0.1, 0.56, 0.57, 0.76, 0.77)] == [
+    assert [first_reached(run, target_of(f"accuracy={v}", DEFAULT_METRICS)) for v in (0.1, 0.56, 0.57, 0.76, 0.77)] == [
         0, 2, 4, 6, None,
     ]  # fmt: skip
-    target = target_of("0.6", BEFORE)
+    target = target_of("0.6", DEFAULT_METRICS)
     assert target.text == "60 %" and cost(run, target, "rounds") == 4
     assert cost(run, target, "bytes") == 4 * 1010, "of the mean node"
     assert cost(run, target, "seconds") == pytest.approx(4.02 + 1.0, abs=1.01)
-    assert first_reached(run, target_of("consensus_distance=0.03", BEFORE)) == 0, "of a distance less is better"
+    distance = target_of("consensus_distance=0.03", DEFAULT_METRICS)
+    assert first_reached(run, distance) == 0, "of a distance less is better"
     assert best(run, "accuracy") == (6, pytest.approx(76.0)) and best(run, "loss") == (6, pytest.approx(2 / 6))
 
 
@@ -40,7 +41,7 @@ def test_a_target_is_met_at_an_evaluation(tmp_path: Path) -> None:
 ])  # fmt: skip
 def test_a_target_that_is_none(text: str, said: str) -> None:
     with pytest.raises(UsageError, match=said):
-        target_of(text, BEFORE)
+        target_of(text, DEFAULT_METRICS)
 
 
 @pytest.fixture

@@ -14,12 +14,12 @@ from decentnode.cli import main
 from decentnode.errors import EnvironmentFault, UsageError
 from decentnode.metrics.writer import MetricsWriter
 from decentnode.report.pictures.plots import plot
-from decentnode.report.reading.measured import BEFORE
-from decentnode.report.reading.repeats import Ran, labels
+from decentnode.report.reading.measured import DEFAULT_METRICS
+from decentnode.report.reading.repeats import RunResult, labels
 from decentnode.report.reading.runs import AXES, RecordedRun, lines, load
 from tests.launch.faults import experiment
 
-METRICS = tuple(BEFORE.curves)
+METRICS = tuple(DEFAULT_METRICS.curves)
 
 
 def fake_run(
@@ -363,10 +363,10 @@ def test_seconds_are_those_in_which_the_run_ran() -> None:
 def test_labels_have_no_values_that_came_of_others_where_the_others_tell_as_much() -> None:
     """Fractions 0.1 and 0.2 have steps of their own; only the given step tells the third from the first."""
 
-    def ran(fraction: str, step: str, given: bool = False) -> list[Ran]:
+    def ran(fraction: str, step: str, given: bool = False) -> list[RunResult]:
         config = {"sharing.fraction": fraction, "sharing.step_size": step}
         follows = frozenset[str]() if given else frozenset({"sharing.step_size"})
-        return [Ran(Path(fraction), "exp", 1, config, "finished", {}, derived_keys=follows)]
+        return [RunResult(Path(fraction), "exp", 1, config, "finished", {}, derived_keys=follows)]
 
     derived = [ran("0.1", "0.4"), ran("0.2", "0.5")]
     assert labels(derived) == ["exp sharing.fraction=0.1", "exp sharing.fraction=0.2"]

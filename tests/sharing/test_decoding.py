@@ -14,7 +14,7 @@ import torch
 
 from decentnode.communication.base import Arrival, Exchange
 from decentnode.communication.counters import Counters
-from decentnode.communication.run_state import Steps, at_once, without_waits
+from decentnode.communication.run_state import Steps, at_once, run_without_waits
 from decentnode.errors import Interrupted, PeerFault, PeerLost
 from decentnode.node.schedules.fragment_exchange import FragmentExchange
 from decentnode.node.schedules.sequential import Sequential
@@ -99,10 +99,10 @@ class Run:
                    for uid, each in enumerate(self.rules)]  # fmt: skip
             self.line.sent = {uid: change(out[uid][0], self.schema) for uid in views[0].sources}
             if phase == 0:
-                without_waits(self.schedule.begin(self.round, [[each[0] for each in of_phase]], lambda: None))
+                run_without_waits(self.schedule.begin(self.round, [[each[0] for each in of_phase]], lambda: None))
             else:
-                without_waits(self.schedule.send(phase))
-            (mixed,) = without_waits(self.schedule.finish() if phase == phases[-1] else self.schedule.mix())
+                run_without_waits(self.schedule.send(phase))
+            (mixed,) = run_without_waits(self.schedule.finish() if phase == phases[-1] else self.schedule.mix())
             missing |= mixed.missing
             for uid in range(1, NODES):  # the others hear of nobody, which every rule has to stand
                 self.rules[uid].mix(self.trainings[uid].model.parameters, {}, views[uid].without(views[uid].sources))

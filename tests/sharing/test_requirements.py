@@ -27,7 +27,7 @@ from decentnode.sharing.d2 import D2
 from decentnode.sharing.former import FORMER
 from decentnode.sharing.full import Full
 from decentnode.sharing.requirements import Requirements
-from decentnode.sharing.weighed import Weighed
+from decentnode.sharing.weighted_by_training import WeightedByTraining
 from decentnode.sharing.wrapper import Wrapper
 from tests.compression.contract import codec
 from tests.graph.contract import make
@@ -72,7 +72,7 @@ WRAPPERS: dict[str, tuple[Callable[[Sharing], Sharing], set[str]]] = {
                          {"elementwise", "linear", "scalars"}),
     "Attacked": (lambda inner: Attacked(inner, SignFlip(SignFlipConfig(name="sign_flip", count=1)), [0]),
                  {"elementwise", "linear"}),
-    "Weighed": (lambda inner: Weighed(inner, "samples"), {"elementwise", "linear", "scalars"}),
+    "WeightedByTraining": (lambda inner: WeightedByTraining(inner, "samples"), {"elementwise", "linear", "scalars"}),
 }  # fmt: skip
 """Name -> (makes one, the fields that it changes)."""
 

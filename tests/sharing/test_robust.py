@@ -14,7 +14,7 @@ from torch import Tensor
 
 from decentnode.errors import ConfigError
 from decentnode.experiment import load
-from decentnode.experiment.crosschecks.sharing import misses
+from decentnode.experiment.crosschecks.sharing import unmet_requirements
 from decentnode.graph.base import view
 from decentnode.payload import Payload
 from decentnode.sharing.clipped_gossip import ClippedGossipConfig, clipped_weights, distance
@@ -154,7 +154,7 @@ def test_graphs_with_too_few_neighbors_are_refused() -> None:
                            ({"name": "clipped_gossip", "form": "nearest"}, 2)):  # fmt: skip
         needs = rule(**options)().requirements  # type: ignore[arg-type]
         assert needs.min_neighbors == least
-        assert not list(misses(needs, make("regular", nodes=12, degree=6)))
+        assert not list(unmet_requirements(needs, make("regular", nodes=12, degree=6)))
     with pytest.raises(ConfigError, match=r"trimmed_mean needs at least 3 neighbors of every node in every round, "
                        r"node 0 has 2 in round 0; use \{name: regular, nodes: 16, degree: 4\}"):  # fmt: skip
         load(QUICKSTART, ["sharing=trimmed_mean", "graph={name: ring, nodes: 16}"])

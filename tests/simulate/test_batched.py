@@ -23,7 +23,7 @@ from decentnode.sharing.d2 import D2
 from decentnode.sharing.full import Full
 from decentnode.sharing.stacked import has_stacked_form
 from decentnode.simulate.engines import choice
-from decentnode.simulate.engines.batched import Batched, RoundOfAll, Sink
+from decentnode.simulate.engines.batched import Batched, PopulationRound, Sink
 from decentnode.simulate.engines.choice import WAYS, choose
 from decentnode.simulate.engines.exchange import make_exchange
 from decentnode.simulate.engines.forward import Layers, Unsuitable, Vmap, random_part
@@ -77,10 +77,10 @@ class Kept(Sink):
     """Keeps what a run tells."""
 
     def __init__(self) -> None:
-        self.rounds: list[RoundOfAll] = []
+        self.rounds: list[PopulationRound] = []
         self.records: list[tuple[int, dict[str, Any]]] = []
 
-    def take_round(self, found: RoundOfAll) -> None:
+    def take_round(self, found: PopulationRound) -> None:
         self.rounds.append(found)
 
     def take_record(self, uid: int, record: dict[str, Any]) -> None:

@@ -13,10 +13,10 @@ from click.testing import CliRunner
 from decentnode.cli import main
 from decentnode.errors import ConfigError
 from decentnode.experiment import load
+from decentnode.formatting import duration
 from decentnode.report.reading.runs import axes_of, lines
 from decentnode.simulate.links_file import read_links
 from decentnode.simulate.virtual import VirtualTime, make_clock, measured_step_seconds, time_line_of
-from decentnode.words import duration
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")

@@ -19,7 +19,7 @@ from rich.console import Console
 from decentnode.errors import EnvironmentFault, UsageError
 from decentnode.launch.children.messages import Request
 from decentnode.report.latex import escaped
-from decentnode.report.reading.measured import BEFORE
+from decentnode.report.reading.measured import DEFAULT_METRICS
 from decentnode.report.reading.significance import holm, paired
 from decentnode.sweeps import files, picture
 from decentnode.sweeps.conduct import Ended, RunningPoint, State
@@ -45,7 +45,8 @@ VALUES = {(".1", "ring"): [0.90, 0.91, 0.92], (".1", "star"): [0.80, 0.82, 0.81]
 
 
 def sweep_of(folder: Path, rungs: tuple[int, ...] = ()) -> Sweep:
-    return Sweep(Plan(Request("x.yaml")), folder, "exp", BEFORE, "accuracy_mean", -1, 2, 9, (), rungs, Listed([], [1]))
+    plan = Plan(Request("x.yaml"))
+    return Sweep(plan, folder, "exp", DEFAULT_METRICS, "accuracy_mean", -1, 2, 9, (), rungs, Listed([], [1]))
 
 
 def settings(lr: str, graph: str) -> Settings:

@@ -131,7 +131,7 @@ def test_a_run_ends_as_ever_whatever_its_trackers_do(tmp_path: Path, monkeypatch
 
 
 def test_a_section_that_is_wrong_is_found_before_the_run() -> None:
-    with pytest.raises(ConfigError, match=r"csv is told already"):
+    with pytest.raises(ConfigError, match=r"csv is listed already"):
         decentnode.Experiment.from_config({**TINY, "run": {"trackers": ["csv", "csv"]}}).check()
     with pytest.raises(ConfigError, match="must be one of csv, tensorboard"):
         decentnode.Experiment.from_config({**TINY, "run": {"trackers": ["tensorbord"]}}).check()

@@ -203,8 +203,8 @@ def test_a_sample_that_every_epoch_leaves_out_is_no_step_of_the_schedule() -> No
         "name": "supervised", "batch_size": 10, "local_epochs": 2,
         "lr_schedule": {"name": "one_cycle", "max_lr": 0.1, "total_steps": 72, "every": "step"},
     })
-    assert (config.most_ticks(2, 181), config.most_ticks(2, 181, needs_two=True)) == (2 * 2 * 19, 2 * 2 * 18)
-    assert config.most_ticks(2, 182, needs_two=True) == 2 * 2 * 19
+    assert (config.most_ticks(2, 181), config.most_ticks(2, 181, needs_two_samples=True)) == (2 * 2 * 19, 2 * 2 * 18)
+    assert config.most_ticks(2, 182, needs_two_samples=True) == 2 * 2 * 19
 
 
 def test_warm_up_comes_before_the_schedule() -> None:

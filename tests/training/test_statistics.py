@@ -158,8 +158,8 @@ def test_a_convolution_with_batch_normalization_trains_on_one_image() -> None:
                          nn.Linear(64, 10))  # fmt: skip
     image = torch.randn(1, 3, 8, 8)
     before = {name: tensor.clone() for name, tensor in made.state_dict().items()}
-    assert not statistics.needs_two(made, image)
-    assert statistics.needs_two(nn.Sequential(made, nn.BatchNorm1d(10)), image)
+    assert not statistics.needs_two_samples(made, image)
+    assert statistics.needs_two_samples(nn.Sequential(made, nn.BatchNorm1d(10)), image)
     assert all(torch.equal(tensor, before[name]) for name, tensor in made.state_dict().items())
     assert all(part.training for part in made.modules())
 
@@ -174,7 +174,7 @@ class Frozen(nn.Sequential):
 
 
 def test_normalization_that_is_never_trained_takes_one_sample() -> None:
-    assert not statistics.needs_two(Frozen(*noisy()), torch.randn(1, 3, 2))
+    assert not statistics.needs_two_samples(Frozen(*noisy()), torch.randn(1, 3, 2))
     training = make(module=lambda: Frozen(*noisy()), train=samples(5), batch_size=4, local_epochs=1)
     assert training.local_update(0).samples == 5
 

@@ -17,7 +17,7 @@ GOLDEN = [
 
 @pytest.mark.parametrize(("kind", "alone", "joined"), GOLDEN)
 def test_golden_bytes(kind: int, alone: str, joined: str) -> None:
-    checksum = framing.body_sum(kind, b"body")
+    checksum = framing.compute_body_checksum(kind, b"body")
     assert framing.sealed(7, b"h", kind, checksum) == bytes.fromhex(alone)
     assert framing.sealed(7, b"h", kind, checksum, b"body") == bytes.fromhex(joined) + b"body"
 
@@ -37,7 +37,7 @@ def split(frame: bytes, rest: bytes | None) -> tuple[int, int, int, bytes, bytes
 def test_no_flipped_bit_passes(
     kind: int, joined: bool, sequence: int, header: bytes, body: bytes, data: st.DataObject
 ) -> None:
-    frame = framing.sealed(sequence, header, kind, framing.body_sum(kind, body), body if joined else None)
+    frame = framing.sealed(sequence, header, kind, framing.compute_body_checksum(kind, body), body if joined else None)
     rest = None if joined else body
     found = split(frame, rest)
     assert found == (sequence, kind, framing.PREFIX.unpack_from(frame)[3], header, body, joined)
@@ -55,7 +55,7 @@ def test_no_flipped_bit_passes(
 def test_no_other_kind_and_no_other_end_of_the_header_passes(kind: int, size: int, body: bytes | None) -> None:
     """Also where the header's size loses its one bit, and the header takes an empty body with it."""
     header = bytes(number % 256 for number in range(size))
-    frame = framing.sealed(7, header, kind, framing.body_sum(kind, body or b""), body)
+    frame = framing.sealed(7, header, kind, framing.compute_body_checksum(kind, body or b""), body)
     framing.verify(*split(frame, None))
     true_kind, true_size = frame[8:10], frame[10:12]
     values = {value.to_bytes(2, "little") for value in (*range(len(frame) + 2), *(1 << bit for bit in range(16)))}

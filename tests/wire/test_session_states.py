@@ -24,7 +24,7 @@ def in_state(state: State) -> Session:
         for message in (Welcome(RUN, 0, 0), Start(RUN, 0, 0)):
             session.receive(message, 0.0)
     elif state == "outside":
-        session.come_from_outside()
+        session.start_outside()
     elif state == "failed":
         session.give_up()
     assert session.state == state
@@ -43,7 +43,7 @@ def provoke(session: Session, cause: Cause) -> None:
     elif cause == "deadline passed":
         session.give_up()
     elif cause == "comes from outside":
-        session.come_from_outside()
+        session.start_outside()
     elif cause == "new generation":
         session.adopt(RUN, (1, b"o" * 12), (0, 1))
 

@@ -85,7 +85,7 @@ def test_who_sends_models_lives() -> None:
     now = asked(watch, 0.001, times=Watch.MIN_ANSWERS)
     for i in range(40):
         assert watch.ask([1], now, now + Watch.AFTER_SECONDS + i * 0.5) == ([1], [])
-        watch.is_heard(1)
+        watch.note_heard(1)
 
 
 def test_a_process_that_comes_late_itself_waits_longer_and_one_that_was_suspended_does_not() -> None:

@@ -132,7 +132,7 @@ class Orders:
             return self._of(uid).next(round)
 
     def evaluated(self, uid: int, round: int) -> None:
-        """See `Communication.order_obeyed`."""
+        """See `Communication.order_done`."""
         with self._lock:
             self._of(uid).evaluated(round)
 

@@ -286,7 +286,7 @@ class Inproc(Communication[CommunicationConfig]):
         if self.uid in self.hub.generation.members:
             self.hub.asked[self.uid] = (self._position, self._fresh)
 
-    def caught_up(self) -> None:
+    def mark_caught_up(self) -> None:
         self._fresh = False
 
     def join(self) -> None:
@@ -312,11 +312,11 @@ class Inproc(Communication[CommunicationConfig]):
         return dict(sorted(self.hub.reports.items())) if self.uid == self.hub.generation.members[0] else {}
 
     @property
-    def orders_apart(self) -> bool:
+    def obeys_orders_alone(self) -> bool:
         return self.hub.orders.apart
 
-    @orders_apart.setter
-    def orders_apart(self, value: bool) -> None:
+    @obeys_orders_alone.setter
+    def obeys_orders_alone(self, value: bool) -> None:
         self.hub.orders.apart = value
 
     def order(self, action: Action) -> None:
@@ -325,10 +325,10 @@ class Inproc(Communication[CommunicationConfig]):
     def next_step(self, round: int) -> Next:
         return self.hub.orders.next(self.uid, round)
 
-    def order_obeyed(self, round: int) -> None:
+    def order_done(self, round: int) -> None:
         self.hub.orders.evaluated(self.uid, round)
 
-    def order_steps(self, round: int, until: float) -> Steps[None]:  # noqa: ARG002
+    def wait_for_order(self, round: int, until: float) -> Steps[None]:  # noqa: ARG002
         self.raise_if_over()
         self.hub.orders.wait(self.uid)
         yield None

@@ -58,15 +58,15 @@ class WaitDeadlines:
     @property
     def since(self) -> float:
         """When the part of the wait began that is not hidden behind local steps."""
-        return max(self.began, self._facts.exposed_since)
+        return max(self.began, self._facts.blocked_since)
 
     def update(self, now: float) -> bool:
         """Updates the deadlines to `now`. Returns whether the missing sources should be asked now."""
         facts, limit, start = self._facts, self._timeout_seconds, self.last
         if facts.stopping:
             limit = min(limit, STOPPING_TIMEOUT_SECONDS)
-        if facts.exposed_since > start:
-            start = facts.exposed_since
+        if facts.blocked_since > start:
+            start = facts.blocked_since
         start -= self._used
         interval, before = limit / ASKS_PER_TIMEOUT, self._asks
         self._limit, self._end = limit, start + limit
@@ -179,7 +179,7 @@ class ArrivalWait:
             return False
         self.missing, self._began, self.deadline = missing, now, now + self._timeout_seconds / ASKS_PER_TIMEOUT
         inbox.set_wanted(missing, self._key, self._chunk)
-        if facts.exposed_since <= now:
+        if facts.blocked_since <= now:
             facts.wait_for(inbox.absences.nodes_of(self._key, missing), now)
         else:
             facts.waiting = None
@@ -191,7 +191,7 @@ class ArrivalWait:
         inbox, facts = self._inbox, self._inbox.facts
         if inbox.outstanding(self._key, self._chunk, self.missing):
             return False
-        payloads, last, exposed = inbox.incoming[self._key], 0.0, facts.exposed_since
+        payloads, last, exposed = inbox.incoming[self._key], 0.0, facts.blocked_since
         for source in self.missing:
             if payloads[source].arrived_at > last:
                 last = payloads[source].arrived_at
@@ -248,7 +248,7 @@ class ArrivalWait:
                     return False
                 self.deadline = min(self.deadline, grace_deadline)
         inbox.set_wanted(self.missing, key, self._chunk, spare)
-        if facts.exposed_since <= now:
+        if facts.blocked_since <= now:
             facts.wait_for(inbox.absences.nodes_of(key, self.missing), deadlines.since)
         else:
             facts.waiting = None
@@ -283,7 +283,7 @@ class ArrivalWait:
     def _finish(self, deadlines: WaitDeadlines, now: float) -> None:
         inbox, facts = self._inbox, self._inbox.facts
         facts.waiting = None
-        facts.waited_seconds += max(0.0, now - max(deadlines.last, facts.exposed_since))
+        facts.waited_seconds += max(0.0, now - max(deadlines.last, facts.blocked_since))
         if self.missing:
             inbox.set_wanted((), self._key, self._chunk)
             inbox.count_wait(self.missing, now - deadlines.since)

@@ -13,7 +13,7 @@ from decentnode.communication.parts import ExchangeKey, Schema
 from decentnode.communication.receive.arrival_wait import ArrivalWait
 from decentnode.communication.receive.inbox import Inbox
 from decentnode.communication.receive.inbox_state import WHOLE, InboxState
-from decentnode.communication.receive.partial_payload import PartialPayload, SlotPayload, not_finite
+from decentnode.communication.receive.partial_payload import PartialPayload, SlotPayload, non_finite_sources
 from decentnode.communication.run_state import GuardedWait, Wait
 from decentnode.communication.shared_process import SharedProcess
 from decentnode.payload import Payload
@@ -150,7 +150,7 @@ class InboxExchange(Exchange):
         """Returns `received` without payloads that hold NaN or infinity, if these are to be rejected, and without
         copies of payloads that changed while they were copied."""
         if self._state.reject_non_finite:
-            for source in not_finite(received):
+            for source in non_finite_sources(received):
                 del received[source]
                 self._missing |= {source}
                 self._rejected |= {source}

@@ -76,10 +76,10 @@ class Inbox:
         with self.run_state.lock:
             self.state.skip(source, first, last)
 
-    def waits_itself(self, source: int, now: float) -> None:
-        """See `InboxState.waits_itself`."""
+    def note_waiting_report(self, source: int, now: float) -> None:
+        """See `InboxState.note_waiting_report`."""
         with self.run_state.lock:
-            self.state.waits_itself(source, now)
+            self.state.note_waiting_report(source, now)
 
     # -- training thread --------------------------------------------------------------------------------------
 
@@ -132,7 +132,7 @@ class Inbox:
         """Takes the complete payloads out of a mailbox. Blocks only while it copies them."""
         with self.run_state.lock:
             taken = self.state.mailbox.take(channel, round)
-        return self.state.owned(channel, taken)
+        return self.state.copy_out(channel, taken)
 
     def block(self, wait: Wait) -> None:
         """Blocks until the wait is over."""

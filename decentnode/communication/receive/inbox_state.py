@@ -21,14 +21,14 @@ from decentnode.communication.counters import Counters
 from decentnode.communication.parts import Collected, ExchangeKey, Schema
 from decentnode.communication.receive.absences import SUM, Absences
 from decentnode.communication.receive.chunking import MESSAGE_COST
-from decentnode.communication.receive.mailbox import Mailbox, Taken, owned
+from decentnode.communication.receive.mailbox import Mailbox, Taken, copy_out
 from decentnode.communication.receive.partial_payload import (
     SLOTS,
     ChunkedPayload,
     MappedPayload,
     PartialPayload,
     SlotPayload,
-    not_finite,
+    non_finite_sources,
 )
 from decentnode.communication.receive.payload_shapes import PayloadShapes
 from decentnode.communication.receive.placement import DevicePlacement
@@ -49,7 +49,7 @@ class InboxPort(Protocol):
 
     def ask(self, uids: list[int]) -> None:
         """Asks these neighbors, whose payloads are overdue, whether they are themselves waiting for others. Does not
-        block. Each answer calls `InboxState.waits_itself`."""
+        block. Each answer calls `InboxState.note_waiting_report`."""
 
     def ready(self) -> None:
         """Reports that everything that the last unfinished `ArrivalWait` waits for has arrived, or that something else
@@ -218,7 +218,7 @@ class InboxState:
         self.absences.skip(source, first, last, self._floor)
         self._port.ready()
 
-    def waits_itself(self, source: int, now: float) -> None:
+    def note_waiting_report(self, source: int, now: float) -> None:
         """Records that a source that was asked is itself waiting for others."""
         self.reported_waiting[source] = now
 
@@ -341,7 +341,7 @@ class InboxState:
                 found.append(source)
         return found
 
-    def owned(self, channel: int, taken: list[Taken]) -> list[Collected]:
+    def copy_out(self, channel: int, taken: list[Taken]) -> list[Collected]:
         """Returns mailbox payloads on the device of the models, in memory of their own. Called without the lock,
         because it copies.
 
@@ -350,8 +350,8 @@ class InboxState:
         """
         found = []
         for source, round, incoming in taken:
-            payload, wrong = owned(incoming, self.placement.to_device, self.placement.to_device_copy), "overwritten"
-            if payload is not None and self.reject_non_finite and not_finite({source: payload}):
+            payload, wrong = copy_out(incoming, self.placement.to_device, self.placement.to_device_copy), "overwritten"
+            if payload is not None and self.reject_non_finite and non_finite_sources({source: payload}):
                 payload, wrong = None, "non_finite"
             if payload is None:
                 self.counters.fault(wrong, source, f"round {round}, phase {channel}")

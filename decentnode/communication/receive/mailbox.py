@@ -202,7 +202,7 @@ class MailboxWait:
         return True
 
 
-def owned(
+def copy_out(
     incoming: PartialPayload, to_device: Callable[[Tensor], Tensor], to_device_copy: Callable[[Tensor], Tensor]
 ) -> Payload | None:
     """Returns a payload copied to memory of its own, and releases the original; None if it changed while it was copied.

@@ -47,7 +47,7 @@ def sliced(tensor: Tensor, start: int, stop: int) -> Tensor:
     return tensor if stop - start == tensor.numel() else tensor[start:stop]
 
 
-def not_finite(received: Mapping[int, Payload]) -> list[int]:
+def non_finite_sources(received: Mapping[int, Payload]) -> list[int]:
     """Returns the sources whose payloads contain NaN or infinity. The test is the sum of a tensor, which is finite
     unless an element is not (or all are huge, which is no better). The host waits for a GPU once for all payloads."""
     found = {uid for uid, each in received.items() if not all(map(math.isfinite, each.scalars.values()))}

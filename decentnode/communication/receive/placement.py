@@ -15,12 +15,12 @@ class DevicePlacement:
         """device: the device of the models; the CPU when None."""
         self.device = device or torch.device("cpu")
         self.on_cpu = self.device.type == "cpu"
-        self.lift: Callable[[Tensor], Tensor] = lambda tensor: tensor.to(self.device)
+        self.upload: Callable[[Tensor], Tensor] = lambda tensor: tensor.to(self.device)
         """Copies a tensor in host memory to `device`; the tensor may change as soon as this returns."""
 
     def to_device(self, tensor: Tensor) -> Tensor:
         """Returns the tensor on the device of the models. If it is a copy, the copy is complete."""
-        return tensor if self.is_on_device(tensor) else self.lift(tensor)
+        return tensor if self.is_on_device(tensor) else self.upload(tensor)
 
     def is_on_device(self, tensor: Tensor) -> bool:
         """Returns whether a tensor lies on the device of the models."""

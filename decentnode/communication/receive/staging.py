@@ -48,10 +48,10 @@ class Copies(abc.ABC):
 
     @abc.abstractmethod
     def blank(self, elements: int, dtype: torch.dtype) -> Tensor:
-        """Allocates a tensor on the device to `lift` into."""
+        """Allocates a tensor on the device to `upload` into."""
 
     @abc.abstractmethod
-    def lift(self, out: Tensor, source: Tensor) -> Mark:
+    def upload(self, out: Tensor, source: Tensor) -> Mark:
         """Queues a copy from the host to the device, into a tensor of `blank` or a part of it; later work of the
         current queue waits for it. Does not block."""
 
@@ -80,7 +80,7 @@ class CudaCopies(Copies):
         out.record_stream(current)
         return out
 
-    def lift(self, out: Tensor, source: Tensor) -> Mark:
+    def upload(self, out: Tensor, source: Tensor) -> Mark:
         current = torch.cuda.current_stream(self._device)
         with torch.cuda.stream(self._in):
             out.copy_(source, non_blocking=True)
@@ -106,9 +106,9 @@ class Leases:
     """Leases on memory in which the model lives: its bytes must not change while a lease is held."""
 
     def __init__(self) -> None:
-        self.hurry: Callable[[], None] = lambda: None
+        self.request_acks: Callable[[], None] = lambda: None
         """Asks all peers to acknowledge now what they have received."""
-        self.owing: list[Callable[[], Iterable[int]]] = []
+        self.unacked_peers: list[Callable[[], Iterable[int]]] = []
         """One function per channel by which messages leave; each returns the peers that have not yet acknowledged
         everything sent."""
         self._lease_by_address: dict[int, weakref.ref[Lease]] = {}
@@ -125,7 +125,7 @@ class Leases:
 
     def holders(self) -> set[int]:
         """Returns the peers because of which leases are held."""
-        return {uid for owing in self.owing for uid in owing()}
+        return {uid for unacked_peers in self.unacked_peers for uid in unacked_peers()}
 
     def held(self, address: int) -> bool:
         """Returns whether a message is still sent from the memory at this address."""
@@ -185,7 +185,7 @@ class Staging:
         parts = [slice(*plan.bounds(chunk, total)) for chunk in range(plan.count(total))]
         return Fetched(plan, host, [self._copies.fetch(host[part], tensor[part]) for part in parts], lease)
 
-    def lift(self, tensor: Tensor) -> Tensor:
+    def upload(self, tensor: Tensor) -> Tensor:
         """Returns a copy of a host tensor on the device; the tensor may change as soon as this returns. Blocks only
         while all slots are in use."""
         per_slot = IN_BYTES // tensor.element_size()
@@ -196,7 +196,7 @@ class Staging:
             if mark is not None:
                 mark.wait()
             home = slot[: piece.nbytes].view(piece.dtype).copy_(piece)
-            self._in[self._next] = slot, self._copies.lift(out[start : start + per_slot], home)
+            self._in[self._next] = slot, self._copies.upload(out[start : start + per_slot], home)
             self._next = (self._next + 1) % len(self._in)
         return out
 

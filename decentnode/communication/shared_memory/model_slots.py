@@ -18,7 +18,7 @@ PRIVATE_SLOTS = 2
 its own without a lease, and what is sent from there is copied."""
 
 
-class PlaceWait:
+class SlotWait:
     """The wait for a slot from which no message is being sent (`run_state.Wait`). It is polled every
     LEASE_POLL_SECONDS, because nothing signals the release of the last lease."""
 
@@ -46,7 +46,7 @@ class PlaceWait:
             return True
         if self._began is None:
             self._began = now
-            self._leases.hurry()
+            self._leases.request_acks()
         self._holders = self._leases.holders()
         return False
 
@@ -95,7 +95,7 @@ class ModelSlots:
                 slot = owner.acquire_slot(current, deadline)
                 place = None if slot is None else self._slots[slot]
             else:
-                wait = PlaceWait(
+                wait = SlotWait(
                     self._slots, current, self._leases, self._facts, self._counters, deadline=deadline,
                     last_wait_failed=self._last_wait_failed,
                 )

@@ -14,13 +14,19 @@ from torch import Tensor
 
 from decentnode import clock
 from decentnode.communication.parts import ExchangeKey
-from decentnode.communication.path import NOTHING_LEFT, Path, PathContext, Sent
+from decentnode.communication.path import ALL_SENT, Path, PathContext, Sent
 from decentnode.communication.receive.partial_payload import SlotPayload
 from decentnode.communication.shared_memory.cuda_ipc import CudaMemory
 from decentnode.communication.shared_memory.device_slots import DeviceMemory
 from decentnode.communication.shared_memory.doorbell import DatagramDoorbell
 from decentnode.communication.shared_memory.layout import Layout
-from decentnode.communication.shared_memory.publish_buffer import LEASED, BufferReader, PublishBuffer, path_of, run_of
+from decentnode.communication.shared_memory.publish_buffer import (
+    LEASED,
+    BufferReader,
+    PublishBuffer,
+    buffer_path,
+    buffer_run_name,
+)
 from decentnode.errors import DecentnodeError, EnvironmentFault, PeerFault
 from decentnode.payload import Payload
 from decentnode.wire.doorbell import MAX_BYTES, Doorbells
@@ -92,7 +98,7 @@ class SharedMemoryPath(Path):
         they read device memory."""
         context = self.context
         assert context.folder is not None
-        self._run = run_of(context.folder, context.generation)
+        self._run = buffer_run_name(context.folder, context.generation)
         self._peers_by_memory = {on_device: uids for on_device, uids in wanted.items() if uids}
         self._doorbells = Doorbells(context.uid, context.run_id, context.generation, context.admit)
         self._doorbell = DatagramDoorbell(context.folder, context.uid, self._on_datagram)
@@ -138,16 +144,17 @@ class SharedMemoryPath(Path):
             return Sent(left=outgoing.keys())
         with self._run_state.waits_for(uids):
             reached = self.publish(outgoing[uids[0]], uids, key, self.context.config.timeout_seconds)
-        return NOTHING_LEFT if len(reached) == len(outgoing) else Sent(left=outgoing.keys() - reached)
+        return ALL_SENT if len(reached) == len(outgoing) else Sent(left=outgoing.keys() - reached)
 
     def _create_buffer(self, run: str, on_device: bool, readers: Collection[int]) -> PublishBuffer:
         layout, uid = self._layouts[on_device], self.context.uid
         if not on_device:
-            buffer = PublishBuffer(path_of(run, uid), layout, leases=self.context.leases)
+            buffer = PublishBuffer(buffer_path(run, uid), layout, leases=self.context.leases)
             buffer.on_wait = self._count_wait
             return buffer
         assert self._device_memory is not None, "only nodes on one GPU are near"
-        buffer = PublishBuffer(path_of(run, uid, on_device), layout, self._device_memory.export_slots(layout, readers))
+        slots = self._device_memory.export_slots(layout, readers)
+        buffer = PublishBuffer(buffer_path(run, uid, on_device), layout, slots)
         buffer.on_wait = self._count_wait
         return buffer
 
@@ -160,7 +167,7 @@ class SharedMemoryPath(Path):
         for uid in uids:
             try:
                 device_memory = self._device_memory if on_device else None
-                file, layout = path_of(run, uid, on_device), self._layouts[on_device]
+                file, layout = buffer_path(run, uid, on_device), self._layouts[on_device]
                 self._buffer_readers[uid] = BufferReader(file, layout, self.context.uid, device_memory)
             except PeerFault as fault:
                 logger.warning("no shared memory from node %d: %s", uid, fault)

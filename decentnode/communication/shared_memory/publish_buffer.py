@@ -38,15 +38,16 @@ LEASED = -1
 """In place of a reader's uid: messages are still sent from the slot."""
 
 
-def path_of(run: str, uid: int, on_device: bool = False) -> Path:
+def buffer_path(run: str, uid: int, on_device: bool = False) -> Path:
     """Returns the file of node `uid`'s publish buffer, until it is unlinked. Never taken from a message.
 
-    run: the name of the run's private folder on this host and of the membership generation, as `run_of` returns it.
+    run: the name of the run's private folder on this host and of the membership generation, as `buffer_run_name`
+    returns it.
     """
     return FOLDER / f"decentnode-{run}-{uid}{'-lent' if on_device else ''}"
 
 
-def run_of(folder: Path, generation: Name) -> str:
+def buffer_run_name(folder: Path, generation: Name) -> str:
     """Returns the part of file names that identifies the run and generation. launch/children/sockets.py uses it to
     remove the files of nodes that were killed before all nodes had mapped them."""
     number, origin = generation
@@ -208,7 +209,7 @@ class PublishBuffer:
                 if began is None:
                     began = clock.now()
                     if LEASED in holders:
-                        self._leases.hurry()
+                        self._leases.request_acks()
                 last = holders
                 backoff.sleep()
         finally:

@@ -54,9 +54,9 @@ from decentnode.communication.torch_distributed.clique_path import CliquePath, N
 from decentnode.communication.torch_distributed.communicator import Communicator
 from decentnode.communication.torch_distributed.group_collective import CollectiveCall
 from decentnode.errors import PeerLost
+from decentnode.formatting import names
 from decentnode.payload import Payload
 from decentnode.tensors import moved
-from decentnode.words import names
 
 logger = logging.getLogger(__name__)
 

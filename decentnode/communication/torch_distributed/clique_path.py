@@ -19,7 +19,7 @@ from decentnode.communication.torch_distributed.buffers import HEADER_BYTES, Poo
 from decentnode.communication.torch_distributed.calls import Calls
 from decentnode.communication.torch_distributed.group_collective import CollectiveCall, CollectiveKind
 from decentnode.payload import Payload
-from decentnode.tensors import own_fault
+from decentnode.tensors import is_own_fault
 
 SEND_WINDOW = 4
 """Payloads that may be in flight to one peer; the next one waits. If a round has more than two exchanges, the window is
@@ -121,7 +121,7 @@ class CliquePath(abc.ABC):
         operation: the failed operation and its peers, for messages. If this node's device failed, or its host has no
         memory, no peer is blamed: the node's waits raise the error.
         """
-        if own_fault(error):
+        if is_own_fault(error):
             self._run_state.fail(error)
             return
         reason = f"{operation} failed: {str(error).partition('. ')[0]}"  # the library's further sentences are advice
@@ -197,7 +197,7 @@ class CliquePath(abc.ABC):
 
     def _room_wait_seconds(self) -> float:
         """Returns how long a wait for room in a peer's window that begins now may last."""
-        return self._run_state.room_patience(self._timeout_seconds)
+        return self._run_state.room_wait_seconds(self._timeout_seconds)
 
     def peers_in_flight(self) -> list[int]:
         """Returns the peers that have not taken everything that was sent to them."""

@@ -29,8 +29,8 @@ from decentnode.communication.receive.exchange import InboxExchange
 from decentnode.communication.receive.inbox import Inbox
 from decentnode.communication.torch_distributed.buffers import Buffers, Pool, pieces
 from decentnode.communication.torch_distributed.calls import Calls
+from decentnode.formatting import names
 from decentnode.payload import Payload
-from decentnode.words import names
 
 CollectiveKind = Literal["all_reduce", "reduce_scatter", "all_gather"]
 

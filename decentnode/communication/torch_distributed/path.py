@@ -29,7 +29,7 @@ from decentnode.communication.torch_distributed.group_collective import Collecti
 from decentnode.communication.torch_distributed.tagged_p2p import TaggedPath
 from decentnode.errors import AssemblyError
 from decentnode.payload import Payload
-from decentnode.tensors import own_fault
+from decentnode.tensors import is_own_fault
 
 logger = logging.getLogger(__name__)
 
@@ -67,14 +67,14 @@ class TorchDistributedPath(Path):
                 with context.state.waits_for(others):
                     self.clique = self._join(host, ports[first], members, via, timeout_seconds)
             except RuntimeError as error:
-                if own_fault(error):
+                if is_own_fault(error):
                     raise
                 raise AssemblyError(
                     f"node {context.uid} could not join the communicator of nodes {', '.join(map(str, members))} at "
                     f"{host}:{ports[first]}: {error}", [context.uid],
                 ) from error
             reached = peers & self.clique.peers
-            context.leases.owing.append(self.clique.peers_in_flight)
+            context.leases.unacked_peers.append(self.clique.peers_in_flight)
         context.barrier("cliques/joined", timeout_seconds)
         return reached
 

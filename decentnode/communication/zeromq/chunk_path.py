@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 
 from decentnode import clock
 from decentnode.communication.parts import ExchangeKey
-from decentnode.communication.path import NOTHING_LEFT, Path, PathContext, Sent
+from decentnode.communication.path import ALL_SENT, Path, PathContext, Sent
 from decentnode.communication.run_state import Wait, blocking
 from decentnode.communication.waker import LONGEST_SLEEP_SECONDS
 from decentnode.communication.zeromq.protocol.sender import Sender
@@ -30,7 +30,7 @@ class ChunkPath(Path):
     def send(self, key: ExchangeKey, outgoing: Mapping[int, Payload], sources: Collection[int]) -> Sent:  # noqa: ARG002
         steps = self._sender.steps(outgoing, key, self.context.lease_of, clock.now)
         dropped = blocking(steps, self._block)
-        return Sent(dropped=dropped) if dropped else NOTHING_LEFT
+        return Sent(dropped=dropped) if dropped else ALL_SENT
 
     def _block(self, room: Wait) -> None:
         """Blocks until the wait for room in a peer's queue is over."""

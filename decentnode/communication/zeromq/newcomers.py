@@ -7,7 +7,7 @@ from dataclasses import replace
 from decentnode.communication.parts import Growth, TransportParts
 from decentnode.communication.zeromq.config import ZeroMQConfig
 from decentnode.communication.zeromq.protocol.link_state import CONTROL
-from decentnode.communication.zeromq.protocol.reconfigure import Reconfiguration
+from decentnode.communication.zeromq.protocol.reconfiguration import Reconfiguration
 from decentnode.communication.zeromq.relays.relays import Relays
 from decentnode.communication.zeromq.run_parts import RunParts
 from decentnode.communication.zeromq.sockets.security import (

@@ -32,7 +32,7 @@ from decentnode.communication.zeromq.newcomers import Newcomers, keyring_of, wit
 from decentnode.communication.zeromq.protocol.collective_state import JoinWait
 from decentnode.communication.zeromq.protocol.link_state import CONTROL
 from decentnode.communication.zeromq.protocol.node_protocol import NodeProtocol, ProtocolParts
-from decentnode.communication.zeromq.protocol.sender import to_be_published
+from decentnode.communication.zeromq.protocol.sender import publishable_payloads
 from decentnode.communication.zeromq.relays.relays import Relays
 from decentnode.communication.zeromq.run_parts import build_run_parts
 from decentnode.communication.zeromq.sockets.connections import hold_in_frame
@@ -184,14 +184,14 @@ class ZeroMQ(Communication[ZeroMQConfig]):
 
     def publish(self, round: int, outgoing: Mapping[int, Payload], channel: int) -> frozenset[int]:
         self._status.raise_if_failed()
-        sent, key = to_be_published(outgoing, self.schemas[channel], self._sender, self._status), (round, channel)
+        sent, key = publishable_payloads(outgoing, self.schemas[channel], self._sender, self._status), (round, channel)
         for payload, _ in grouped(sent):
             self._sender.checked(payload, channel)
-        self._status.hurried = True
+        self._status.is_nonblocking_send = True
         try:
             dropped = self._current.parts.paths.publish(key, sent) if sent else set[int]()
         finally:
-            self._status.hurried = False
+            self._status.is_nonblocking_send = False
         self.counters.sent({uid: payload for uid, payload in sent.items() if uid not in dropped})
         return frozenset(outgoing) - sent.keys() | dropped
 
@@ -212,7 +212,7 @@ class ZeroMQ(Communication[ZeroMQConfig]):
         status.raise_if_over()
         return self._inbox.collect(channel, round)
 
-    def gone_on(self, round: int, uid: int) -> bool:
+    def has_sent_later(self, round: int, uid: int) -> bool:
         return self._inbox.has_later(round, uid)
 
     def acquire_slot(self, current: Tensor, timeout_seconds: float) -> Tensor | None:
@@ -232,7 +232,7 @@ class ZeroMQ(Communication[ZeroMQConfig]):
         while status.stepped and not status.regrouping and (full := self._full_peers(outgoing)):
             with status.changed:
                 room = self._sender.room(full[0], (round, phase), clock.now())
-            yield from status.until_over(room)  # `exchange` does not wait again for peers that this gave up
+            yield from status.wait_steps(room)  # `exchange` does not wait again for peers that this gave up
         return self.exchange(round, outgoing, expected, phase, group)
 
     def _full_peers(self, uids: Iterable[int]) -> list[int]:
@@ -267,16 +267,16 @@ class ZeroMQ(Communication[ZeroMQConfig]):
         if self._generations is not None:
             self._generations.enter(round)
 
-    def ends_after(self, rounds: int) -> None:
+    def end_after(self, rounds: int) -> None:
         if self._generations is not None:
-            self._generations.ends_after(rounds)
+            self._generations.end_after(rounds)
 
     def raise_if_over(self) -> None:
         self._status.raise_if_over()
 
-    def ask_after(self, heard: Mapping[int, float]) -> None:
+    def ping_silent(self, heard: Mapping[int, float]) -> None:
         with self._status.lock:
-            self._status.ask_after(heard, self.config.silence_seconds)
+            self._status.ping_silent(heard, self.config.silence_seconds)
 
     def suspect(self, uids: Collection[int], reason: str) -> None:
         if self._generations is None:
@@ -294,13 +294,13 @@ class ZeroMQ(Communication[ZeroMQConfig]):
         if self._generations is not None:
             self._generations.begin_at(round)
 
-    def caught_up(self) -> None:
+    def mark_caught_up(self) -> None:
         if self._generations is not None:
-            self._generations.caught_up()
+            self._generations.mark_caught_up()
 
-    def took_part(self, generation: Generation) -> None:
+    def mark_in_sync(self, generation: Generation) -> None:
         if self._generations is not None:
-            self._generations.took_part(generation)
+            self._generations.mark_in_sync(generation)
 
     def departed(self) -> frozenset[int]:
         if self._generations is None:
@@ -322,7 +322,7 @@ class ZeroMQ(Communication[ZeroMQConfig]):
         if self._generations is None:
             super().join()
             return
-        self._session.come_from_outside()
+        self._session.start_outside()
         self._protocol.joined = True
         self._io.start()
         self._generations.leave(f"node {self.uid} comes from outside")
@@ -339,11 +339,11 @@ class ZeroMQ(Communication[ZeroMQConfig]):
     # -- orders -----------------------------------------------------------------------------------------------
 
     @property
-    def orders_apart(self) -> bool:
+    def obeys_orders_alone(self) -> bool:
         return self._status.orders.apart
 
-    @orders_apart.setter
-    def orders_apart(self, value: bool) -> None:
+    @obeys_orders_alone.setter
+    def obeys_orders_alone(self, value: bool) -> None:
         self._status.orders.apart = value
 
     def order(self, action: Action) -> None:
@@ -353,12 +353,12 @@ class ZeroMQ(Communication[ZeroMQConfig]):
         with self._status.lock:
             return self._status.orders.next(round)
 
-    def order_obeyed(self, round: int) -> None:
+    def order_done(self, round: int) -> None:
         with self._status.lock:
             self._status.orders.evaluated(round)
 
-    def order_steps(self, round: int, until: float) -> Steps[None]:
-        yield from self._status.until_over(OrderWait(self._status, round, until))
+    def wait_for_order(self, round: int, until: float) -> Steps[None]:
+        yield from self._status.wait_steps(OrderWait(self._status, round, until))
 
     # -- the end ----------------------------------------------------------------------------------------------
 
@@ -372,13 +372,13 @@ class ZeroMQ(Communication[ZeroMQConfig]):
         return self._status.waiting
 
     @property
-    def exposed_since(self) -> float:
-        return self._status.exposed_since
+    def blocked_since(self) -> float:
+        return self._status.blocked_since
 
-    @exposed_since.setter
-    def exposed_since(self, since: float) -> None:
+    @blocked_since.setter
+    def blocked_since(self, since: float) -> None:
         with self._status.changed:
-            self._status.exposed_since = since
+            self._status.blocked_since = since
             self._status.notify()  # the time-out of the other thread starts now
 
     @property
@@ -398,7 +398,7 @@ class ZeroMQ(Communication[ZeroMQConfig]):
         self._status.quorum = value
 
     @property
-    def ahead_bytes(self) -> float:
+    def prefetch_bytes(self) -> float:
         """The flow-control window if any source sends its payloads as chunks; infinite otherwise, because other paths
         deliver all that they have."""
         met = self._session.members if self.partners is None else self.partners

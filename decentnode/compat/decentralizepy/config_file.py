@@ -10,7 +10,7 @@ from typing import Any
 
 from decentnode.compat.decentralizepy.keys import KEYS
 from decentnode.errors import ConfigError
-from decentnode.likeness import did_you_mean
+from decentnode.similar_words import did_you_mean
 
 SECTIONS = ("DATASET", "OPTIMIZER_PARAMS", "TRAIN_PARAMS", "COMMUNICATION", "SHARING", "NODE")
 

@@ -12,7 +12,7 @@ from decentnode.experiment.crosschecks.asynchronous import (
     check_asynchronous_schedule,
     check_weights_are_used,
 )
-from decentnode.experiment.crosschecks.attack import attack_is_an_attack, attack_suits_the_run, attackers_are_of_the_run
+from decentnode.experiment.crosschecks.attack import check_attack, check_attack_class, check_attackers
 from decentnode.experiment.crosschecks.communication import (
     check_edges_and_cliques,
     check_generations,
@@ -35,11 +35,11 @@ from decentnode.experiment.crosschecks.federated import (
 )
 from decentnode.experiment.crosschecks.graph import (
     check_fragment_graphs,
+    check_graph,
     check_machine_addresses,
     check_mapping,
+    check_mapping_fits_graph,
     check_newcomers,
-    graph_can_be_made,
-    mapping_holds_the_graph,
 )
 from decentnode.experiment.crosschecks.model import check_model
 from decentnode.experiment.crosschecks.numbers import check_number_ranges
@@ -48,14 +48,14 @@ from decentnode.experiment.crosschecks.run import check_profile, check_trackers,
 from decentnode.experiment.crosschecks.sharing import (
     check_direction_hook,
     check_dump_nodes,
+    check_groups,
+    check_information_spreads,
     check_missing_payloads,
     check_quorum_weights,
+    check_sharing_class,
+    check_sharing_fits_graph,
     check_step_hooks,
     check_step_size,
-    everybody_hears_of_everybody,
-    groups_suit_the_graph,
-    sharing_is_a_rule,
-    sharing_suits_the_graph,
 )
 from decentnode.experiment.crosschecks.training import (
     check_augmentation,
@@ -76,11 +76,11 @@ CHECKS: tuple[Check, ...] = (
     check_asynchronous_schedule,
     check_asynchronous_keys,
     check_weights_are_used,
-    graph_can_be_made,
+    check_graph,
     check_fragment_graphs,
     check_mapping,
     check_machine_addresses,
-    mapping_holds_the_graph,
+    check_mapping_fits_graph,
     check_data,
     check_partition,
     check_remaining_samples,
@@ -94,19 +94,19 @@ CHECKS: tuple[Check, ...] = (
     check_orphans,
     check_best_metric,
     check_number_of_metrics,
-    sharing_is_a_rule,
+    check_sharing_class,
     check_direction_hook,
     check_step_hooks,
-    sharing_suits_the_graph,
-    groups_suit_the_graph,
-    everybody_hears_of_everybody,
+    check_sharing_fits_graph,
+    check_groups,
+    check_information_spreads,
     check_missing_payloads,
     check_step_size,
     check_quorum_weights,
     check_dump_nodes,
-    attack_is_an_attack,
-    attackers_are_of_the_run,
-    attack_suits_the_run,
+    check_attack_class,
+    check_attackers,
+    check_attack,
     check_clients,
     check_model_fits_server,
     check_control_variates,

@@ -21,7 +21,7 @@ ELEMENTS = 64
 """Size of the model by which payloads are judged."""
 
 
-def attack_is_an_attack(experiment: Experiment) -> Iterator[Problem]:
+def check_attack_class(experiment: Experiment) -> Iterator[Problem]:
     """An own class is derived from the base class, and its Config from that of the base class."""
     config = experiment.attack
     if config is None or _attack(experiment) is not None:
@@ -31,7 +31,7 @@ def attack_is_an_attack(experiment: Experiment) -> Iterator[Problem]:
     yield Problem(("attack", "name"), f"must name {needed}, got {config.name}")
 
 
-def attackers_are_of_the_run(experiment: Experiment) -> Iterator[Problem]:
+def check_attackers(experiment: Experiment) -> Iterator[Problem]:
     """Attackers are nodes of the graph, none of them a server, and at least one node is honest."""
     config, graph = _attack(experiment), graph_of(experiment)
     if config is None or graph is None:
@@ -52,7 +52,7 @@ def attackers_are_of_the_run(experiment: Experiment) -> Iterator[Problem]:
                       "attack.nodes", other=("sharing",))  # fmt: skip
 
 
-def attack_suits_the_run(experiment: Experiment) -> Iterator[Problem]:
+def check_attack(experiment: Experiment) -> Iterator[Problem]:
     """Forged models need rounds, and wrong labels need classes."""
     config = _attack(experiment)
     if config is None:
@@ -83,7 +83,7 @@ def _models_are_sent(experiment: Experiment) -> bool:
 
 
 def _attack(experiment: Experiment) -> AttackConfig | None:
-    """The section; None where it is missing or does not name an attack (`attack_is_an_attack`)."""
+    """The section; None where it is missing or does not name an attack (`check_attack_class`)."""
     config = experiment.attack
     return config if isinstance(config, AttackConfig) and _is_attack(config.name) else None
 

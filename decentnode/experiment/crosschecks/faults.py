@@ -11,9 +11,9 @@ from decentnode.config.problems import Problem
 from decentnode.errors import UsageError
 from decentnode.experiment.crosschecks.parts import graph_of, mapping_of
 from decentnode.experiment.tree import Experiment
-from decentnode.faults import Corrupt, Fault, InNode, Kill, OnLinks, Restart, StruckModels
+from decentnode.faults import Corrupt, Fault, FaultyModelLinks, Kill, NetworkFault, NodeFault, Restart
 
-ON_LINKS, IN_NODE = OnLinks.__args__, InNode.__args__
+ON_LINKS, IN_NODE = NetworkFault.__args__, NodeFault.__args__
 
 NODE_KEYS = ("nodes", "sides", "source", "to")
 """The keys of faults that name nodes."""
@@ -110,12 +110,12 @@ def check_faults_are_possible(experiment: Experiment) -> Iterator[Problem]:
             yield Problem(path, message, other=("node", "missing"))
 
 
-def _check_link_fault(experiment: Experiment, path: tuple[str | int, ...], fault: OnLinks) -> Iterator[Problem]:
+def _check_link_fault(experiment: Experiment, path: tuple[str | int, ...], fault: NetworkFault) -> Iterator[Problem]:
     """Checks that models that a link fault acts on do go through sockets, and not through another path."""
     config, mapping = experiment.communication, mapping_of(experiment)
     if mapping is None or not isinstance(config, ZeroMQConfig):
         return
-    nodes, struck = range(mapping.num_nodes), StruckModels([fault])
+    nodes, struck = range(mapping.num_nodes), FaultyModelLinks([fault])
     routing = config.routing({uid: mapping.place(uid).machine for uid in nodes})
     asked = {pair: path for pair, path in routing.chosen.items() if path != "zeromq"}
     asked |= {frozenset(pair): "collective" for clique in routing.cliques for pair in combinations(clique, 2)

@@ -15,7 +15,7 @@ from decentnode.graph.growing import check_growth
 from decentnode.mapping.linear import LinearConfig
 
 
-def graph_can_be_made(experiment: Experiment) -> Iterator[Problem]:
+def check_graph(experiment: Experiment) -> Iterator[Problem]:
     """Checks that the graph can be made; the weights are blamed if the graph alone can be."""
     try:
         experiment.make_graph().weights(0, 0)
@@ -133,7 +133,7 @@ def check_machine_addresses(experiment: Experiment) -> Iterator[Problem]:
         yield Problem(("mapping", "addresses"), f"must name the hosts of the {config.machines} machines, got none")
 
 
-def mapping_holds_the_graph(experiment: Experiment) -> Iterator[Problem]:
+def check_mapping_fits_graph(experiment: Experiment) -> Iterator[Problem]:
     """Checks that the mapping has as many places as the graph has nodes."""
     graph, mapping = graph_of(experiment), mapping_of(experiment)
     if graph is not None and mapping is not None and graph.num_nodes != mapping.num_nodes:

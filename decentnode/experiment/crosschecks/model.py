@@ -21,7 +21,7 @@ from decentnode.models.weights import check_weights
 from decentnode.samples import DataSpec
 from decentnode.tasks.base import Task, shape_of
 from decentnode.tensors import problem_of, training_bytes
-from decentnode.training.gradients import all_outputs
+from decentnode.training.gradients import outputs_with_auxiliary
 from decentnode.training.losses import Loss
 from decentnode.training.optimizers import try_step
 from decentnode.training.source import Source
@@ -144,7 +144,7 @@ def _aligned(task: Task, module: nn.Module, inputs: Tensor, targets: Tensor, wha
     with _blame(("model",), f"{what} raised", "data"):
         outputs: Any = module(inputs)
     try:
-        found = [task.align(each, targets) for each in all_outputs(module, outputs)]
+        found = [task.align(each, targets) for each in outputs_with_auxiliary(module, outputs)]
         for each in found:
             task.check(*each)
     except UsageError as error:

@@ -26,12 +26,12 @@ from decentnode.sharing.hooks import AROUND_STEPS, Hooks, own_methods
 from decentnode.sharing.parameters import ParametersConfig
 from decentnode.sharing.requirements import Requirements
 from decentnode.sharing.rounds import exchange_rounds, unheard
-from decentnode.sharing.weighed import why_not
+from decentnode.sharing.weighted_by_training import reason_against_weights
 
 logger = logging.getLogger(__name__)
 
 
-def sharing_is_a_rule(experiment: Experiment) -> Iterator[Problem]:
+def check_sharing_class(experiment: Experiment) -> Iterator[Problem]:
     if _rule_class(experiment) is None:
         message = f"must name a class derived from decentnode.sharing.base.Sharing, got {experiment.sharing.name}"
         yield Problem(("sharing", "name"), message)
@@ -59,7 +59,7 @@ def check_step_hooks(experiment: Experiment) -> Iterator[Problem]:
                       "with sequential=True", other=("sharing",))  # fmt: skip
 
 
-def sharing_suits_the_graph(experiment: Experiment) -> Iterator[Problem]:
+def check_sharing_fits_graph(experiment: Experiment) -> Iterator[Problem]:
     """Checks that the graph and its weights have the properties that the rule requires; problems suggest ones that
     do."""
     needs, name = _requirements(experiment), experiment.sharing.name
@@ -71,7 +71,7 @@ def sharing_suits_the_graph(experiment: Experiment) -> Iterator[Problem]:
             yield Problem(("sharing",), f": {name} {message}", other=fragment_path(experiment, index))
 
 
-def groups_suit_the_graph(experiment: Experiment) -> Iterator[Problem]:
+def check_groups(experiment: Experiment) -> Iterator[Problem]:
     """Checks the groups of rules that have them: equal sizes, every node in one group, and a graph in which all nodes
     of
     a group are connected to other groups alike."""
@@ -150,7 +150,7 @@ def unmet_requirements(needs: Requirements, graph: Graph) -> Iterator[str]:
             logger.warning("the smallest eigenvalue of the mixing matrix is %.3f, the exact limit of this rule", lowest)
 
 
-def everybody_hears_of_everybody(experiment: Experiment) -> Iterator[Problem]:
+def check_information_spreads(experiment: Experiment) -> Iterator[Problem]:
     """Checks that information gets from every node to every other node over the rounds in which each fragment is
     exchanged; nodes that nothing reaches would train models of their own."""
     for index, graph in graphs_of(experiment):
@@ -160,7 +160,7 @@ def everybody_hears_of_everybody(experiment: Experiment) -> Iterator[Problem]:
         name = experiment.sharing.name
         try:
             alone = unheard(rule, graph, experiment.seed, index)
-        except UsageError:  # the weights cannot be made, which graph_can_be_made reports
+        except UsageError:  # the weights cannot be made, which check_graph reports
             continue
         if alone is not None:
             section = Ring.Config.model_validate({"name": "ring", "nodes": graph.num_nodes})
@@ -223,7 +223,7 @@ def check_quorum_weights(experiment: Experiment) -> Iterator[Problem]:
     if quorum is None or quorum.weights == "neighbors":
         return
     name = experiment.sharing.name
-    if problem := why_not(_requirements(experiment)):
+    if problem := reason_against_weights(_requirements(experiment)):
         yield Problem(("node", "quorum", "weights"), f": {name} {problem}, got {quorum.weights}; use weights: "
                       "neighbors, or sharing: full", other=("sharing",))  # fmt: skip
 
@@ -248,7 +248,7 @@ def check_step_size(experiment: Experiment) -> Iterator[Problem]:
 
 
 def _rule_class(experiment: Experiment) -> type[Sharing] | None:
-    """Returns the class that the section names, or None if it is not a sharing rule (see `sharing_is_a_rule`)."""
+    """Returns the class that the section names, or None if it is not a sharing rule (see `check_sharing_class`)."""
     rule = load_class(experiment.sharing.name, SHARINGS, "sharing")
     return rule if issubclass(rule, Sharing) else None
 

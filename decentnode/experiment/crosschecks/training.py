@@ -21,7 +21,7 @@ from decentnode.experiment.tree import Experiment
 from decentnode.samples import DataSpec, ImageFiles
 from decentnode.sharing.parameters import named, problems_of
 from decentnode.training import TRAININGS
-from decentnode.training.statistics import needs_two
+from decentnode.training.statistics import needs_two_samples
 from decentnode.training.supervised_config import SupervisedConfig
 from decentnode.wire.bounds import MAX_FIGURES, MAX_SCALAR_NAME
 
@@ -97,7 +97,7 @@ def check_remaining_samples(experiment: Experiment) -> Iterator[Problem]:
         return
     sizes = {uid: len(part) for uid, part in parts.items() if uid not in servers}
     for uid, size in (tests or sizes).items():
-        if problem := training.problem_of_aside(size):
+        if problem := training.problem_of_validation(size):
             yield Problem(("training", "validation", "fraction"), f"of node {uid} {problem}", other=partition)
             return
     for uid, size in sizes.items():
@@ -150,7 +150,7 @@ def check_batch_sizes(experiment: Experiment) -> Iterator[Problem]:
     aside = training.validation if training.validation and training.validation.source == "train" else None
     sizes = {uid: len(part) - (aside.aside(len(part)) if aside else 0) for uid, part in parts.items() if len(part)}
     uid = min(sizes, key=sizes.__getitem__)
-    if problem := training.problem_of_one(sizes[uid]):
+    if problem := training.problem_of_single_sample(sizes[uid]):
         of_key = problem.startswith("training.batch_size ")
         yield Problem(("training", "batch_size") if of_key else ("data", "partition"),
                       problem.removeprefix("training.batch_size ") if of_key else f": node {uid}: {problem}",
@@ -161,7 +161,7 @@ def _needs_two_samples(experiment: Experiment, spec: DataSpec) -> bool:
     """Returns whether a model needs two samples, tried on the meta device; False if it cannot run there."""
     with contextlib.suppress(Exception), torch.device("meta"):
         kind = torch.float32 if spec.inputs == "values" else torch.int64
-        return needs_two(module_without_values(experiment, spec), torch.empty(1, *spec.input_shape, dtype=kind))
+        return needs_two_samples(module_without_values(experiment, spec), torch.empty(1, *spec.input_shape, dtype=kind))
     return False
 
 
@@ -194,7 +194,7 @@ def check_learning_rate_schedule(experiment: Experiment) -> Iterator[Problem]:
             return
         sizes, spec = [len(part) for part in parts.values()], spec_of(experiment)
         two = spec is not None and _needs_two_samples(experiment, spec)
-    ticks = max(training.most_ticks(rounds, size, needs_two=two) for size in sizes)
+    ticks = max(training.most_ticks(rounds, size, needs_two_samples=two) for size in sizes)
     if ticks > most:
         length = training.lr_schedule.arguments()
         key = ("total_steps",) if "total_steps" in length else ("epochs",) if "epochs" in length else ()

@@ -23,7 +23,7 @@ them."""
 def signals_blocked() -> Iterator[None]:
     """Blocks the signals of SUPERVISOR_SIGNALS in this thread during a block; they are delivered after it, or to
     another thread. Processes that the thread starts in the block begin with these signals blocked and must call
-    `ignore_signals` or `note_termination`."""
+    `ignore_signals` or `keep_sigterm`."""
     previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, SUPERVISOR_SIGNALS)
     try:
         yield
@@ -42,14 +42,14 @@ def ignore_signals() -> None:
 _kept_signals: list[int] = []
 
 
-def note_termination() -> None:
+def keep_sigterm() -> None:
     """Keeps a SIGTERM until `on_termination` is called or `StopSignals` is entered, in a process that cannot end
     regularly yet. Main thread only."""
     signal.signal(signal.SIGTERM, lambda number, _: _kept_signals.append(number))
 
 
 def on_termination(ask: Callable[[], object]) -> None:
-    """Calls `ask` on SIGTERM from now on, and at once if one was kept by `note_termination`. Main thread only."""
+    """Calls `ask` on SIGTERM from now on, and at once if one was kept by `keep_sigterm`. Main thread only."""
     signal.signal(signal.SIGTERM, lambda *_: ask())
     if _kept_signals:
         _kept_signals.clear()

@@ -32,7 +32,7 @@ UNFINISHED_SECONDS = 3600.0
 """Age from which a folder without a lock counts as left by a run that was killed while it made the folder."""
 
 _RANDOM = re.compile(r"[a-z0-9_]{8}")  # what tempfile.mkdtemp appends to a prefix
-_BUFFER = re.compile(r"-\d+-[0-9a-f]+-\d+(-lent)?")  # generation and uid, as `path_of` of publish buffers names them
+_BUFFER = re.compile(r"-\d+-[0-9a-f]+-\d+(-lent)?")  # generation and uid, as publish_buffer.buffer_path names them
 
 
 def base_folder() -> Path:

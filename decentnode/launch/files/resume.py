@@ -16,9 +16,9 @@ from decentnode.launch.children.messages import Task
 from decentnode.launch.files import run_dir
 from decentnode.launch.files.node_files import Reporter
 from decentnode.metrics import summary as summaries
-from decentnode.node.checkpoints.making import Checkpoints
+from decentnode.node.checkpoints.manager import Checkpoints
 from decentnode.node.checkpoints.resume_agreement import ResumeFrom
-from decentnode.node.measuring.course import ended_early
+from decentnode.node.measuring.early_stopping import reason_for_early_end
 from decentnode.node.node import Node
 from decentnode.node.schedules.dumps import Dumps
 
@@ -88,7 +88,7 @@ def finished(found: ResumableRun, experiment: Experiment) -> str:
     if summary.get("status") != "finished" or done is None:
         return ""
     if done < rounds and stop is not None and summary.get("ended") == "early_stop":
-        why = ended_early(stop, summary.get("best") or {}) if done == summary.get("rounds") else ""
+        why = reason_for_early_end(stop, summary.get("best") or {}) if done == summary.get("rounds") else ""
         return f"{found.run} ended early, after {done} of {rounds} rounds: {why}; more patience than " \
                f"{stop.patience}, or --set node.early_stop=null, continues it" if why else ""  # fmt: skip
     if done < rounds:

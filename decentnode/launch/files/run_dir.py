@@ -16,12 +16,12 @@ import yaml
 from decentnode.errors import EnvironmentFault, UsageError
 from decentnode.launch.children.messages import Facts
 from decentnode.launch.files import provenance, supervisor_file
-from decentnode.likeness import did_you_mean
 from decentnode.metrics import summary as summaries
 from decentnode.metrics.run_folder import SCRIPT
 from decentnode.metrics.run_folder import create as create
 from decentnode.metrics.run_folder import node_dir as node_dir
 from decentnode.metrics.run_folder import point as point
+from decentnode.similar_words import did_you_mean
 from decentnode.system import write_atomic
 
 ENVIRONMENT_SECONDS = 30.0
@@ -98,7 +98,7 @@ def refuse_script(run: Path) -> None:
         )
 
 
-def home_of(run: Path) -> Path | None:
+def copied_run_parent(run: Path) -> Path | None:
     """Returns the parent folder of a run that is not in its experiment's folder, such as a copy. Returns None for other
     runs: their config says where new runs go (`run.dir` is two folders up)."""
     try:

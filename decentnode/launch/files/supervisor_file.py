@@ -13,7 +13,7 @@ import socket
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from decentnode.system import boot_id, process_began, write_atomic
+from decentnode.system import boot_id, process_start_time, write_atomic
 
 FILE = "supervisor.json"
 
@@ -34,12 +34,12 @@ class Supervisor:
         """Whether the process is known to have ended; False for a process on another machine."""
         if self.host != socket.gethostname():
             return False
-        return self.boot != _boot_id() or not _is_running(self.pid) or self.began != process_began(self.pid)
+        return self.boot != _boot_id() or not _is_running(self.pid) or self.began != process_start_time(self.pid)
 
 
 def write(run: Path) -> None:
     """Writes the file for this process. If the disk refuses, only `died` cannot tell later."""
-    own = Supervisor(os.getpid(), process_began(os.getpid()), socket.gethostname(), _boot_id())
+    own = Supervisor(os.getpid(), process_start_time(os.getpid()), socket.gethostname(), _boot_id())
     with contextlib.suppress(OSError):
         write_atomic(run / FILE, json.dumps(asdict(own)) + "\n")
 

@@ -27,12 +27,12 @@ from decentnode.wire.messages import (
     PROTOCOL_VERSION,
     REACH_UNKNOWN,
     Asked,
+    Declined,
     Described,
     Granted,
     Inquiry,
     Knock,
     Resign,
-    Turned,
 )
 
 ANSWER_SECONDS, ASK_AGAIN_SECONDS = 3.0, 0.5
@@ -168,7 +168,7 @@ def _ask_until_answered(request: Request, asked: Asked, timeout_seconds: float, 
 def _ask_once(
     context: zmq.Context[zmq.Socket[bytes]], request: Request, asked: Asked, at: str, uid: int, *,
     keyring: Keyring | None, deadline: float,
-) -> Granted | Described | Turned | None:
+) -> Granted | Described | Declined | None:
     """Sends one request to member `uid` at endpoint `at`. Blocking for up to ANSWER_SECONDS. Returns its answer, or
     None if there is none in time."""
     socket = context.socket(zmq.DEALER)
@@ -194,12 +194,12 @@ def _ask_once(
         raise AssemblyError(f"{at} does not answer like a member with this version: {fault}", []) from fault
     finally:
         socket.close(linger=0)
-    if isinstance(answer, Turned) and answer.at and not re.fullmatch(r"tcp://[\w.:\[\]-]{1,110}:\d{1,5}", answer.at):
+    if isinstance(answer, Declined) and answer.at and not re.fullmatch(r"tcp://[\w.:\[\]-]{1,110}:\d{1,5}", answer.at):
         raise AssemblyError(f"{at} names another member at {answer.at[:80]!r}", [])
-    return answer if isinstance(answer, Granted | Described | Turned) else None
+    return answer if isinstance(answer, Granted | Described | Declined) else None
 
 
-def checked_text(text: bytes) -> str:
+def validated_experiment(text: bytes) -> str:
     """Returns the YAML text of an experiment that a member sent, after checking that it names only components of this
     package: nothing from the network may make a newcomer import a module or read another YAML file. Raises
     AssemblyError if it does not pass."""

@@ -37,7 +37,7 @@ from decentnode.errors import (
     UsageError,
 )
 from decentnode.experiment import Digests, Experiment
-from decentnode.faults import OnLinks
+from decentnode.faults import NetworkFault
 from decentnode.launch.children.messages import (
     Bound,
     ChildMessage,
@@ -67,7 +67,7 @@ from decentnode.mapping.newcomer import Newcomer, machine_of
 from decentnode.node.faults import NodeFaults
 from decentnode.node.node import Node
 from decentnode.tensors import keep_freed_memory
-from decentnode.training.cudnn import take_cudnn
+from decentnode.training.cudnn import apply_cudnn_settings
 from decentnode.wire.messages import MAX_CONFIG_BYTES
 from decentnode.wire.orders import Action
 
@@ -235,7 +235,7 @@ def growth_of(experiment: Experiment) -> Growth | None:
 def link_faults(experiment: Experiment) -> LinkFaults | None:
     """Returns the fault plan for the transport if it has faults on links between nodes, else None."""
     plan = experiment.make_faults()
-    between = any(isinstance(fault, OnLinks) for fault in plan)
+    between = any(isinstance(fault, NetworkFault) for fault in plan)
     return LinkFaults(plan, experiment.seed) if between else None
 
 
@@ -284,7 +284,7 @@ def run_node(task: Task, link: Link, newcomer: Newcomer | None = None) -> int:
         if newcomer is not None:
             experiment.seat(newcomer)
         logs.set_level(experiment.run.log_level)
-        take_cudnn(experiment.training)
+        apply_cudnn_settings(experiment.training)
         folder = node_dir(task.run_dir, uid) if task.run_dir else None
         reporter = Reporter(uid, folder / "metrics.jsonl" if folder else None, send, task.progress_seconds)
         node = build(experiment, uid, transport_maker(experiment, task, uid), reporter.record)

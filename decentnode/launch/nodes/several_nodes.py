@@ -40,7 +40,7 @@ from decentnode.launch.nodes.node_process import (
 )
 from decentnode.node.node import Node
 from decentnode.node.stepping import Stepping
-from decentnode.training.cudnn import take_cudnn
+from decentnode.training.cudnn import apply_cudnn_settings
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +104,7 @@ class _SeveralNodes:
             logs.set_up_nodes({uid: node_dir(task.run_dir, uid) / "log.txt" for uid in task.uids})
         experiment = load_request(task.request, check=False)
         logs.set_level(experiment.run.log_level)
-        take_cudnn(experiment.training)
+        apply_cudnn_settings(experiment.training)
         return experiment
 
     def _build(self, experiment: Experiment) -> None:

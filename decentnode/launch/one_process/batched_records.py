@@ -9,11 +9,11 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from decentnode.metrics.writer import finite
-from decentnode.simulate.engines.batched import RoundOfAll
+from decentnode.simulate.engines.batched import PopulationRound
 from decentnode.simulate.virtual import VirtualTime
 
 
-def lines_of(rounds: Sequence[RoundOfAll], virtual: VirtualTime | None = None) -> Iterator[bytes]:
+def lines_of(rounds: Sequence[PopulationRound], virtual: VirtualTime | None = None) -> Iterator[bytes]:
     """Yields for each node, ascending, its records of these rounds, one line of JSON per round."""
     pieces: list[str | Sequence[str]] = []
     for number, record in enumerate(rounds):
@@ -43,7 +43,7 @@ def _concatenated(pieces: Sequence[str | Sequence[str]], count: int) -> Iterator
         yield "".join(line).encode()
 
 
-def _beginning(record: RoundOfAll) -> str:
+def _beginning(record: PopulationRound) -> str:
     """Returns the beginning of a round's records, which all nodes share."""
     text = json.dumps({
         "kind": "round", "round": record.round, "time": record.time, "seconds": record.seconds,
@@ -53,7 +53,7 @@ def _beginning(record: RoundOfAll) -> str:
     return f'{text[:-1]},"loss":'
 
 
-def _node_pieces(record: RoundOfAll, virtual: VirtualTime | None) -> list[str | Sequence[str]]:
+def _node_pieces(record: PopulationRound, virtual: VirtualTime | None) -> list[str | Sequence[str]]:
     """Returns the pieces of a round's records from the loss to the edges. Losses have nine digits, more than their
     float32 parts; writing all seventeen takes twice as long as the rest of a line."""
     local = record.local
@@ -73,7 +73,7 @@ def _as_strings(values: np.ndarray) -> str | list[str]:
     return str(numbers[0]) if numbers.count(numbers[0]) == len(numbers) else [*map(str, numbers)]
 
 
-def _reports(record: RoundOfAll, virtual: VirtualTime | None) -> list[Sequence[str]]:
+def _reports(record: PopulationRound, virtual: VirtualTime | None) -> list[Sequence[str]]:
     """Returns a piece with training's additional reports and the virtual time; empty if there is neither."""
     count, reports = len(record.edges), record.local.reports
     if virtual is not None:

@@ -18,9 +18,9 @@ from decentnode.launch.files.node_files import model_path, save, save_merged
 from decentnode.launch.files.run_dir import node_dir
 from decentnode.launch.one_process.batched_records import lines_of
 from decentnode.metrics.events import EventLog
-from decentnode.metrics.figures import VIRTUAL, overflowed
+from decentnode.metrics.figures import VIRTUAL, non_finite_losses
 from decentnode.metrics.writer import MetricsWriter, encode, finite
-from decentnode.simulate.engines.batched import Batched, RoundOfAll, Sink
+from decentnode.simulate.engines.batched import Batched, PopulationRound, Sink
 from decentnode.simulate.virtual import VirtualTime
 from decentnode.system import write_atomic
 from decentnode.wire.orders import Action
@@ -77,13 +77,13 @@ class BatchedOutput(Sink):
     ) -> None:
         """tick: called after every round. virtual: the run's virtual time, if it has one."""
         self._engine, self.task, self.send, self._tick, self._virtual = engine, task, send, tick, virtual
-        self._rounds: list[RoundOfAll] = []
-        self._unreported: RoundOfAll | None = None
+        self._rounds: list[PopulationRound] = []
+        self._unreported: PopulationRound | None = None
         """The last round, if it has not been reported yet."""
         self._lines: dict[int, list[bytes]] = {uid: [] for uid in task.uids}
         self._report_pace, self._record_pace, self._status_pace = _Pace(0.0, task.progress_seconds), _Pace(), _Pace()
 
-    def take_round(self, found: RoundOfAll) -> None:
+    def take_round(self, found: PopulationRound) -> None:
         self._rounds.append(found)
         self._unreported = found
         if self._report_pace.is_due:
@@ -103,7 +103,7 @@ class BatchedOutput(Sink):
             record = self._virtual.told(uid, record)
         self._lines[uid].append(encode(record))
         self.send(Progress(uid, finite(record)))
-        if record["kind"] == "evaluation" and (problem := overflowed(record, merged=uid == self.task.uids[0])):
+        if record["kind"] == "evaluation" and (problem := non_finite_losses(record, merged=uid == self.task.uids[0])):
             logger.warning("node %d: evaluation after round %d: %s", uid, record["round"], problem)
             self.event(uid, "loss_overflowed", f"after round {record['round']}: {problem}")
 

@@ -30,17 +30,17 @@ from decentnode.metrics.figures import VIRTUAL
 from decentnode.node.faults import NodeFaults
 from decentnode.node.node import Node
 from decentnode.node.schedules.schedules import SCHEDULES
+from decentnode.simulate.asynchronous_rounds import AsynchronousRounds, check_schedule
 from decentnode.simulate.engines.choice import choose
-from decentnode.simulate.own_rounds import OwnRounds, check_schedule
 from decentnode.simulate.virtual import VirtualTime, is_described, make_clock
-from decentnode.training.cudnn import take_cudnn
+from decentnode.training.cudnn import apply_cudnn_settings
 from decentnode.wire.orders import Action
 
 
 def run_in_process(
     experiment: Experiment, record: Callable[[int, dict[str, Any]], None] = lambda _uid, _record: None,
     ready: Callable[[list[Node]], None] = lambda _: None, tick: Callable[[], None] = lambda: None,
-    own_rounds: OwnRounds | None = None,
+    own_rounds: AsynchronousRounds | None = None,
 ) -> list[Node]:
     """Builds all nodes, steps them to their end and returns them. Blocking; raises what a node raises, with the node's
     `uid` as an attribute.
@@ -100,7 +100,7 @@ class StepwiseOutput:
                 self._node_faults.extend([node.rounds.faults] if node.rounds.faults is not None else [])
             self._send(NodeJoined(node.uid))
 
-    def finish(self, node: Node, virtual: VirtualTime | OwnRounds | None) -> None:
+    def finish(self, node: Node, virtual: VirtualTime | AsynchronousRounds | None) -> None:
         """Writes a node's last checkpoint and its model, and reports its closing figures, after its last step."""
         assert self._records is not None
         if node.checkpoints is not None:
@@ -135,7 +135,7 @@ def run_nodes(
     """Runs all nodes of a task to their end, saves their results and reports them through `send`. Returns the exit
     code. Blocking; raises what a node raises, with the node's `uid` as an attribute of the error."""
     logs.set_level(experiment.run.log_level)
-    take_cudnn(experiment.training)
+    apply_cudnn_settings(experiment.training)
     if task.request.simulate and needs_world(experiment):
         torch.set_num_threads(task.threads)
         return run_in_world(task, experiment, send, ready, tick)
@@ -144,7 +144,7 @@ def run_nodes(
         choice = choose(experiment, resume=task.resume is not None)
         send(Engine(choice.name, choice.reason))
         if choice.batched is not None:
-            assert not isinstance(virtual, OwnRounds), "such schedules have no common rounds"
+            assert not isinstance(virtual, AsynchronousRounds), "such schedules have no common rounds"
             return run_batched(choice.batched, BatchedOutput(choice.batched, task, send, tick, virtual), ready)
         torch.set_num_threads(task.threads)
     files = StepwiseOutput(task, experiment, send)
@@ -154,7 +154,7 @@ def run_nodes(
 
     try:
         files.open()
-        own_rounds = virtual if isinstance(virtual, OwnRounds) else None
+        own_rounds = virtual if isinstance(virtual, AsynchronousRounds) else None
         nodes = run_in_process(experiment, record, lambda nodes: files.begin(nodes, ready), tick, own_rounds)
         for node in reversed(nodes):
             files.finish(node, virtual)
@@ -166,14 +166,14 @@ def run_nodes(
         files.close()
 
 
-def _virtual_time(experiment: Experiment) -> VirtualTime | OwnRounds | None:
+def _virtual_time(experiment: Experiment) -> VirtualTime | AsynchronousRounds | None:
     """Returns the virtual time of a simulation that describes computers or links, else None. Raises UsageError for a
     schedule without virtual time."""
     if not is_described(experiment):
         return None
     if SCHEDULES[experiment.node.schedule].asynchronous:
         check_schedule(experiment)
-        return OwnRounds(make_clock(experiment))
+        return AsynchronousRounds(make_clock(experiment))
     return VirtualTime(make_clock(experiment))
 
 

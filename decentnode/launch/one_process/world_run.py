@@ -18,7 +18,7 @@ from decentnode.communication.zeromq.config import ZeroMQConfig
 from decentnode.errors import Interrupted, PeerLost, UsageError
 from decentnode.experiment import Experiment
 from decentnode.experiment.virtual_time import ComputeConfig
-from decentnode.faults import AnyFault, ClockJump, Faults, FullDisk, Kill, Link, OnProcesses, Restart
+from decentnode.faults import AnyFault, ClockJump, Faults, FullDisk, Kill, Link, ProcessFault, Restart
 from decentnode.launch.children.messages import ChildMessage, Engine, Failed, Finished, NodeJoined, Task
 from decentnode.launch.children.own_modules import local_modules
 from decentnode.launch.files.node_files import NodeRecords, Reporter, resolve_recording, save_node
@@ -30,7 +30,7 @@ from decentnode.mapping.base import Place
 from decentnode.mapping.newcomer import Newcomer, machine_of
 from decentnode.node.node import Node
 from decentnode.simulate.virtual import make_compute
-from decentnode.simulate.world.run_again import PLAIN
+from decentnode.simulate.world.replay_run import PLAIN
 from decentnode.simulate.world.transport import Simulated
 from decentnode.simulate.world.world import Process, Setting, World
 from decentnode.wire.orders import Action
@@ -88,7 +88,7 @@ class SupervisedWorld(World):
             super().admit(ask, at)
 
     def strike(self, index: int, fault: AnyFault) -> None:
-        hit = [uid for uid in fault.uids if isinstance(fault, OnProcesses) and uid in self.processes
+        hit = [uid for uid in fault.uids if isinstance(fault, ProcessFault) and uid in self.processes
                   and self.processes[uid].alive != isinstance(fault, Restart)]  # fmt: skip
         if hit:
             self.injected[fault.do] += len(hit)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from decentnode.errors import NodeFailed, UsageError
+from decentnode.formatting import names
 from decentnode.launch.children.messages import Facts, Failed
 from decentnode.launch.reporting.observer import Observer
 from decentnode.launch.reporting.outcome import Ledger
@@ -17,7 +18,6 @@ from decentnode.simulate.world.records import (
     read_lives,
     unseen,
 )
-from decentnode.words import names
 
 NOTHING = "no node recorded any mixed payload"
 

@@ -17,6 +17,7 @@ from decentnode.build import devices_of, shared_model, threads_of
 from decentnode.data.opened import OpenedData
 from decentnode.experiment import Experiment
 from decentnode.experiment.initial_model import module_without_values
+from decentnode.formatting import names, size
 from decentnode.graph import spectrum
 from decentnode.launch.files.provenance import source_hash
 from decentnode.mapping.hosts import address
@@ -28,7 +29,6 @@ from decentnode.sharing.parameters import layout_of, named
 from decentnode.sharing.rounds import exchange_rounds, rule_view
 from decentnode.training.optimizers import OptimizerConfig, default_lr
 from decentnode.version import __version__
-from decentnode.words import names, size
 
 LEAST_SECONDS = 1.0
 """Shortest time-out at which no healthy node was missed at a load of 19 on two cores; with .5 s some were."""
@@ -56,11 +56,11 @@ def header(experiment: Experiment, local: Sequence[int], connected: bool = True)
         ["task", f"{experiment.measured().task}: {', '.join(each.text for each in experiment.measured().metrics)}"],
         ["model", f"{experiment.model.name}, {count:,} parameters: {size(count * 4)}"],
         *_parameters(experiment, module),
-        *([["training", text]] if (text := by_default(experiment)) else []),
+        *([["training", text]] if (text := default_lr_notice(experiment)) else []),
         ["sharing", f"{_rule_name(experiment)}: {_traffic(estimate_traffic(experiment, module), experiment)}"],
         *([["attack", text]] if (text := _attack_summary(experiment)) else []),
-        *(["warning", doubt] for doubt in experiment.doubts),
-        *([["warning", short]] if connected and (short := short_timeout(experiment)) else []),
+        *(["warning", doubt] for doubt in experiment.config_warnings),
+        *([["warning", short]] if connected and (short := short_timeout_warning(experiment)) else []),
         *([["warning", exposed]] if connected and (exposed := exposure_warning(experiment)) else []),
     ]  # fmt: skip
 
@@ -81,7 +81,7 @@ def _parameters(experiment: Experiment, module: nn.Module) -> list[list[str]]:
     return [["parameters", f"{layout.shared:,} shared{parts}, {kept:,} local to each node"]]
 
 
-def by_default(experiment: Experiment) -> str:
+def default_lr_notice(experiment: Experiment) -> str:
     """Returns a text about the default learning rate if the experiment does not set one, else ""."""
     config = getattr(experiment.training, "optimizer", None)
     if not isinstance(config, OptimizerConfig) or (rate := default_lr(config)) is None:
@@ -128,7 +128,7 @@ def exposure_warning(experiment: Experiment) -> str:
     )
 
 
-def short_timeout(experiment: Experiment) -> str:
+def short_timeout_warning(experiment: Experiment) -> str:
     """Returns a warning if nodes continue without a neighbor after such a short time-out that healthy nodes on a busy
     machine miss each other, else ""."""
     config = experiment.communication
@@ -183,7 +183,7 @@ def _section_text(config: object) -> str:
     return " ".join([str(getattr(config, "name", "iid")), *(f"{key} {value}" for key, value in values.items())])
 
 
-def other_code(experiment: Experiment) -> list[list[str]]:
+def changed_code_warning(experiment: Experiment) -> list[list[str]]:
     """Returns a warning line if the experiment repeats a run that was made with another version of decentnode's code.
     """
     try:

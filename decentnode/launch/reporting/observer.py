@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from decentnode.formatting import names
 from decentnode.launch.children.messages import Engine, Facts, Failed, NodesAbsent
-from decentnode.words import names
 
 if TYPE_CHECKING:
     from decentnode.launch.reporting.outcome import Outcome

@@ -14,8 +14,8 @@ from decentnode.launch.children.messages import Engine, Facts, Failed, Finished
 from decentnode.launch.files.run_dir import node_dir
 from decentnode.metrics import reader
 from decentnode.metrics import summary as summaries
-from decentnode.metrics.dealt import Dealt, epochs, merged, packed, unpacked
 from decentnode.metrics.figures import PURPOSES, TaskMetrics, packed_counts, unpacked_counts
+from decentnode.metrics.generation_samples import GenerationSamples, epochs, merged, packed, unpacked
 
 Figures = dict[str, Any]
 BYTES = tuple(f"bytes_{purpose}" for purpose in PURPOSES)
@@ -261,7 +261,7 @@ def _update_figures(known: Figures, record: Mapping[str, Any]) -> None:
             dealt[-1].trained += record.get("samples", 0)
             known["dealt"] = packed(dealt)
     elif record.get("kind") == "dealt":
-        now = Dealt(*(record[each.name] for each in dataclasses.fields(Dealt)))
+        now = GenerationSamples(*(record[each.name] for each in dataclasses.fields(GenerationSamples)))
         known["dealt"] = packed([*(each for each in unpacked(known.get("dealt")) if each.trained), now])
     elif record.get("kind") == "evaluation":
         known |= {key: record[key] for key in record if key not in ("kind", "round", "time")}
@@ -319,7 +319,8 @@ def summary(
     }
     found |= _members(facts, ledger)
     if ledger.disjoint_generations:
-        sides = summaries.of_sides(ledger.figures(), TaskMetrics.from_plain(facts.task), ledger.disjoint_generations)
+        metrics = TaskMetrics.from_plain(facts.task)
+        sides = summaries.figures_of_sides(ledger.figures(), metrics, ledger.disjoint_generations)
         for side in sides["sides"]:
             side |= _best({uid: each for uid, each in ledger.figures().items() if uid in side["nodes"]})
         found.pop("best", None)

@@ -13,7 +13,7 @@ from decentnode.errors import UsageError
 from decentnode.launch.children.messages import OrderRun
 from decentnode.launch.files import request_files, supervisor_file
 from decentnode.launch.supervising.workers import Worker
-from decentnode.likeness import did_you_mean
+from decentnode.similar_words import did_you_mean
 from decentnode.wire.orders import Action
 
 ACTIONS = {

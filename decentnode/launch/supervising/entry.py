@@ -15,7 +15,7 @@ from pathlib import Path
 
 from decentnode.launch.children.messages import Request, Task
 from decentnode.launch.children.pipe import Pipe
-from decentnode.launch.children.signals import SUSPENDING, note_termination
+from decentnode.launch.children.signals import SUSPENDING, keep_sigterm
 from decentnode.launch.files.run_dir import node_dir
 
 PR_SET_PDEATHSIG = 1
@@ -30,7 +30,7 @@ def die_with_parent(parent: int | None = None) -> None:
             os._exit(1)
 
 
-def surround(request: Request) -> None:
+def apply_environment(request: Request) -> None:
     """Sets the current folder and environment variables to those that the caller has now. The fork server may have been
     started with earlier ones."""
     if request.folder:
@@ -96,7 +96,7 @@ def leave(work: Callable[[Pipe], int], connection: Connection) -> None:
 def prepare(request: Request, connection: Connection) -> None:
     """Is the entry point of the child that loads the experiment for the supervisor."""
     protect(request.forked)
-    surround(request)
+    apply_environment(request)
 
     def work(channel: Pipe) -> int:
         from decentnode.launch.supervising.prepare import load_and_send
@@ -109,8 +109,8 @@ def prepare(request: Request, connection: Connection) -> None:
 def node(task: Task, connection: Connection) -> None:
     """Is the entry point of a child that runs nodes."""
     protect(task.request.forked)
-    note_termination()
-    surround(task.request)
+    keep_sigterm()
+    apply_environment(task.request)
     if task.run_dir is not None:
         redirect_output(node_dir(task.run_dir, task.uids[0]) / "stderr.txt")
         if not task.in_process:

@@ -15,6 +15,7 @@ from decentnode.errors import CheckpointError, DecentnodeError, EnvironmentFault
 from decentnode.experiment import Experiment
 from decentnode.experiment.derived import searched
 from decentnode.experiment.initial_model import module_without_values
+from decentnode.formatting import size
 from decentnode.graph.file import format_edges
 from decentnode.launch.children.messages import Facts, Failed, Header, Request
 from decentnode.launch.children.own_modules import local_modules
@@ -22,13 +23,12 @@ from decentnode.launch.children.pipe import Pipe
 from decentnode.launch.files import resume
 from decentnode.launch.loading import load_request
 from decentnode.launch.one_process.world_run import needs_world, simulation_refusal
-from decentnode.launch.reporting.header import header, other_code
+from decentnode.launch.reporting.header import changed_code_warning, header
 from decentnode.launch.supervising.schedulers import detect, machine_of
 from decentnode.mapping.addresses import own_names
 from decentnode.mapping.base import Mapping
 from decentnode.mapping.hosts import unreachable
 from decentnode.tensors import training_bytes
-from decentnode.words import size
 
 _DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 """YAML dumper for the mapping's places: for thousands of nodes, the one in C takes milliseconds, the other seconds."""
@@ -42,7 +42,7 @@ def load_and_send(request: Request, channel: Pipe) -> int:
         found = facts(experiment, request)
         channel.send(found)
         here = found.local[:1] if request.simulate else found.local
-        lines = [*resume_lines(experiment, request), *header(experiment, here), *other_code(experiment),
+        lines = [*resume_lines(experiment, request), *header(experiment, here), *changed_code_warning(experiment),
                  *address_warnings(experiment, request)]  # fmt: skip
         channel.send(Header(lines, local_modules()))
     except DecentnodeError as error:

@@ -10,7 +10,7 @@ import torch
 
 from decentnode import clock
 from decentnode.communication.run_state import Steps
-from decentnode.node.measuring.course import NUM_NUMBERS
+from decentnode.node.measuring.early_stopping import NUM_NUMBERS
 from decentnode.node.measuring.evaluation import begin_mean, mean_of
 from decentnode.node.resumable import Resumable
 

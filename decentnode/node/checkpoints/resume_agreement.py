@@ -11,7 +11,7 @@ from decentnode.checkpoint import agreement, store
 from decentnode.checkpoint.store import Cut, Manifest
 from decentnode.communication.run_state import Steps
 from decentnode.errors import CheckpointError
-from decentnode.node.checkpoints.going_on import GoingOn
+from decentnode.node.checkpoints.resuming import ResumePosition
 from decentnode.node.checkpoints.snapshot import Restored
 from decentnode.node.measuring.evaluation import mean_of
 from decentnode.node.resumable import Resumable
@@ -40,7 +40,7 @@ class AgreedCut:
     """The manifest of this node's checkpoint; None if it has none."""
     restored: Restored | None
     """This node's checkpoint, of which the model and the training state are restored already; None if it has none."""
-    where: GoingOn
+    where: ResumePosition
     problems: list[str]
     """Why other checkpoints of this node could not be read, one line each."""
 
@@ -79,7 +79,7 @@ def read_agreed_cut(node: Resumable, resume: ResumeFrom) -> Steps[AgreedCut]:
     round = (own[3] or max(row[3] for row in rows)) - 1
     # A stop may have come before some nodes made an evaluation that others have finished: then all make it again.
     last = evaluated if node.schedule.asynchronous else min(row[2] for row in rows if row[0])
-    return AgreedCut(number, mine, restored, GoingOn(round, last - 1, without), problems)
+    return AgreedCut(number, mine, restored, ResumePosition(round, last - 1, without), problems)
 
 
 def agreed_cut(node: Resumable, cuts: Sequence[Cut], attempt: int) -> Steps[tuple[int, int] | None]:

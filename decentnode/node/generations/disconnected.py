@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from decentnode.graph.base import Graph, parts
-from decentnode.graph.repaired import Edge, Repaired, rounds_looked_at
+from decentnode.graph.repaired import Edge, Repaired, examined_rounds
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,6 @@ def disconnected_graphs(graphs: Iterable[Graph], members: Sequence[int]) -> Iter
             edges, original = graph.edges(members), graph.graph
             if not edges:
                 continue
-        components = [sorted(part) for part in parts(original, members, rounds_looked_at(original))]
+        components = [sorted(part) for part in parts(original, members, examined_rounds(original))]
         if len(components) > 1:
             yield DisconnectedGraph(components, edges)

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 from decentnode import clock
 from decentnode.communication.run_state import Steps
-from decentnode.node.checkpoints.going_on import evaluate_alone_if_missed, evaluation_missed
 from decentnode.node.checkpoints.handover import agree_on_course, begin_rules_anew, deal_samples, give_models
+from decentnode.node.checkpoints.resuming import evaluate_alone_if_missed, evaluation_missed
 from decentnode.node.generations.disconnected import disconnected_graphs
 from decentnode.node.generations.merging import TrainingWork, merge_models
 from decentnode.node.resumable import NodeCheckpoints, Resumable
@@ -70,7 +70,7 @@ class NodeGenerations:
         merge_record = yield from self._hand_over(generation)
         yield from agree_on_course(node, generation.fresh, "generation/course")
         self._work.mark_reunited(new_members)
-        node.communication.took_part(generation)
+        node.communication.mark_in_sync(generation)
         is_asynchronous = self._rules.schedule.asynchronous
         evaluation_is_missing = not is_asynchronous and (yield from evaluation_missed(node, first_round))
         yield from self._advance_to(first_round, generation)
@@ -118,9 +118,9 @@ class NodeGenerations:
         node = self._node
         if node.uid in generation.fresh:
             if node.checkpoints is not None:
-                node.checkpoints.take_own(first_round)
+                node.checkpoints.restore_own_checkpoint(first_round)
             node.training.skip_to(first_round)
-            node.communication.caught_up()
+            node.communication.mark_caught_up()
             node.round = first_round
         elif generation.merging and not generation.stopping:
             if node.round < first_round:

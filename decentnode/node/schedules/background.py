@@ -21,7 +21,7 @@ def is_worthwhile(communication: Communication, model: Tensor) -> bool:
     """Returns whether to mix in the background if the config does not specify it. It is worthwhile if the node has a
     second core, or if a payload is larger than what neighbors send before the receiver takes chunks from its inbox: the
     rest of such a payload would only arrive after the local steps."""
-    return torch.get_num_threads() > 1 or model.nbytes > communication.ahead_bytes
+    return torch.get_num_threads() > 1 or model.nbytes > communication.prefetch_bytes
 
 
 def is_supported(communication: Communication, model: Tensor) -> bool:

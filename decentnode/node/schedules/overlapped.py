@@ -87,7 +87,7 @@ class Overlapped(Schedule):
                         used_view = each.mix(fragment.rule, of_before, of_mixed)
                         mixed_parts.append((fragment, each.start, each.stop, used_view))
 
-        self.communication.exposed_since = math.inf
+        self.communication.blocked_since = math.inf
         self._background_mixer = BackgroundMixer(mix)
 
     def mix(self) -> Steps[list[ExchangeOutcome]]:
@@ -104,7 +104,7 @@ class Overlapped(Schedule):
         soon, as the communication has ended its waits."""
         mixer, self._background_mixer = self._background_mixer, None
         if mixer is not None:
-            self.communication.exposed_since = clock.now()
+            self.communication.blocked_since = clock.now()
             with contextlib.suppress(Exception):
                 mixer.join()
         super().abandon()
@@ -134,7 +134,7 @@ class Overlapped(Schedule):
     def _advance_mixed(self, mixer: BackgroundMixer) -> None:
         """Wait until the background thread has mixed all arrivals, then set the model to W x + delta. Blocking."""
         started = clock.now()
-        self.communication.exposed_since = clock.now()
+        self.communication.blocked_since = clock.now()
         mixer.join()
         self._background_mixer = None
         self.times.wait += (joined := clock.now()) - started

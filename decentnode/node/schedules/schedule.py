@@ -204,7 +204,7 @@ class Schedule(abc.ABC):
         if not self.communication.goes_on:
             return False
         takes = [each.rule.steps_are_for(each.view) for each in self.fragments]
-        return all(uid is not None and self.communication.gone_on(round, uid) for uid in takes)
+        return all(uid is not None and self.communication.has_sent_later(round, uid) for uid in takes)
 
     def _replace_gradient(self, gradient: Tensor) -> Tensor:
         for fragment in self.fragments:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from decentnode.graph.base import RoundView
-from decentnode.mixing import fuses, mix_into, passes
+from decentnode.mixing import mix_into, passes, uses_fewest_passes
 from decentnode.parallel.buckets.advance import GRAIN_BYTES, MAX_ARRIVALS, Marks, Mixing, Rows, loops
 from decentnode.parallel.planning.plan import Plan
 from decentnode.payload import Payload
@@ -303,7 +303,7 @@ class Bucket:
         if sent is not None:
             own, weighted = 1.0, [(sent, own - 1.0), *weighted]
         mix_into(flat, flat, own, weighted)
-        return 2 + len(weighted) if self._hashes else passes(len(weighted), fuses(flat, weighted))
+        return 2 + len(weighted) if self._hashes else passes(len(weighted), uses_fewest_passes(flat, weighted))
 
     def _is_modified(self, where: _BlockPosition, flat: Tensor, sent: Tensor) -> bool:
         if self._loops is not None:

@@ -17,16 +17,16 @@ from decentnode.communication.zeromq.sockets.connections import end_monitor
 from decentnode.errors import AssemblyError, PeerFault, UsageError
 from decentnode.parallel.membership.keys import FAILED, VARIABLE, Access, failed_handshake
 from decentnode.wire.codec import decode, encode
-from decentnode.wire.framing import XXH3, body_sum, opened, sealed, verify
+from decentnode.wire.framing import XXH3, compute_body_checksum, opened, sealed, verify
 from decentnode.wire.messages import (
     MAX_CONFIG_BYTES,
     MAX_SEATS,
     PROTOCOL_VERSION,
     REACH_DIRECT,
+    Declined,
     Granted,
     Knock,
     Message,
-    Turned,
 )
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ SILENT = "nothing listens there"
 
 def packed_frame(message: Message) -> bytes:
     """Encodes a message as one frame."""
-    return sealed(0, encode(message), XXH3, body_sum(XXH3, b""))
+    return sealed(0, encode(message), XXH3, compute_body_checksum(XXH3, b""))
 
 
 def unpacked_frame(frames: Sequence[bytes]) -> Message:
@@ -203,11 +203,11 @@ def ask_to_join(addresses: Sequence[str], own: Address, seconds: float, access: 
                 answer = _knock(context, access or Access(), endpoint, own, left)
                 if isinstance(answer, Admission):
                     return answer
-                if isinstance(answer, Turned) and answer.final:
+                if isinstance(answer, Declined) and answer.final:
                     raise AssemblyError(f"{endpoint} does not let this process join: {answer.reason}")
-                found[endpoint] = answer.reason if isinstance(answer, Turned) else answer
+                found[endpoint] = answer.reason if isinstance(answer, Declined) else answer
                 times[endpoint] = times.get(endpoint, 0) + 1 if answer in REFUSALS else 0
-                if isinstance(answer, Turned) and answer.at and answer.at not in waiting and len(waiting) < MAX_SEATS:
+                if isinstance(answer, Declined) and answer.at and answer.at not in waiting and len(waiting) < MAX_SEATS:
                     with suppress(ValueError):
                         waiting.insert(0, format_endpoint(*parse_endpoint(answer.at)))
             if clock.now() > until or all(times.get(endpoint, 0) >= REFUSED_TIMES for endpoint in waiting):
@@ -223,7 +223,7 @@ def ask_to_join(addresses: Sequence[str], own: Address, seconds: float, access: 
 
 
 def _knock(context: zmq.Context[zmq.Socket[bytes]], access: Access, endpoint: str, own: Address, seconds: float) -> (
-    Admission | Turned | str
+    Admission | Declined | str
 ):
     """Makes one attempt; returns a member's answer, or why there is none."""
     if Address(endpoint, "").refuses_connection(seconds):
@@ -243,7 +243,7 @@ def _knock(context: zmq.Context[zmq.Socket[bytes]], access: Access, endpoint: st
             refused = bool(ready) and failed_handshake(monitor)
             return REFUSALS[access.has_keys] if refused else f"no member of a job answers within {seconds:.1f} s"
         message = unpacked_frame(asking.recv_multipart())
-        if isinstance(message, Turned):
+        if isinstance(message, Declined):
             return message
         if not isinstance(message, Granted):
             return f"answers with {type(message).__name__}"

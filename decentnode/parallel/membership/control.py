@@ -38,7 +38,7 @@ from decentnode.wire.generation import (
     Seated,
 )
 from decentnode.wire.membership import Membership
-from decentnode.wire.messages import SEAT_TOKEN_BYTES, Bye, Granted, Knock, Message, Turned
+from decentnode.wire.messages import SEAT_TOKEN_BYTES, Bye, Declined, Granted, Knock, Message
 
 logger = logging.getLogger(__name__)
 
@@ -377,18 +377,18 @@ class Control:
         state, terms = self._membership, self._terms
         now = clock.now()
         if state is None or terms is None:
-            reply: Message = Turned(bytes(8), 0, 0, "the job has not begun to train", 0, 0, "")
+            reply: Message = Declined(bytes(8), 0, 0, "the job has not begun to train", 0, 0, "")
         else:
             caller = Address(knock.control, knock.bulk)
-            found: tuple[int, bytes] | Turned
+            found: tuple[int, bytes] | Declined
             if caller in terms.founders:  # a rank that was restarted
                 found = terms.founders.index(caller), b""
             else:
                 granted = state.newcomers.knock(knock, Caller(), now)
-                found = granted if isinstance(granted, Turned) else (granted[1], granted[0].token)
-            if isinstance(found, Turned):
+                found = granted if isinstance(granted, Declined) else (granted[1], granted[0].token)
+            if isinstance(found, Declined):
                 at = self._addresses[found.uid].control if found.uid != state.uid and not found.final else ""
-                reply = Turned(found.run, 0, state.uid, found.reason, found.final, found.uid, at)
+                reply = Declined(found.run, 0, state.uid, found.reason, found.final, found.uid, at)
             else:
                 uid, token = found
                 token = token or bytes(SEAT_TOKEN_BYTES)

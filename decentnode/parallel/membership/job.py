@@ -37,7 +37,7 @@ from decentnode.parallel.membership.generation_groups import (
 from decentnode.parallel.membership.keys import Access
 from decentnode.parallel.process_group.collectives import failure_reason, gather_texts, set_wait_function
 from decentnode.parallel.process_group.shutdown import close_at_exit
-from decentnode.tensors import own_fault
+from decentnode.tensors import is_own_fault
 from decentnode.wire.generation import Generation
 from decentnode.wire.messages import MAX_SEATS
 
@@ -240,7 +240,7 @@ class Job:
                 self.admission = None
                 return
             except (PeerLost, RuntimeError, OSError) as failure:
-                if own_fault(failure):
+                if is_own_fault(failure):
                     raise
                 error, must_renew = ConnectionBroken(f"regrouping failed: {failure_reason(failure)}"), True
                 _drop_frames(failure)
@@ -273,7 +273,7 @@ class Job:
         try:
             work.wait()
         except RuntimeError as error:
-            if own_fault(error):
+            if is_own_fault(error):
                 raise
             raise ConnectionBroken(f"an operation of all ranks failed: {failure_reason(error)}") from error
 

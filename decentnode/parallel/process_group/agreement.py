@@ -8,11 +8,11 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from decentnode.errors import AssemblyError, PeerLost
+from decentnode.formatting import names
 from decentnode.parallel.process_group.collectives import failure_reason, gather_texts
 from decentnode.parallel.process_group.default_group import device_of_group, num_ranks
 from decentnode.parallel.process_group.rank_status import dead_ranks, enter_operation, lagging_ranks
-from decentnode.tensors import own_fault
-from decentnode.words import names
+from decentnode.tensors import is_own_fault
 
 MAX_REASON = 2000
 
@@ -28,7 +28,7 @@ def collective_operation(what: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if own_fault(error):
+        if is_own_fault(error):
             raise
         raise _peer_lost(what, error) from error
 
@@ -66,7 +66,7 @@ def succeed_on_all_ranks(what: str) -> Iterator[None]:
     except RuntimeError as error:
         if failed is not None:
             raise failed from None
-        if own_fault(error):
+        if is_own_fault(error):
             raise
         raise _peer_lost(what, error) from error
     if failed is not None:

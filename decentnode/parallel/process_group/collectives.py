@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from decentnode.formatting import names
 from decentnode.parallel.process_group.default_group import num_ranks
 from decentnode.parallel.process_group.rank_status import allow_store, dead_ranks, first_reported_end
 from decentnode.tensors import distinct
-from decentnode.words import names
 
 MAX_TEXT_BYTES = 1 << 24
 

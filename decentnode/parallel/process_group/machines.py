@@ -7,11 +7,11 @@ import os
 import socket
 
 from decentnode.errors import AssemblyError
+from decentnode.formatting import names
 from decentnode.parallel.process_group.agreement import collective_operation
 from decentnode.parallel.process_group.collectives import gather_texts
 from decentnode.parallel.process_group.default_group import device_of_group, num_ranks
 from decentnode.system import boot_id
-from decentnode.words import names
 
 VARIABLE = "LOCAL_WORLD_SIZE"
 """The environment variable in which torchrun puts the number of ranks on a machine."""

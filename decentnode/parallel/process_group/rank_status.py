@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from decentnode import clock
 from decentnode.errors import told
-from decentnode.system import boot_id, process_began
+from decentnode.system import boot_id, process_start_time
 
 END_KEY = "decentnode/ended"
 ENTRY_KEY = "decentnode/come"
@@ -98,7 +98,7 @@ def enter_operation() -> None:
 
 
 def _own_entry() -> str:
-    return f"{_num_entered} {os.getpid()} {process_began(os.getpid())} {_host()}"
+    return f"{_num_entered} {os.getpid()} {process_start_time(os.getpid())} {_host()}"
 
 
 def _host() -> str:
@@ -133,7 +133,7 @@ def _dead_among(every: Sequence[Sequence[str]]) -> list[int]:
                        if len(entry) == 4 and entry[2] and entry[3] == _host()}  # fmt: skip
     until = clock.now() + DEATH_SECONDS
     while True:
-        found = [rank for rank, (pid, began) in local_processes.items() if process_began(pid) != began]
+        found = [rank for rank, (pid, began) in local_processes.items() if process_start_time(pid) != began]
         if found or not local_processes or clock.now() > until:
             return found
         clock.sleep(DEATH_SECONDS / 20)

@@ -16,7 +16,7 @@ from decentnode.parallel.planning.plan import Plan
 from decentnode.parallel.planning.rules import Coding
 from decentnode.parallel.transports.base import Flight
 from decentnode.parallel.transports.host_memory import HostMemory
-from decentnode.sharing.operator import draws_of
+from decentnode.sharing.operator import make_generator
 
 
 class CodedMemory(HostMemory):
@@ -76,7 +76,7 @@ class CodedMemory(HostMemory):
         """Returns the random generator of a bucket: another one for each, as for each fragment of a node's model."""
         if self._codec is None:
             return None
-        return draws_of(self._codec, replace(self._plan.view(step), fragment=bucket.index), bucket.flat.device)
+        return make_generator(self._codec, replace(self._plan.view(step), fragment=bucket.index), bucket.flat.device)
 
     def _sendable(self, bucket: Bucket, tensor: Tensor) -> Tensor:
         """Returns the tensor, or a copy that the process group can send. Blocking for a copy."""

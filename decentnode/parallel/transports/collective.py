@@ -22,7 +22,7 @@ from decentnode.parallel.planning.plan import Plan
 from decentnode.parallel.process_group.collectives import failure_reason
 from decentnode.parallel.transports.base import Flight
 from decentnode.parallel.transports.host_memory import HostMemory, HostMemoryExchange
-from decentnode.tensors import own_fault
+from decentnode.tensors import is_own_fault
 
 
 class CollectiveExchange(HostMemoryExchange):
@@ -120,7 +120,7 @@ class CollectiveExchange(HostMemoryExchange):
         try:
             yield
         except RuntimeError as error:
-            if own_fault(error):
+            if is_own_fault(error):
                 raise
             raise PeerLost(f"rank {self.rank}: {what} failed: {failure_reason(error)}") from error
 
@@ -130,7 +130,7 @@ class CollectiveExchange(HostMemoryExchange):
         try:
             yield
         except RuntimeError as error:
-            if own_fault(error):
+            if is_own_fault(error):
                 raise
             who = f"rank {peers[0]}" if len(peers) == 1 else f"one of the ranks {', '.join(map(str, peers))}"
             reason = failure_reason(error)

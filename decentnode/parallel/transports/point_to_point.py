@@ -27,7 +27,7 @@ from decentnode.parallel.planning.plan import Plan
 from decentnode.parallel.process_group.collectives import failure_reason
 from decentnode.parallel.transports.base import Flight
 from decentnode.parallel.transports.host_memory import HostMemory, HostMemoryExchange
-from decentnode.tensors import own_fault
+from decentnode.tensors import is_own_fault
 
 POLL_SECONDS = (20e-6, 1e-3)
 CHECK_SECONDS = 0.05
@@ -102,7 +102,7 @@ class PointToPointExchange(HostMemoryExchange):
             else:
                 operation.work = dist.isend(tensor, peer, group=self._group)
         except RuntimeError as error:  # the connection is known to be broken
-            if own_fault(error):
+            if is_own_fault(error):
                 raise
             operation.is_done, operation.error = True, error
 
@@ -135,7 +135,7 @@ class PointToPointExchange(HostMemoryExchange):
                 backoff.sleep()
             if operation.error is not None:
                 error, peer = operation.error, operation.peer
-                if own_fault(error):
+                if is_own_fault(error):
                     raise error
                 raise ConnectionBroken(f"rank {self.rank}: the exchange of step {step} with rank {peer} failed: "
                                        f"{failure_reason(error)}", [peer]) from error  # fmt: skip

@@ -25,7 +25,7 @@ from decentnode.parallel.membership.control import PROBE_AFTER_SECONDS, Connecti
 from decentnode.parallel.membership.job import MAX_ATTEMPTS, Job
 from decentnode.parallel.process_group.collectives import failure_reason, gather_texts, mean_over_ranks
 from decentnode.parallel.transports.base import BucketExchange, Flight
-from decentnode.tensors import own_fault
+from decentnode.tensors import is_own_fault
 
 T = TypeVar("T")
 
@@ -183,7 +183,7 @@ class RegroupingExchange(BucketExchange):
                     found = work(self._mean)
                 break
             except (PeerLost, RuntimeError) as error:
-                if attempt >= MAX_ATTEMPTS or own_fault(error):  # the cause is not a lost rank
+                if attempt >= MAX_ATTEMPTS or is_own_fault(error):  # the cause is not a lost rank
                     raise
                 anew = False
                 if not isinstance(error, PeerLost):

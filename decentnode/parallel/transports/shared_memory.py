@@ -45,7 +45,7 @@ from decentnode.parallel.process_group.default_group import device_of_group
 from decentnode.parallel.transports.base import BucketExchange, Flight
 from decentnode.parallel.transports.presence import WORDS, Absence, Presence
 from decentnode.system import boot_id
-from decentnode.tensors import own_fault
+from decentnode.tensors import is_own_fault
 
 SLOTS = 2
 MAX_NEIGHBORS = 8
@@ -206,7 +206,7 @@ class SharedMemoryExchange(BucketExchange):
         except ConnectionBroken:
             raise
         except (PeerLost, RuntimeError) as error:
-            absence = None if own_fault(error) else self._find_absent()
+            absence = None if is_own_fault(error) else self._find_absent()
             if absence is None:
                 raise
             raise PeerLost(f"rank {self.rank}: {what} failed: {absence.reason}", [absence.rank]) from error

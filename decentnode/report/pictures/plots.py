@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from decentnode.errors import EnvironmentFault, UsageError
+from decentnode.formatting import plural
 from decentnode.metrics.figures import EVERY_AXIS, Curve
 from decentnode.report.reading.runs import Line, Series, chosen_curves
-from decentnode.words import plural
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -13,13 +13,13 @@ from decentnode.metrics.figures import ACCURACY, BY_NAME, LOSS, Figure, TaskMetr
 logger = logging.getLogger(__name__)
 
 FILE = "task.json"
-BEFORE = TaskMetrics("classification", (ACCURACY, LOSS))
+DEFAULT_METRICS = TaskMetrics("classification", (ACCURACY, LOSS))
 """The metrics of runs that do not record them, because they were made before there were other tasks."""
 
 
-def measured_in(summary: Mapping[str, Any]) -> TaskMetrics:
+def metrics_of_summary(summary: Mapping[str, Any]) -> TaskMetrics:
     """Returns the metrics of a run's task, from its summary or Facts (key `task`)."""
-    return metrics_from_plain(summary["task"]) if summary.get("task") else BEFORE
+    return metrics_from_plain(summary["task"]) if summary.get("task") else DEFAULT_METRICS
 
 
 def metrics_from_plain(plain: Any) -> TaskMetrics:
@@ -28,15 +28,15 @@ def metrics_from_plain(plain: Any) -> TaskMetrics:
         return TaskMetrics.from_plain(plain)
     except ValueError as error:
         logger.warning("%s", error)
-        return BEFORE
+        return DEFAULT_METRICS
 
 
-def measured_by(run: Path) -> TaskMetrics:
+def metrics_of_run(run: Path) -> TaskMetrics:
     """Returns the metrics of a run directory, also while the run is in progress."""
     try:
         return metrics_from_plain(json.loads((run / FILE).read_text(encoding="utf-8")))
     except (OSError, ValueError):
-        return BEFORE
+        return DEFAULT_METRICS
 
 
 def columns(tasks: Iterable[TaskMetrics]) -> tuple[Figure, ...]:
@@ -44,4 +44,4 @@ def columns(tasks: Iterable[TaskMetrics]) -> tuple[Figure, ...]:
     task_columns: dict[str, Figure] = {}
     for measured in tasks:
         task_columns |= {name: measured.by_name[name] for name in measured.compared if name not in BY_NAME}
-    return (*task_columns.values(), *(BY_NAME[name] for name in BEFORE.compared if name in BY_NAME))
+    return (*task_columns.values(), *(BY_NAME[name] for name in DEFAULT_METRICS.compared if name in BY_NAME))

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from decentnode.formatting import duration, names, number, size
 from decentnode.metrics.figures import TaskMetrics
-from decentnode.report.reading.measured import BEFORE
-from decentnode.words import duration, names, number, size
+from decentnode.report.reading.measured import DEFAULT_METRICS
 
 
 @dataclass
@@ -83,7 +83,7 @@ class RunProgress:
     `side`."""
     evaluate_every: int = 0
     """Rounds between evaluations; 0: only after the last."""
-    measured: TaskMetrics = BEFORE
+    measured: TaskMetrics = DEFAULT_METRICS
     """What the run's task measures."""
     own_rounds: bool = False
     """Whether nodes do not wait for each other's rounds; the first that has finished all rounds ends the run."""
@@ -100,7 +100,7 @@ class RunProgress:
 
     @classmethod
     def of(
-        cls, rounds: int, uids: Iterable[int], evaluate_every: int = 0, measured: TaskMetrics = BEFORE,
+        cls, rounds: int, uids: Iterable[int], evaluate_every: int = 0, measured: TaskMetrics = DEFAULT_METRICS,
         own_rounds: bool = False, *, elsewhere: bool = False,
     ) -> RunProgress:
         nodes = {uid: NodeState(uid) for uid in uids}

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Generic, Literal, TypeVar
 
 from decentnode.errors import UsageError
-from decentnode.likeness import did_you_mean
 from decentnode.metrics.figures import AXES, VIRTUAL, Curve, Figure, TaskMetrics, curve_name
-from decentnode.report.reading.repeats import Ran
+from decentnode.report.reading.repeats import RunResult
 from decentnode.report.reading.runs import RecordedRun, load
+from decentnode.similar_words import did_you_mean
 
 T = TypeVar("T")
-ExtraColumn = tuple[Figure, Callable[[Ran], float | None]]
+ExtraColumn = tuple[Figure, Callable[[RunResult], float | None]]
 """An additional column of a table: its heading, and a function that returns the value of a run, None if it has none."""
 
 COSTS = {"rounds": ("rounds", 1.0, 0), "seconds": ("s", 1.0, 1), "bytes": ("MB/node", 1e-6, 2),
@@ -106,7 +106,7 @@ class _RunCache(Generic[T]):
         self._of = compute
         self._found: dict[Path, T | None] = {}
 
-    def __call__(self, ran: Ran) -> T | None:
+    def __call__(self, ran: RunResult) -> T | None:
         """Returns the function's result; None if the run's records were removed."""
         if ran.path not in self._found:
             try:
@@ -120,7 +120,7 @@ TO_TARGET = "rounds_to_target"
 """The first of `target_columns`: runs without a value in it never reached the target."""
 
 
-def target_columns(runs: Sequence[Ran], text: str) -> list[ExtraColumn]:
+def target_columns(runs: Sequence[RunResult], text: str) -> list[ExtraColumn]:
     """Returns columns for rounds, seconds and bytes to a target, and for virtual seconds if a run has them."""
     target = target_of(text, runs[0].measured)
 
@@ -139,13 +139,13 @@ def target_columns(runs: Sequence[Ran], text: str) -> list[ExtraColumn]:
     return columns
 
 
-def best_columns(runs: Sequence[Ran]) -> list[ExtraColumn]:
+def best_columns(runs: Sequence[RunResult]) -> list[ExtraColumn]:
     """Returns columns for the best mean over the nodes and the round of that evaluation."""
     measured = runs[0].measured
     metric, main = curve_name(measured.main), measured.by_name[f"{measured.main.name}_mean"]
     best_of = _RunCache(lambda run: best(run, metric))
 
-    def of(ran: Ran, place: int) -> float | None:
+    def of(ran: RunResult, place: int) -> float | None:
         best_mean = best_of(ran)
         if best_mean is None:
             return None

@@ -16,7 +16,7 @@ from decentnode.config.run_files import DERIVED
 from decentnode.errors import UsageError
 from decentnode.metrics import summary as summaries
 from decentnode.metrics.figures import TaskMetrics
-from decentnode.report.reading.measured import BEFORE, measured_by, measured_in
+from decentnode.report.reading.measured import DEFAULT_METRICS, metrics_of_run, metrics_of_summary
 
 IGNORED_KEYS = ("seed", "name", "run", "simulate", DERIVED)
 """Keys whose values do not make a different experiment: the seed, the name, the folder of the results (`run`), and how
@@ -26,7 +26,7 @@ EDGES = "graph.edges"
 
 
 @dataclass(frozen=True)
-class Ran:
+class RunResult:
     """One run, as read from its directory."""
 
     path: Path
@@ -38,7 +38,7 @@ class Ran:
     status: str
     """finished, interrupted or failed; "not finished" without a summary."""
     summary: Mapping[str, Any]
-    measured: TaskMetrics = BEFORE
+    measured: TaskMetrics = DEFAULT_METRICS
     """What its task measures."""
     derived_keys: frozenset[str] = frozenset()
     """Keys of `config` with derived values: for a random graph they may differ for every seed."""
@@ -56,7 +56,7 @@ class Ran:
         return f"{self.status} {after}"
 
 
-def read(path: Path) -> Ran:
+def read(path: Path) -> RunResult:
     """Reads a run. Raises UsageError if the directory has no config."""
     try:
         resolved = yaml.safe_load((path / "config.resolved.yaml").read_text(encoding="utf-8"))
@@ -74,9 +74,9 @@ def read(path: Path) -> Ran:
     try:
         summary = summaries.read(path / "summary.json")
     except (OSError, ValueError):
-        return Ran(path, name, seed, config, "not finished", {}, measured_by(path), derived_keys)
+        return RunResult(path, name, seed, config, "not finished", {}, metrics_of_run(path), derived_keys)
     status = str(summary.get("status", "not finished"))
-    return Ran(path, name, seed, config, status, summary, measured_in(summary), derived_keys)
+    return RunResult(path, name, seed, config, status, summary, metrics_of_summary(summary), derived_keys)
 
 
 def _flat(value: Any, key: str) -> Iterable[tuple[str, str]]:
@@ -92,18 +92,18 @@ Key = tuple[str, frozenset[tuple[str, str]]]
 """A run's name and config."""
 
 
-def _key(run: Ran, excluded: frozenset[str] = frozenset()) -> Key:
+def _key(run: RunResult, excluded: frozenset[str] = frozenset()) -> Key:
     return run.name, frozenset((key, value) for key, value in run.config.items() if key not in excluded)
 
 
-def group_repeats(runs: Sequence[Ran]) -> tuple[list[list[Ran]], list[str]]:
+def group_repeats(runs: Sequence[RunResult]) -> tuple[list[list[RunResult]], list[str]]:
     """Returns (groups of repeats, reasons for the runs that are left out).
 
     Groups are in the order of their first runs. Derived values do not separate groups: a run whose config states a
     value explicitly is a repeat of a run that derived the same value. Runs that did not finish are left out, and so are
     runs whose seed a later run of the group repeats: the same numbers twice are not two samples.
     """
-    groups: dict[Key, list[Ran]] = {}
+    groups: dict[Key, list[RunResult]] = {}
     without_derived = {_key(each): _key(each, each.derived_keys) for each in runs if each.derived_keys}
     notes: list[str] = []
     paths: set[Path] = set()
@@ -119,7 +119,7 @@ def group_repeats(runs: Sequence[Ran]) -> tuple[list[list[Ran]], list[str]]:
         groups.setdefault(without_derived.get(_key(each), _key(each)), []).append(each)
     kept = []
     for group in groups.values():
-        by_seed: dict[str, Ran] = {}
+        by_seed: dict[str, RunResult] = {}
         for each in sorted(group, key=lambda run: run.path.name):
             before = by_seed.pop(str(each.seed), None)
             if before is not None:
@@ -144,9 +144,9 @@ class Label:
         return " ".join([self.name, *(f"{key}={value}" for key, value in self.settings.items())])
 
 
-def labels_of(groups: Sequence[Sequence[Ran]]) -> list[Label]:
+def labels_of(groups: Sequence[Sequence[RunResult]]) -> list[Label]:
     """Returns the label of every group. Derived values are left out if the others suffice to distinguish the groups."""
-    by_name: dict[str, list[Ran]] = {}
+    by_name: dict[str, list[RunResult]] = {}
     for group in groups:
         by_name.setdefault(group[0].name, []).append(group[0])
     keys = {name: _label_keys(runs) for name, runs in by_name.items()}
@@ -154,7 +154,7 @@ def labels_of(groups: Sequence[Sequence[Ran]]) -> list[Label]:
             for group in groups]  # fmt: skip
 
 
-def _label_keys(runs: Sequence[Ran]) -> list[str]:
+def _label_keys(runs: Sequence[RunResult]) -> list[str]:
     """Returns the keys that distinguish the runs: only explicitly given ones if these suffice."""
     keys = differing_keys([run.config for run in runs])
     derived = frozenset[str]().union(*(run.derived_keys for run in runs))
@@ -163,7 +163,7 @@ def _label_keys(runs: Sequence[Ran]) -> list[str]:
     return explicit if len(kinds[0]) == len(kinds[1]) else keys
 
 
-def labels(groups: Sequence[Sequence[Ran]]) -> list[str]:
+def labels(groups: Sequence[Sequence[RunResult]]) -> list[str]:
     """Returns the name of every group; groups of one name get the keys in which they differ."""
     return [label.text for label in labels_of(groups)]
 

@@ -13,8 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from decentnode import clock
+from decentnode.formatting import duration, plural, size
 from decentnode.report.reading.fitting import FittingTable
-from decentnode.words import duration, plural, size
 
 FINAL_STATES = ("finished", "stopped", "left", "failed")
 """The activities that a node reports after it has ended."""

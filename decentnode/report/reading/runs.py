@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from decentnode.errors import UsageError
-from decentnode.likeness import did_you_mean
 from decentnode.metrics.figures import AXES, VIRTUAL, VIRTUAL_FILE, Curve, TaskMetrics, curve_name
 from decentnode.metrics.reader import read
 from decentnode.report.reading import repeats
 from decentnode.report.reading.furthest import ValuesByRound, are_out_of_step, by_furthest, virtual_by_round
-from decentnode.report.reading.measured import BEFORE, measured_by
-from decentnode.report.reading.repeats import Ran
+from decentnode.report.reading.measured import DEFAULT_METRICS, metrics_of_run
+from decentnode.report.reading.repeats import RunResult
+from decentnode.similar_words import did_you_mean
 
 __all__ = [
     "AXES", "Line", "RecordedRun", "Series", "axes_of", "chosen_curves", "curves_of", "lines", "load", "overview",
@@ -70,7 +70,7 @@ class RecordedRun:
 
     path: Path
     nodes: dict[int, list[dict[str, Any]]]
-    measured: TaskMetrics = BEFORE
+    measured: TaskMetrics = DEFAULT_METRICS
     """What its task measures."""
 
     @functools.cached_property
@@ -263,7 +263,7 @@ def load(path: Path) -> RecordedRun:
     records = {int(file.parent.name): list(read(file)) for file in files if file.parent.name.isdigit()}
     if not any(records.values()):
         raise UsageError(f"{path} holds no metrics: nodes/*/metrics.jsonl must have records")
-    return RecordedRun(path, records, measured_by(path))
+    return RecordedRun(path, records, metrics_of_run(path))
 
 
 def curves_of(drawn: Sequence[Line]) -> dict[str, Curve]:
@@ -326,7 +326,7 @@ def lines(
     return all_lines, notes
 
 
-def _panel_labels(groups: Sequence[Sequence[Ran]], panel: str) -> list[tuple[str, str]]:
+def _panel_labels(groups: Sequence[Sequence[RunResult]], panel: str) -> list[tuple[str, str]]:
     """Returns for each group (the title of its panel, its label within the panel). Raises UsageError."""
     configs = [{"name": group[0].name, **group[0].config} for group in groups]
     differing = repeats.differing_keys(configs)
@@ -350,15 +350,15 @@ def _panel_labels(groups: Sequence[Sequence[Ran]], panel: str) -> list[tuple[str
     return [(title, f"{label} {group[0].path.name}") for (title, label), group in zip(labels, groups, strict=True)]
 
 
-def _read_run(path: Path) -> Ran:
+def _read_run(path: Path) -> RunResult:
     """Reads a run; a folder without a config counts as an experiment of its own."""
     try:
         return repeats.read(path)
     except UsageError:
-        return Ran(path, path.parent.name, None, {"run": str(path)}, "finished", {})
+        return RunResult(path, path.parent.name, None, {"run": str(path)}, "finished", {})
 
 
-def _labels(groups: Sequence[Sequence[Ran]]) -> list[str]:
+def _labels(groups: Sequence[Sequence[RunResult]]) -> list[str]:
     """Returns distinct labels: equal ones get keys, how the runs ended, seeds, or folders if nothing else differs. A
     name that all runs share is left out if keys distinguish them."""
     stripped = [[replace(each, config={k: v for k, v in each.config.items() if k != "run"}) for each in group]

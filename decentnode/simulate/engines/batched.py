@@ -12,7 +12,7 @@ import torch
 
 from decentnode import clock
 from decentnode.errors import Diverged
-from decentnode.node.measuring.course import Course
+from decentnode.node.measuring.early_stopping import Course
 from decentnode.node.schedules.schedules import SCHEDULES
 from decentnode.simulate.engines.evaluation import EvaluationResult, Evaluator
 from decentnode.simulate.engines.exchange import PopulationExchange, RoundTraffic, make_exchange
@@ -29,7 +29,7 @@ HOLD_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
-class RoundOfAll:
+class PopulationRound:
     """The round records of all nodes. The seconds of a node are its share of the time of all nodes together."""
 
     round: int
@@ -49,7 +49,7 @@ class Sink(abc.ABC):
     """Receives what a run reports while it runs."""
 
     @abc.abstractmethod
-    def take_round(self, found: RoundOfAll) -> None:
+    def take_round(self, found: PopulationRound) -> None:
         """Is called after each round, with the round of all nodes. The sink owns the arrays."""
 
     @abc.abstractmethod
@@ -153,7 +153,7 @@ class Batched:
                 self._evaluate(sink)
         self._evaluate(sink, closing=True)
 
-    def step(self) -> RoundOfAll:
+    def step(self) -> PopulationRound:
         """Computes one round of all nodes. Blocking."""
         population, exchange, started = self.population, self.exchange, clock.now()
         with torch.no_grad():
@@ -169,7 +169,7 @@ class Batched:
         self._count(sent)
         self._seconds.append(over - started)
         self._train_seconds += (trained - training) / count
-        found = RoundOfAll(
+        found = PopulationRound(
             self.round, clock.wall(), over - started, (trained - training) / count,
             (over - trained + training - started) / count, local, sent.edges, self._data.copy(),
             self._metadata.copy(), self._evaluation.copy(),

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from decentnode import native
-from decentnode.build import SharedModel, device_of, place_model, shared_model
+from decentnode.build import SharedModel, device_of, make_model_on_device, shared_model
 from decentnode.config.component import load_class
 from decentnode.experiment import Experiment
 from decentnode.simulate.engines.forward import random_part
@@ -48,7 +48,7 @@ class Population:
         place, data = experiment.make_mapping().place(0), experiment.open_data()
         self.device = device_of(place.device, place.rank)
         self.shared: list[SharedModel] = [
-            shared_model(experiment, place_model(experiment, data.spec, self.device)) for _ in range(workers)
+            shared_model(experiment, make_model_on_device(experiment, data.spec, self.device)) for _ in range(workers)
         ]
         chosen: Any = load_class(experiment.training.name, TRAININGS, "training")
         self.trainings: list[Training] = [

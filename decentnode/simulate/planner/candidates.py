@@ -12,12 +12,12 @@ import torch
 
 from decentnode.errors import DecentnodeError, UsageError
 from decentnode.experiment import Experiment, load
-from decentnode.experiment.crosschecks.graph import graph_can_be_made, mapping_holds_the_graph
+from decentnode.experiment.crosschecks.graph import check_graph, check_mapping_fits_graph
 from decentnode.experiment.crosschecks.sharing import (
-    everybody_hears_of_everybody,
-    groups_suit_the_graph,
-    sharing_is_a_rule,
-    sharing_suits_the_graph,
+    check_groups,
+    check_information_spreads,
+    check_sharing_class,
+    check_sharing_fits_graph,
 )
 from decentnode.experiment.initial_model import module_without_values
 from decentnode.experiment.virtual_time import LinksConfig
@@ -26,8 +26,8 @@ from decentnode.simulate.planner.predict import AllReduce, Prediction, predict, 
 from decentnode.simulate.virtual import local_steps, measured_step_seconds
 
 CHECKS = (
-    graph_can_be_made, mapping_holds_the_graph, sharing_is_a_rule, sharing_suits_the_graph, groups_suit_the_graph,
-    everybody_hears_of_everybody,
+    check_graph, check_mapping_fits_graph, check_sharing_class, check_sharing_fits_graph, check_groups,
+    check_information_spreads,
 )  # fmt: skip
 """The checks of an experiment that a candidate may fail although the experiment itself passes them."""
 OWN = "own"

@@ -18,14 +18,14 @@ from torch import Tensor
 
 from decentnode.communication.base import Arrival
 from decentnode.communication.parts import Collected, ExchangeKey
-from decentnode.communication.shared_memory.model_slots import PlaceWait
+from decentnode.communication.shared_memory.model_slots import SlotWait
 from decentnode.communication.zeromq.protocol.link_sender import MAX_QUEUED
 from decentnode.communication.zeromq.protocol.link_state import BULK, MAX_URGENT
 from decentnode.communication.zeromq.protocol.reliable_links import ACK_EVERY, ACK_SECONDS, ReliableLinks
 from decentnode.metrics.history import History as Recorder
 from decentnode.metrics.history import digest_of
 from decentnode.payload import Payload
-from decentnode.simulate.world.records import Life, Lives, Violation, must
+from decentnode.simulate.world.records import ProcessRecord, ProcessRecords, Violation, must
 from decentnode.simulate.world.transport import Simulated
 from decentnode.simulate.world.transport_observer import ObservedTransport, TransportObserver
 from decentnode.simulate.world.world import Process, World
@@ -92,7 +92,7 @@ class History(TransportObserver):
     def __init__(self, record: bool = False) -> None:
         """record: whether to keep what nodes record for a replay, as in a run on machines."""
         self.record = record
-        self.lives: Lives = {}
+        self.lives: ProcessRecords = {}
         """What the processes of each node recorded."""
         self.events: Counter[str] = Counter()
         """Number of occurrences of each event of nodes, stage of membership, and branch counted by this class."""
@@ -128,7 +128,7 @@ class History(TransportObserver):
 
         process.transport.counters.on_event = on_event
         if self.record:
-            kept = Life(uid, life, Path(f"{uid:03d}") / "events.jsonl")
+            kept = ProcessRecord(uid, life, Path(f"{uid:03d}") / "events.jsonl")
             self.lives.setdefault(uid, []).append(kept)
             process.transport.history = Recorder(
                 lambda kind, fields: kept.add(kind, fields, len(kept.events) + 1, self.world.heap.now)
@@ -264,7 +264,7 @@ class History(TransportObserver):
                 self._check_generations()
                 self._count_stages()
                 self.on_stage(process, stage)
-        if isinstance(process.wait, PlaceWait):
+        if isinstance(process.wait, SlotWait):
             self.events["late reader"] += 1
 
     def _check_inbox(self, transport: Simulated) -> None:

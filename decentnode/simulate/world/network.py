@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from decentnode.communication.zeromq.protocol.link_state import BULK, CONTROL, Body
-from decentnode.faults import AnyFault, Fate, Fates, Link, damaged
-from decentnode.simulate.world.heap import EventHeap
+from decentnode.faults import AnyFault, Link, MessageFate, MessageFates, damaged
+from decentnode.simulate.world.event_queue import EventQueue
 
-_NO_FAULT = Fate()
+_NO_FAULT = MessageFate()
 Receive = Callable[[int, list[memoryview], int | None], None]
 """receive(plane, frames, source): source is the sender's uid if the connection authenticates it, else None."""
 
@@ -47,12 +47,12 @@ class Socket:
 class VirtualNetwork:
     """Connections between the nodes of one process."""
 
-    def __init__(self, heap: EventHeap, link: Link, seed: int) -> None:
+    def __init__(self, heap: EventQueue, link: Link, seed: int) -> None:
         """link: the properties of all connections."""
         self.heap, self.link, self.random = heap, link, random.Random(seed)
         self.rules: list[tuple[int, AnyFault]] = []
         """Faults of single messages that are in effect, with their index in the plan."""
-        self._fates = Fates(seed)
+        self._fates = MessageFates(seed)
         self.faulty = True
         """Whether messages are lost, duplicated, reordered and damaged by the shares of `link`."""
         self.nodes: dict[int, Socket] = {}

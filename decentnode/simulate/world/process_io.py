@@ -16,7 +16,7 @@ from decentnode.communication.zeromq.protocol.link_state import Body, HeldBody, 
 from decentnode.communication.zeromq.protocol.node_protocol import NodeProtocol
 from decentnode.communication.zeromq.protocol.reliable_links import ReliableLinks
 from decentnode.communication.zeromq.sockets.link_driver import LinkSizes
-from decentnode.simulate.world.heap import Alarm
+from decentnode.simulate.world.event_queue import DeadlineTimer
 from decentnode.simulate.world.network import VirtualNetwork
 from decentnode.wire import framing
 from decentnode.wire.messages import Message
@@ -39,7 +39,7 @@ class ProcessIO:
         self.resends_under_lease = 0
         """Number of messages that were sent again from memory that is under lease; the reader resets it."""
         self._calls: deque[Callable[[], None]] = deque()
-        self._alarm = Alarm(self.heap, lambda: self.next_deadline, self._tick)
+        self._alarm = DeadlineTimer(self.heap, lambda: self.next_deadline, self._tick)
         self._socket = network.attach(self.uid, self._receive, self._writable)
 
     def serve(self, protocol: NodeProtocol, has_room: Callable[[int], None]) -> None:
@@ -131,12 +131,12 @@ class ProcessIO:
     def withhold(self, uid: int, key: ExchangeKey) -> None:
         self.links.sender.withhold(uid, key, self.heap.now)
 
-    def hurry(self) -> None:
-        self.links.sender.hurry(self.heap.now)
+    def request_acks(self) -> None:
+        self.links.sender.request_acks(self.heap.now)
 
-    def owing(self) -> list[int]:
-        """Returns the same as `LinkSender.owing`."""
-        return self.links.sender.owing()
+    def unacked_peers(self) -> list[int]:
+        """Returns the same as `LinkSender.unacked_peers`."""
+        return self.links.sender.unacked_peers()
 
 
 class ZeroCopyBody:

@@ -93,7 +93,7 @@ class Event:
 
 
 @dataclass
-class Life:
+class ProcessRecord:
     """What one process of a node recorded, from its start to its end."""
 
     uid: int
@@ -136,18 +136,18 @@ class Life:
         self.events.append(event)
 
 
-def place_of(life: Life, event: Event) -> str:
+def place_of(life: ProcessRecord, event: Event) -> str:
     """Returns a description of where in the run something was recorded: file, line, node and round."""
     again = f" (started again, process {life.number})" if life.number else ""
     round = "" if event.round is None else f", round {event.round}"
     return f"nodes/{life.path.parent.name}/{life.path.name}, line {event.line}: node {life.uid}{again}{round}"
 
 
-Lives = dict[int, list[Life]]
+ProcessRecords = dict[int, list[ProcessRecord]]
 """By uid: the processes of a node, in the order in which they began."""
 
 
-def read_lives(run: Path, num_nodes: int, newcomers: int = 0) -> Lives:
+def read_lives(run: Path, num_nodes: int, newcomers: int = 0) -> ProcessRecords:
     """Returns what the nodes of a run recorded. Raises UsageError if a node has no records, or they cannot be read.
 
     newcomers: largest number of nodes beyond the mapping's that may have joined. Their records are on other machines
@@ -169,8 +169,8 @@ def read_lives(run: Path, num_nodes: int, newcomers: int = 0) -> Lives:
     return lives
 
 
-def _read(path: Path, uid: int) -> list[Life]:
-    lives: list[Life] = []
+def _read(path: Path, uid: int) -> list[ProcessRecord]:
+    lives: list[ProcessRecord] = []
     for line, text in enumerate(path.read_bytes().splitlines(), 1):
         try:
             found = json.loads(text)
@@ -183,7 +183,7 @@ def _read(path: Path, uid: int) -> list[Life]:
             continue
         time = found.pop("time", 0.0)
         if kind == "recording":
-            lives.append(Life(uid, len(lives), path, found))
+            lives.append(ProcessRecord(uid, len(lives), path, found))
             continue
         if not lives:
             raise UsageError(f"{path}, line {line}: {kind} comes before a process began to record")
@@ -214,7 +214,7 @@ def _check_fields(event: Event) -> None:
         _ = int(event.fields["round"]), int(event.fields["evaluated"]), [int(uid) for uid in event.fields["without"]]
 
 
-def every_event(lives: Lives) -> Iterator[tuple[Life, Event]]:
+def every_event(lives: ProcessRecords) -> Iterator[tuple[ProcessRecord, Event]]:
     """Yields all records of all nodes, each with the process that made it."""
     for each in lives.values():
         for life in each:
@@ -225,7 +225,7 @@ def every_event(lives: Lives) -> Iterator[tuple[Life, Event]]:
 # -- invariants --------------------------------------------------------------------------------------------------------
 
 
-def unseen(lives: Lives) -> dict[str, int]:
+def unseen(lives: ProcessRecords) -> dict[str, int]:
     """Returns the number of mixed payloads whose source, a newcomer, has no records here, by the source's uid."""
     found: Counter[int] = Counter()
     for _, event in every_event(lives):
@@ -236,7 +236,7 @@ def unseen(lives: Lives) -> dict[str, int]:
     return {str(uid): found[uid] for uid in sorted(found)}
 
 
-def check_payloads(lives: Lives) -> int:
+def check_payloads(lives: ProcessRecords) -> int:
     """Checks that every payload was mixed as its source sent it to this node in this round (for mailboxes: under this
     number) and generation, and at most once in a round. Returns the number of payloads checked, which leaves out those
     of `unseen`. Raises Violation."""
@@ -260,7 +260,7 @@ def check_payloads(lives: Lives) -> int:
     return checked
 
 
-def _digests_of(kind: str, lives: Lives) -> Mapping[tuple[Name, Channel, int, int], set[str]]:
+def _digests_of(kind: str, lives: ProcessRecords) -> Mapping[tuple[Name, Channel, int, int], set[str]]:
     """Returns the digests of what was sent, by generation, channel, source and receiver."""
     found: dict[tuple[Name, Channel, int, int], set[str]] = defaultdict(set)
     for life, event in every_event(lives):
@@ -270,7 +270,7 @@ def _digests_of(kind: str, lives: Lives) -> Mapping[tuple[Name, Channel, int, in
     return found
 
 
-def _check_copies(lives: Lives) -> int:
+def _check_copies(lives: ProcessRecords) -> int:
     """Checks payloads from mailboxes, as `check_payloads` does. A payload that is mixed in several rounds must keep the
     round in which it arrived."""
     published, checked = _digests_of("published", lives), 0
@@ -295,7 +295,7 @@ def _check_copies(lives: Lives) -> int:
     return checked
 
 
-def check_generations(lives: Lives, *, min_nodes: int, rounds: int, founders: int | None = None) -> int:
+def check_generations(lives: ProcessRecords, *, min_nodes: int, rounds: int, founders: int | None = None) -> int:
     """Checks that all members agree on a generation, that the generations that a node enters have ascending names, that
     generations with rounds have `min_nodes` members, and that any two generations in which rounds were mixed have a
     member in common, so that one ended before the other. Returns the number of generations besides the first. Raises
@@ -327,7 +327,7 @@ def check_generations(lives: Lives, *, min_nodes: int, rounds: int, founders: in
     return len(found)
 
 
-def _complete_and_trained(lives: Lives, found: Mapping[Name, Event]) -> dict[Name, set[int]]:
+def _complete_and_trained(lives: ProcessRecords, found: Mapping[Name, Event]) -> dict[Name, set[int]]:
     """Returns the members of each generation that all its members entered and in which rounds were mixed."""
     entered: dict[Name, set[int]] = defaultdict(set)
     mixed = set()
@@ -340,7 +340,7 @@ def _complete_and_trained(lives: Lives, found: Mapping[Name, Event]) -> dict[Nam
             if entered[name] == {*event.members} & lives.keys() and name in mixed}  # fmt: skip
 
 
-def mixed_payloads(lives: Lives) -> set[tuple[Name, Channel, int, int]]:
+def mixed_payloads(lives: ProcessRecords) -> set[tuple[Name, Channel, int, int]]:
     """Returns (generation, channel, source, uid) of every payload that was mixed, completely or in part."""
     return {
         (event.generation, event.channel, source, life.uid)

@@ -20,10 +20,18 @@ from typing import Any
 from decentnode.communication.parts import Schema
 from decentnode.communication.run_state import Steps
 from decentnode.communication.zeromq.config import ZeroMQConfig
-from decentnode.communication.zeromq.protocol.reconfigure import GenerationWait
+from decentnode.communication.zeromq.protocol.reconfiguration import GenerationWait
 from decentnode.faults import Faults, Link
 from decentnode.metrics.history import History
-from decentnode.simulate.world.records import Difference, Event, Life, Lives, Violation, mixed_payloads, place_of
+from decentnode.simulate.world.records import (
+    Difference,
+    Event,
+    ProcessRecord,
+    ProcessRecords,
+    Violation,
+    mixed_payloads,
+    place_of,
+)
 from decentnode.simulate.world.replay_checkpoints import CheckpointFiles, ReplayCheckpoints, ReplayCheckpointState
 from decentnode.simulate.world.replay_transport import ReplayTransport, WaitForever
 from decentnode.simulate.world.transport import Simulated
@@ -41,7 +49,7 @@ class ReplayProcess(Process):
 
     world: ReplayWorld
 
-    def __init__(self, world: ReplayWorld, uid: int, life: Life) -> None:
+    def __init__(self, world: ReplayWorld, uid: int, life: ProcessRecord) -> None:
         self.record = life
         super().__init__(world, uid, life.number)
         self.transport.history = History(self._compare_record)
@@ -108,7 +116,7 @@ class ReplayResult:
     """Number of records that were the same."""
     generations: list[Event]
     """The generations that were entered, besides the first."""
-    skipped: list[Life]
+    skipped: list[ProcessRecord]
     """Processes that were started again and died before they took part."""
 
 
@@ -118,14 +126,14 @@ class ReplayWorld(World):
     processes: dict[int, ReplayProcess]  # type: ignore[assignment]
 
     def __init__(
-        self, setting: Setting, make_node: MakeNode, lives: Lives, files: CheckpointFiles | None = None
+        self, setting: Setting, make_node: MakeNode, lives: ProcessRecords, files: CheckpointFiles | None = None
     ) -> None:
         """files: the checkpoints from which the run was resumed, if any."""
         super().__init__(setting, make_node)
         self.record, self.mixed_in_run = lives, mixed_payloads(lives)
         self.checkpoints = ReplayCheckpointState.of(lives, files or {})
         self.compared = 0
-        self._entering: list[tuple[Life, Event]] = []
+        self._entering: list[tuple[ProcessRecord, Event]] = []
         """The records of nodes that are to enter the generation that is being agreed on."""
 
     def _process(self, uid: int, life: int) -> Process:
@@ -154,7 +162,7 @@ class ReplayWorld(World):
         entered = all(life.next is not event for life, event in self._entering)
         return entered and all(process.is_waiting for process in self.processes.values())
 
-    def _pending_entries(self, name: Name) -> list[tuple[Life, Event]]:
+    def _pending_entries(self, name: Name) -> list[tuple[ProcessRecord, Event]]:
         """Returns the records of nodes that entered this generation and have not yet entered it in the replay."""
         return [(life, event) for each in self.record.values() for life in each
                 for event in life.events[life.cursor :] if event.kind == "entered" and event.name == name]  # fmt: skip
@@ -191,7 +199,7 @@ class ReplayWorld(World):
         leader.io.call(lambda: of.tick(self.heap.now))
         leader.io.settle()
 
-    def _ensure_present(self, uid: int, life: Life | None, fresh: bool) -> None:
+    def _ensure_present(self, uid: int, life: ProcessRecord | None, fresh: bool) -> None:
         """Makes sure that a member of the next generation takes part: as a process that is started again if it was in
         the run, or as one that joins from outside."""
         process = self.processes[uid]
@@ -218,7 +226,7 @@ class ReplayWorld(World):
         return f"the replay does not continue as the run did: {'; '.join(stalled)}"
 
 
-def _first_entry(life: Life) -> Event | None:
+def _first_entry(life: ProcessRecord) -> Event | None:
     """Returns the record of the generation that a process enters next, if everything before it has been replayed, else
     None. A restarted process that has not yet taken part may have other records before it."""
     for event in life.events[life.cursor :]:

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from decentnode.checkpoint.store import Cut, Manifest, Snapshot
 from decentnode.communication.run_state import Steps
 from decentnode.metrics.history import History
-from decentnode.node.checkpoints.going_on import OF_MODELS, GoingOn, evaluate_if_due, go_on
+from decentnode.node.checkpoints.resuming import MODEL_PARTS, ResumePosition, evaluate_if_due, go_on
 from decentnode.node.checkpoints.snapshot import Restored, capture
 from decentnode.node.resumable import Resumable
-from decentnode.simulate.world.records import Difference, Event, Life, Lives, every_event, place_of
+from decentnode.simulate.world.records import Difference, Event, ProcessRecord, ProcessRecords, every_event, place_of
 from decentnode.simulate.world.replay_transport import ReplayTransport
 from decentnode.wire.generation import Name
 
@@ -35,21 +35,23 @@ class ReplayCheckpointState:
     kept: dict[CheckpointKey, Snapshot] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, lives: Lives, files: CheckpointFiles) -> ReplayCheckpointState:
+    def of(cls, lives: ProcessRecords, files: CheckpointFiles) -> ReplayCheckpointState:
         """Returns the state of a replay, nothing kept yet. files: those that `resumed` records name."""
         found = {_taken(life, event) for life, event in every_event(lives)
                  if event.kind == "restored" and event.fields}  # fmt: skip
         return cls(files, frozenset(found))
 
 
-def _taken(life: Life, event: Event) -> CheckpointKey:
+def _taken(life: ProcessRecord, event: Event) -> CheckpointKey:
     return life.uid, int(event.fields["round"]), event.name
 
 
 class ReplayCheckpoints:
     """Takes the place of `Checkpoints` in one process of the replay."""
 
-    def __init__(self, node: Resumable, life: Life, transport: ReplayTransport, state: ReplayCheckpointState) -> None:
+    def __init__(
+        self, node: Resumable, life: ProcessRecord, transport: ReplayTransport, state: ReplayCheckpointState
+    ) -> None:
         self._node, self._life, self._transport, self._state = node, life, transport, state
         self.resuming = any(event.kind == "resumed" for event in life.events)
 
@@ -76,7 +78,7 @@ class ReplayCheckpoints:
             cut = Cut("", node.round, number, origin.hex(), tuple(node.generation.members))
             self._state.kept[which] = capture(node, cut, {})
 
-    def take_own(self, first_round: int) -> bool:  # noqa: ARG002
+    def restore_own_checkpoint(self, first_round: int) -> bool:  # noqa: ARG002
         """Restores the checkpoint that the run's node restored, as the replay kept it; returns whether there was one.
         Raises Difference."""
         if self._node.config.checkpoint is None:
@@ -92,7 +94,7 @@ class ReplayCheckpoints:
                              f"{which[2][0]}, in which this one did not come to that round")  # fmt: skip
         tensors = {name: tensor.clone() for name, tensor in snapshot.tensors.items()}
         restored = Restored(snapshot.tree, tensors, "the replay")
-        digest = restored.digest(*OF_MODELS)
+        digest = restored.digest(*MODEL_PARTS)
         restored.put_training(self._node)
         restored.put_rule(self._node)
         self._history.restored(which[1], which[2], digest)
@@ -108,7 +110,8 @@ class ReplayCheckpoints:
         if cut:
             restored = Restored.read(self._state.files[node.uid, cut])
             restored.put_training(node)
-        where = GoingOn(int(event.fields["round"]), int(event.fields["evaluated"]), tuple(event.fields["without"]))
+        fields = event.fields
+        where = ResumePosition(int(fields["round"]), int(fields["evaluated"]), tuple(fields["without"]))
         yield from go_on(node, restored, cut, where)
         self.resuming = False
         yield from evaluate_if_due(node, where)

@@ -18,7 +18,7 @@ from decentnode.communication.base import Arrival, AveragingGroup, Exchange
 from decentnode.communication.run_state import Steps, Wait, at_once
 from decentnode.errors import Interrupted, Regrouping
 from decentnode.payload import Payload
-from decentnode.simulate.world.records import Event, Life
+from decentnode.simulate.world.records import Event, ProcessRecord
 from decentnode.simulate.world.transport import Simulated
 from decentnode.simulate.world.waits import SimulatedExchange
 from decentnode.wire.generation import Limits, Name
@@ -41,7 +41,7 @@ class ScriptedMembership(Membership):
     """Agrees on a generation at the time, with the members and under the name that the replay tells it; all else is the
     real protocol."""
 
-    life: Life
+    life: ProcessRecord
 
     def give_up(self) -> None:
         """Ends the generation in force, because the run's node left it; waits for the leader of the next one."""
@@ -132,11 +132,11 @@ class ReplayExchange(SimulatedExchange):
 class ReplayTransport(Simulated):
     """A simulated transport in which the process's record decides the result of every wait."""
 
-    life: Life
+    life: ProcessRecord
     mixed_in_run: set[tuple[Name, tuple[int, int], int, int]]
     """(generation, channel, source, uid) of every payload that was mixed in the run; no other payload is sent."""
 
-    def __init__(self, *parts: Any, life: Life, mixed_in_run: set[Any]) -> None:
+    def __init__(self, *parts: Any, life: ProcessRecord, mixed_in_run: set[Any]) -> None:
         """parts: the arguments of `Simulated`."""
         self.life, self.mixed_in_run = life, mixed_in_run
         self._stopped = False
@@ -189,7 +189,7 @@ class ReplayTransport(Simulated):
         made.observer, made.of, made.event = lambda _arrival: None, self, event
         return made
 
-    def gone_on(self, round: int, uid: int) -> bool:  # noqa: ARG002
+    def has_sent_later(self, round: int, uid: int) -> bool:  # noqa: ARG002
         event = self.life.find_next("steps", round=round)
         return event is not None and bool(event.fields.get("left_out"))
 

@@ -23,7 +23,7 @@ from decentnode.communication.receive.exchange import InboxExchange
 from decentnode.communication.receive.inbox_state import InboxState
 from decentnode.communication.receive.mailbox import MailboxWait
 from decentnode.communication.receive.staging import Leases
-from decentnode.communication.run_state import Quorum, Steps, Wait, without_waits
+from decentnode.communication.run_state import Quorum, Steps, Wait, run_without_waits
 from decentnode.communication.shared_memory.model_slots import ModelSlots
 from decentnode.communication.zeromq.config import ZeroMQConfig
 from decentnode.communication.zeromq.protocol.collective_state import (
@@ -35,8 +35,8 @@ from decentnode.communication.zeromq.protocol.collective_state import (
 from decentnode.communication.zeromq.protocol.link_state import MAX_PAYLOADS, ONE_FRAME_BYTES
 from decentnode.communication.zeromq.protocol.message_maker import MessageMaker
 from decentnode.communication.zeromq.protocol.node_protocol import NodeProtocol, ProtocolParts
-from decentnode.communication.zeromq.protocol.reconfigure import GenerationWait, Reconfiguration
-from decentnode.communication.zeromq.protocol.sender import Sender, to_be_published
+from decentnode.communication.zeromq.protocol.reconfiguration import GenerationWait, Reconfiguration
+from decentnode.communication.zeromq.protocol.sender import Sender, publishable_payloads
 from decentnode.communication.zeromq.protocol.tree_mean import own_share
 from decentnode.communication.zeromq.sockets.link_driver import LinkSizes
 from decentnode.communication.zeromq.sockets.running_time import RunningTime
@@ -111,8 +111,8 @@ class Simulated(Communication[ZeroMQConfig]):
         self.collectives = CollectiveState(self.session, self.config.chunk_bytes, self.facts, self.protocol)
         self.protocol.collectives = self.collectives
         leases = Leases()
-        leases.hurry = self.io.hurry
-        leases.owing.append(self.io.owing)
+        leases.request_acks = self.io.request_acks
+        leases.unacked_peers.append(self.io.unacked_peers)
         self.slots = ModelSlots(self.schemas[0], leases, None, self.facts, self.counters)
 
     def _has_room(self, uid: int) -> None:
@@ -181,11 +181,11 @@ class Simulated(Communication[ZeroMQConfig]):
 
     def publish(self, round: int, outgoing: Mapping[int, Payload], channel: int) -> frozenset[int]:
         self.facts.raise_if_failed()
-        sent = to_be_published(outgoing, self.schemas[channel], self.sender, self.facts)
+        sent = publishable_payloads(outgoing, self.schemas[channel], self.sender, self.facts)
         for payload, _ in grouped(sent):
             self.sender.checked(payload, channel)
         self.setup.observer.on_posted(self, (round, channel), sent)
-        dropped = without_waits(self.sender.steps(sent, (round, channel), self._lease_of, clock.now))
+        dropped = run_without_waits(self.sender.steps(sent, (round, channel), self._lease_of, clock.now))
         self.counters.sent(sent)
         return frozenset(outgoing) - sent.keys() | dropped
 
@@ -198,7 +198,7 @@ class Simulated(Communication[ZeroMQConfig]):
             yield MailboxWait(self.inbox.mailbox, self.facts, self.counters, channel=channel, round=round, count=count,
                               sources=sources, seconds=seconds, now=clock.now())  # fmt: skip
         self.facts.raise_if_over()
-        found = self.inbox.owned(channel, self.inbox.mailbox.take(channel, round))
+        found = self.inbox.copy_out(channel, self.inbox.mailbox.take(channel, round))
         for each in found:
             self.setup.observer.on_collected(self, channel, each)
         return found
@@ -257,15 +257,15 @@ class Simulated(Communication[ZeroMQConfig]):
         if self.reconfiguration is not None:
             self.reconfiguration.enter(round)
 
-    def ends_after(self, rounds: int) -> None:
+    def end_after(self, rounds: int) -> None:
         if self.reconfiguration is not None:
-            self.reconfiguration.ends_after(rounds)
+            self.reconfiguration.end_after(rounds)
 
     def raise_if_over(self) -> None:
         self.facts.raise_if_over()
 
-    def ask_after(self, heard: Mapping[int, float]) -> None:
-        self.facts.ask_after(heard, self.config.silence_seconds)
+    def ping_silent(self, heard: Mapping[int, float]) -> None:
+        self.facts.ping_silent(heard, self.config.silence_seconds)
 
     def suspect(self, uids: Collection[int], reason: str) -> None:
         if self.reconfiguration is None:
@@ -277,13 +277,13 @@ class Simulated(Communication[ZeroMQConfig]):
         if self.reconfiguration is not None:
             self.reconfiguration.begin_at(round)
 
-    def caught_up(self) -> None:
+    def mark_caught_up(self) -> None:
         if self.reconfiguration is not None:
-            self.reconfiguration.caught_up()
+            self.reconfiguration.mark_caught_up()
 
-    def took_part(self, generation: Generation) -> None:
+    def mark_in_sync(self, generation: Generation) -> None:
         if self.reconfiguration is not None:
-            self.reconfiguration.took_part(generation)
+            self.reconfiguration.mark_in_sync(generation)
 
     def stop_asked(self) -> None:
         of = self.reconfiguration
@@ -294,7 +294,7 @@ class Simulated(Communication[ZeroMQConfig]):
         if self.reconfiguration is None:
             super().join()
             return
-        self.session.come_from_outside()
+        self.session.start_outside()
         self.protocol.joined = True
         self.reconfiguration.leave(f"node {self.uid} comes from outside", clock.now())
 
@@ -322,11 +322,11 @@ class Simulated(Communication[ZeroMQConfig]):
     # -- orders -----------------------------------------------------------------------------------------------
 
     @property
-    def orders_apart(self) -> bool:
+    def obeys_orders_alone(self) -> bool:
         return self.facts.orders.apart
 
-    @orders_apart.setter
-    def orders_apart(self, value: bool) -> None:
+    @obeys_orders_alone.setter
+    def obeys_orders_alone(self, value: bool) -> None:
         self.facts.orders.apart = value
 
     def order(self, action: Action) -> None:
@@ -335,10 +335,10 @@ class Simulated(Communication[ZeroMQConfig]):
     def next_step(self, round: int) -> Next:
         return self.facts.orders.next(round)
 
-    def order_obeyed(self, round: int) -> None:
+    def order_done(self, round: int) -> None:
         self.facts.orders.evaluated(round)
 
-    def order_steps(self, round: int, until: float) -> Steps[None]:
+    def wait_for_order(self, round: int, until: float) -> Steps[None]:
         yield OrderWait(self.facts, round, until)
 
     # -- the end ----------------------------------------------------------------------------------------------
@@ -356,7 +356,7 @@ class Simulated(Communication[ZeroMQConfig]):
     def waiting(self) -> tuple[tuple[int, ...], float] | None:
         return self.facts.waiting
 
-    def gone_on(self, round: int, uid: int) -> bool:
+    def has_sent_later(self, round: int, uid: int) -> bool:
         return self.inbox.has_later(round, uid)
 
     @property

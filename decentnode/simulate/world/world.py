@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from decentnode import clock, entropy
 from decentnode.communication.parts import Schema
 from decentnode.communication.run_state import Steps, Wait
-from decentnode.communication.shared_memory.model_slots import PlaceWait
+from decentnode.communication.shared_memory.model_slots import SlotWait
 from decentnode.communication.zeromq.config import ZeroMQConfig
 from decentnode.communication.zeromq.protocol.link_state import BULK, CONTROL
 from decentnode.errors import DecentnodeError, PeerLost
@@ -31,13 +31,13 @@ from decentnode.faults import (
     resolve,
 )
 from decentnode.node.node import Node
-from decentnode.simulate.world.heap import EventHeap
+from decentnode.simulate.world.event_queue import EventQueue
 from decentnode.simulate.world.network import VirtualNetwork
 from decentnode.simulate.world.process_setup import ProcessSetup
 from decentnode.simulate.world.transport import Simulated
 from decentnode.simulate.world.transport_observer import TransportObserver
 from decentnode.wire.generation import Caller, Limits
-from decentnode.wire.messages import NO_RUN, PROTOCOL_VERSION, REACH_DIRECT, Described, Granted, Knock, Turned
+from decentnode.wire.messages import NO_RUN, PROTOCOL_VERSION, REACH_DIRECT, Declined, Described, Granted, Knock
 
 ASK_AGAIN_SECONDS = 0.5
 """Time after which a node that was told to ask again asks once more to be admitted."""
@@ -77,7 +77,7 @@ class Process:
         self.node = world.make_node(uid, self._transport)
         self.shell, self.facts = self.transport.io, self.transport.facts
         self.facts.notified = self._notified
-        self.facts.waiting_began = lambda _since: None  # not needed: the alarm is set anew after every event
+        self.facts.on_wait_began = lambda _since: None  # not needed: the alarm is set anew after every event
         self.shell.settled = self._settled
         self.error: Exception | None = None
         """The error with which it failed."""
@@ -134,7 +134,7 @@ class Process:
             self.heap.at(self.heap.now, self._resume)
 
     def _settled(self) -> None:
-        if isinstance(self.wait, PlaceWait) and not self._is_stepping:  # the last lease's end is not notified
+        if isinstance(self.wait, SlotWait) and not self._is_stepping:  # the last lease's end is not notified
             self._notified()
         self.world.settled(self)
 
@@ -200,7 +200,7 @@ class World:
 
     def __init__(self, setting: Setting, make_node: MakeNode, observer: TransportObserver | None = None) -> None:
         self.setting, self.make_node, self.observer = setting, make_node, observer or TransportObserver()
-        self.heap = EventHeap()
+        self.heap = EventQueue()
         self.network = VirtualNetwork(self.heap, setting.faults.links, setting.seed)
         self.slowness: dict[int, list[float]] = {}
         """By uid: the factors by which local steps take longer, one for each fault in effect."""
@@ -251,7 +251,7 @@ class World:
         reconfiguration = process.transport.reconfiguration
         assert reconfiguration is not None
         knock = Knock(NO_RUN, 0, 0, PROTOCOL_VERSION, f"tcp://{at}:7000", f"tcp://{at}:7001", REACH_DIRECT, "")
-        answer: Granted | Described | Turned | None = None
+        answer: Granted | Described | Declined | None = None
         if process.alive and self.heap.now >= process.shell.suspended_until:
             answer = reconfiguration.knocked(knock, Caller(), self.heap.now)
             process.shell.settle()
@@ -262,9 +262,9 @@ class World:
             self.began(made)
             made.begin()
             return
-        if isinstance(answer, Turned) and answer.final:
+        if isinstance(answer, Declined) and answer.final:
             self.turned_away.append(answer.reason)
-        elif isinstance(answer, Turned) and answer.uid != ask:
+        elif isinstance(answer, Declined) and answer.uid != ask:
             self.admit(answer.uid, at)
         else:
             follower = next(iter(uid for uid, each in self.processes.items() if each.alive), ask)

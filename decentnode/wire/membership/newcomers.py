@@ -9,7 +9,7 @@ from decentnode.wire.generation import Caller
 from decentnode.wire.invitation import Invitation
 from decentnode.wire.membership.seats import Seat, check_seat, relay_address
 from decentnode.wire.membership.state import MemberState
-from decentnode.wire.messages import PROTOCOL_VERSION, Knock, Resign, Turned
+from decentnode.wire.messages import PROTOCOL_VERSION, Declined, Knock, Resign
 
 
 class Newcomers:
@@ -21,7 +21,7 @@ class Newcomers:
 
     def knock(
         self, knock: Knock, caller: Caller, now: float, invitation: Invitation | None = None
-    ) -> tuple[Seat, int] | Turned:
+    ) -> tuple[Seat, int] | Declined:
         """Grants a newcomer a uid and returns (its seat, the uid), or returns why not and which node to ask.
 
         The owner adds the address of that node. invitation: the one that the newcomer sent, if the run requires one.
@@ -52,14 +52,14 @@ class Newcomers:
         state.seated(uid)
         return state.seats.known[uid], uid
 
-    def why_closed(self) -> Turned | None:
+    def why_closed(self) -> Declined | None:
         """Returns why no newcomer is admitted any more or at all, or None if newcomers are admitted."""
         state = self._state
         if state.seats.stop == state.seats.first:
             return self._decline("the run admits no nodes beyond its mapping (node.newcomers)", final=True)
         return self._decline("the run is over", final=True) if state.is_finished() else None
 
-    def handle_resign(self, resign: Resign) -> Turned:
+    def handle_resign(self, resign: Resign) -> Declined:
         """Frees the uid of a newcomer that does not join, unless it has begun to join. If another node leads, the
         answer names that node instead."""
         state = self._state
@@ -71,6 +71,6 @@ class Newcomers:
             state.seats.release(uid)
         return self._decline("its place is free", final=True)
 
-    def _decline(self, reason: str, final: bool = False, ask: int | None = None) -> Turned:
+    def _decline(self, reason: str, final: bool = False, ask: int | None = None) -> Declined:
         state = self._state
-        return Turned(state.run, 0, state.uid, fitting(reason), int(final), state.uid if ask is None else ask, "")
+        return Declined(state.run, 0, state.uid, fitting(reason), int(final), state.uid if ask is None else ask, "")

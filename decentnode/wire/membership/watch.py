@@ -101,7 +101,7 @@ class Watch:
         if asked <= now:
             self._answer_seconds.append(now - asked)
 
-    def is_heard(self, uid: int) -> None:
+    def note_heard(self, uid: int) -> None:
         """Notes that some message of this generation arrived from a node, which is therefore alive, though its answer
         to a ping may be queued behind other messages."""
         if self._pinged_at:

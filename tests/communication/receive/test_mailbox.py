@@ -18,7 +18,7 @@ from decentnode.communication.parts import BindPlan, Collected, Schema, Transpor
 from decentnode.communication.receive.chunking import MESSAGE_COST
 from decentnode.communication.receive.inbox_state import InboxState
 from decentnode.communication.receive.mailbox import MAX_INCOMPLETE, MailboxWait
-from decentnode.communication.run_state import RunFacts, Steps, without_waits
+from decentnode.communication.run_state import RunFacts, Steps, run_without_waits
 from decentnode.communication.same_process import MAX_HELD
 from decentnode.communication.shared_process import SharedProcess
 from decentnode.communication.zeromq.config import ZeroMQConfig
@@ -48,7 +48,7 @@ def post(node: Communication, round: int, to: tuple[int, ...]) -> frozenset[int]
 
 def over(steps: Steps[T]) -> T:
     """What steps return: those of a transport that blocks, or of the in-process twin."""
-    return without_waits(steps)
+    return run_without_waits(steps)
 
 
 def checked(found: list[Collected]) -> list[tuple[int, int]]:
@@ -155,10 +155,10 @@ def test_what_is_kept_has_a_bound_and_all_bytes_are_given_back(kept: int) -> Non
             entry = state.mailbox._entries[1, 0]
             assert len(entry.complete) <= kept and len(entry.incomplete) <= MAX_INCOMPLETE
     assert port.used[0] == sent, "the sender's window waits for nobody"
-    taken = [(each.source, each.round) for each in state.owned(1, state.mailbox.take(1, None))]
+    taken = [(each.source, each.round) for each in state.copy_out(1, state.mailbox.take(1, None))]
     assert taken == [(0, round) for round in range(39 - 2 * (kept - 1), 40, 2)]
     state.put(*chunk(38, 2, ELEMENTS))  # an old one comes to its end after newer ones were taken
-    assert [each.round for each in state.owned(1, state.mailbox.take(1, None))] == ([38] if kept > 1 else [])
+    assert [each.round for each in state.copy_out(1, state.mailbox.take(1, None))] == ([38] if kept > 1 else [])
     with pytest.raises(PeerFault):
         for _ in range(2):
             state.put(*chunk(50, 0, ELEMENTS))

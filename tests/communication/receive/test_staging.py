@@ -45,7 +45,7 @@ class Pageable(Copies):
     def blank(self, elements: int, dtype: torch.dtype) -> Tensor:
         return torch.full((elements,), -1, dtype=dtype)
 
-    def lift(self, out: Tensor, source: Tensor) -> Mark:
+    def upload(self, out: Tensor, source: Tensor) -> Mark:
         return Late(self.into, out, source)
 
 
@@ -119,7 +119,7 @@ def test_what_is_lifted_may_change_at_once(elements: int, monkeypatch: pytest.Mo
     lifted = []
     for n in range(3 * IN_SLOTS):
         source = torch.full((elements,), float(n))
-        lifted.append(made.lift(source))
+        lifted.append(made.upload(source))
         source.fill_(-5)
         assert len(copies.into) <= IN_SLOTS
     for late in list(copies.into):
@@ -140,7 +140,7 @@ def test_a_run_through_slots_sends_what_it_would_send_without(
         made = stagings[node._maker.uid].fetch(plan, tensor)
         used.append(made is not None)
         if made is None:
-            node._port.hurry()
+            node._port.request_acks()
         return made
 
     stagings = [for_sending(Pageable(), list(schema[0].tensors.values())) for _ in range(n)]

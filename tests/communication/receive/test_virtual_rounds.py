@@ -25,7 +25,7 @@ from decentnode.communication.run_state import RunFacts
 from decentnode.communication.zeromq.protocol.link_state import MAX_PAYLOADS, QueuedMessage
 from decentnode.communication.zeromq.protocol.room_wait import RoomWait
 from decentnode.payload import TensorSpec
-from decentnode.simulate.world.heap import EventHeap
+from decentnode.simulate.world.event_queue import EventQueue
 from decentnode.simulate.world.network import VirtualNetwork
 from decentnode.wire import codec, framing
 from decentnode.wire.messages import Chunk, Message, Overdue, Skipped, Waits
@@ -126,7 +126,7 @@ class RoundEnd(End):
                 self._say(message.source, Waits)
             return
         if isinstance(message, Waits):
-            self.inbox.waits_itself(message.source, now)
+            self.inbox.note_waiting_report(message.source, now)
             return
         assert isinstance(message, Chunk) and body is not None
         self.held[message.source] += body.nbytes + MESSAGE_COST
@@ -176,7 +176,7 @@ def ends_of(
     seed: int, n: int, timeout_seconds: float, breaks: bool = True
 ) -> tuple[random.Random, VirtualNetwork, list[RoundEnd]]:
     draw = random.Random(seed)
-    network = VirtualNetwork(EventHeap(), drawn_link(draw), seed)
+    network = VirtualNetwork(EventQueue(), drawn_link(draw), seed)
     secure = draw.random() < 0.1
     ends = [RoundEnd(uid, n, network, secure) for uid in range(n)]
     for end in ends:

@@ -22,7 +22,7 @@ from decentnode.communication.shared_memory.cuda_ipc import EVENT_BYTES, unpack_
 from decentnode.communication.shared_memory.device_slots import DeviceMemory, ExportedSlots, ImportedSlots
 from decentnode.communication.shared_memory.layout import SLOTS, Layout
 from decentnode.communication.shared_memory.path import SharedMemoryPath
-from decentnode.communication.shared_memory.publish_buffer import BufferReader, PublishBuffer, path_of
+from decentnode.communication.shared_memory.publish_buffer import BufferReader, PublishBuffer, buffer_path
 from decentnode.communication.zeromq.generations.generation_paths import GenerationPaths
 from decentnode.communication.zeromq.transport import ZeroMQ
 from decentnode.errors import EnvironmentFault, PeerFault
@@ -93,7 +93,7 @@ def said() -> Iterator[list[Said]]:
 
 def buffer(said: list[Said]) -> tuple[PublishBuffer, BufferReader]:
     run, fake = uuid.uuid4().hex, Fake(said)
-    file = path_of(run, 0, on_device=True)
+    file = buffer_path(run, 0, on_device=True)
     own = PublishBuffer(file, LAYOUT, fake.export_slots(LAYOUT, [1]))
     try:
         return own, BufferReader(file, LAYOUT, 1, fake)
@@ -154,7 +154,7 @@ def test_lent_memory_that_is_still_read_stays(said: list[Said], monkeypatch: pyt
 def test_an_offer_that_has_no_room_is_refused(said: list[Said]) -> None:
     lent = Fake(said).export_slots(LAYOUT, [1])
     lent.offer = bytes(LAYOUT.size)
-    path = path_of(uuid.uuid4().hex, 0, on_device=True)
+    path = buffer_path(uuid.uuid4().hex, 0, on_device=True)
     with pytest.raises(EnvironmentFault, match="an offer must fit in"):
         PublishBuffer(path, LAYOUT, lent)
     assert not path.exists()

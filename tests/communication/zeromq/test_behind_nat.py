@@ -129,7 +129,7 @@ def test_newcomers_at_home_are_found_to_be_there_and_speak_with_each_other(hosts
     def enter_next(node: ZeroMQ) -> object:
         wait_until(lambda: bool(node._status.regrouping))
         found = node.regroup().wait().members
-        node.caught_up()
+        node.mark_caught_up()
         node.barrier("all there", 30)
         return found
 

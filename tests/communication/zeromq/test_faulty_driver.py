@@ -77,7 +77,7 @@ class Bench:
     def driver(self, *faults: AnyFault) -> tuple[FaultyDriver, Sockets]:
         plan: Plan = resolve(faults, 1, 3, 100)
         session = Session(0, 3, "d", b"theirrun")
-        session.come_from_outside()
+        session.start_outside()
         session.adopt(b"theirrun", FIRST, (0, 1, 2))
         made = FaultyDriver(session, Counters(), LinkSizes.of(1 << 16, 1 << 20), None, None, LinkFaults(plan, 1))
         made.io.close(0.0)

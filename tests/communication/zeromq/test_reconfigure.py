@@ -8,7 +8,7 @@ import pytest
 
 from decentnode.communication.counters import Counters
 from decentnode.communication.run_state import RunFacts
-from decentnode.communication.zeromq.protocol.reconfigure import GenerationWait, Reconfiguration
+from decentnode.communication.zeromq.protocol.reconfiguration import GenerationWait, Reconfiguration
 from decentnode.errors import Interrupted, NoGeneration, PeerLost, Regrouping
 from decentnode.wire.codec import to_bitmap
 from decentnode.wire.generation import Generation, Limits, new_origin

@@ -10,7 +10,7 @@ import pytest
 from decentnode import clock
 from decentnode.communication.zeromq.protocol.link_state import BULK, CONTROL
 from decentnode.faults import Link
-from decentnode.simulate.world.heap import EventHeap
+from decentnode.simulate.world.event_queue import EventQueue
 from decentnode.simulate.world.network import VirtualNetwork
 from tests.communication.virtual_links import End, drawn_link, plan_breaks
 from tests.conftest import scale
@@ -28,7 +28,7 @@ class Story:
 
     def __init__(self, seed: int) -> None:
         draw = self.random = random.Random(seed)
-        self.heap = EventHeap()
+        self.heap = EventQueue()
         self.network = VirtualNetwork(self.heap, drawn_link(draw), seed)
         n, window, secure = draw.choice((2, 2, 4)), draw.choice((4000, 64_000)), draw.random() < 0.2
         self.ends = [End(uid, n, self.network, window, secure) for uid in range(n)]
@@ -112,7 +112,7 @@ def test_a_full_dead_connection_with_nothing_unacknowledged_is_renewed() -> None
 
 def test_a_dead_connection_that_nothing_but_acknowledgements_goes_over_is_renewed() -> None:
     """Node 0 sends, node 1 has but to acknowledge: nothing numbered of its own tells it that nobody hears it."""
-    heap = EventHeap()
+    heap = EventQueue()
     network = VirtualNetwork(heap, Link(), 0)
     network.faulty = False
     ends = [End(uid, 2, network, 64_000, False) for uid in range(2)]

@@ -11,7 +11,7 @@ import pytest
 from decentnode import clock
 from decentnode.communication.receive import chunking
 from decentnode.errors import AssemblyError, PeerLost
-from decentnode.simulate.world.heap import EventHeap
+from decentnode.simulate.world.event_queue import EventQueue
 from decentnode.simulate.world.network import VirtualNetwork
 from decentnode.wire.generation import Limits
 from decentnode.wire.messages import NO_RUN
@@ -35,7 +35,7 @@ def session_of(
 ) -> tuple[random.Random, VirtualNetwork, list[SessionEnd]]:
     """With ten nodes the tree has three levels."""
     draw = random.Random(seed)
-    network = VirtualNetwork(EventHeap(), drawn_link(draw), seed)
+    network = VirtualNetwork(EventQueue(), drawn_link(draw), seed)
     world = World(draw.choice(nodes))
     limits = Limits(SUSPECT_SECONDS, TIMEOUT_SECONDS, world.n // 2 + 1, TURNS) if generations else None
     ends = [SessionEnd(uid, world, network, timeout_seconds, limits) for uid in range(world.n)]

@@ -14,7 +14,7 @@ from decentnode.config.component import load_class
 from decentnode.graph.base import Graph
 from decentnode.node.config import NodeConfig
 from decentnode.node.node import Node, NodeParts
-from decentnode.node.sampling import Sampling, schema_of
+from decentnode.node.sampling import Sampling, sampler_schema
 from decentnode.samplers import SAMPLERS
 from decentnode.samplers.base import Sampler, Surroundings
 from decentnode.sharing.base import Sharing
@@ -49,7 +49,7 @@ class Made:
 
         rules = make_rules()
         schemas, sampler = schemas_of(rules, training.model, schedule=self.config.schedule), self._sampler(uid)
-        communication = make_communication(schemas if sampler is None else (*schemas, schema_of(sampler)))
+        communication = make_communication(schemas if sampler is None else (*schemas, sampler_schema(sampler)))
         sampling = None if sampler is None else Sampling(sampler, communication, len(schemas))
         parts = NodeParts(self.graph, training, rules, communication, make_rules, sampling=sampling)
         node = self.nodes[uid] = Node(uid, self.config, parts, seed=1,

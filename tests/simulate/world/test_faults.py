@@ -17,7 +17,7 @@ from decentnode.graph.base import RoundView
 from decentnode.metrics.history import History as Recorder
 from decentnode.payload import Payload
 from decentnode.sharing.full import Full, FullConfig
-from decentnode.simulate.world.heap import EventHeap
+from decentnode.simulate.world.event_queue import EventQueue
 from decentnode.simulate.world.history import History
 from decentnode.simulate.world.network import VirtualNetwork
 from decentnode.simulate.world.quadratic import Quadratic
@@ -101,7 +101,7 @@ def test_a_run_comes_through_whatever_connections_do() -> None:
 
 
 def test_messages_leave_as_fast_as_the_line_is() -> None:
-    heap = EventHeap()
+    heap = EventQueue()
     network = VirtualNetwork(heap, Link(latency_seconds=0.5, jitter_seconds=0, bytes_per_second=100.0), 0)
     came: list[tuple[float, bytes]] = []
     network.attach(0, lambda *_: None, lambda *_: None)
@@ -235,7 +235,7 @@ def test_who_thaws_late_mixes_what_was_sent_to_it_long_before() -> None:
 
 
 def test_control_messages_wait_behind_no_more_models_than_the_line_holds() -> None:
-    heap, came = EventHeap(), []
+    heap, came = EventQueue(), []
     link = Link(latency_seconds=0.0, jitter_seconds=0.0, bytes_per_second=1e6, buffer_bytes=100_000)
     network = VirtualNetwork(heap, link, seed=1)
     for uid in (0, 1):

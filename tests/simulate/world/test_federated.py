@@ -13,7 +13,7 @@ from torch import Tensor
 from decentnode.communication.zeromq.config import ZeroMQConfig
 from decentnode.errors import PeerLost
 from decentnode.faults import Faults, Kill, Restart
-from decentnode.node.checkpoints.making import Checkpoints
+from decentnode.node.checkpoints.manager import Checkpoints
 from decentnode.node.node import Node
 from decentnode.sharing.base import Sharing
 from decentnode.simulate.world.history import History

@@ -21,7 +21,7 @@ from decentnode.communication.zeromq.config import ZeroMQConfig
 from decentnode.errors import UsageError
 from decentnode.faults import Faults, Kill, Link, Restart
 from decentnode.metrics.history import History as Recorder
-from decentnode.node.checkpoints.making import Checkpoints
+from decentnode.node.checkpoints.manager import Checkpoints
 from decentnode.node.checkpoints.resume_agreement import ResumeFrom
 from decentnode.node.node import Node
 from decentnode.simulate.world.history import History
@@ -30,14 +30,14 @@ from decentnode.simulate.world.random_world import LR, ROUNDS, Run, draw_world
 from decentnode.simulate.world.records import (
     Difference,
     Event,
-    Life,
-    Lives,
+    ProcessRecord,
+    ProcessRecords,
     Violation,
     check_generations,
     check_payloads,
 )
 from decentnode.simulate.world.replay import ReplayResult, ReplayWorld, replay_setting
-from decentnode.simulate.world.run_again import checkpoints_of
+from decentnode.simulate.world.replay_run import checkpoints_of
 from decentnode.simulate.world.world import Process, Setting, World
 from decentnode.wire.generation import Limits
 from tests.conftest import scale
@@ -65,7 +65,7 @@ def recorded(seed: int) -> Run:
     return run
 
 
-def again(run: Run, lives: Lives, lr: float = LR) -> tuple[ReplayWorld, ReplayResult]:
+def again(run: Run, lives: ProcessRecords, lr: float = LR) -> tuple[ReplayWorld, ReplayResult]:
     def make_node(uid: int, make_communication: Any) -> Any:
         node = run.make_node(uid, make_communication)
         assert isinstance(node.training, Quadratic)
@@ -100,7 +100,7 @@ def test_a_world_with_faults_is_repeated_record_by_record(seed: int) -> None:
             assert (model == then.node.training.model.parameters).all()
 
 
-def changed(kind: str, change: Callable[[dict[str, Any]], None]) -> tuple[Lives, Life, Event]:
+def changed(kind: str, change: Callable[[dict[str, Any]], None]) -> tuple[ProcessRecords, ProcessRecord, Event]:
     """The records of the world CHANGED, of which the last node's second of this kind says something else."""
     lives = copy.deepcopy(recorded(CHANGED).history.lives)
     entering = kind == "entered"
@@ -242,7 +242,7 @@ def test_a_member_that_dies_before_it_enters_is_no_member_that_enters() -> None:
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
 
-def comes_back(folder: Path, recent: int) -> tuple[Made, World, Lives]:
+def comes_back(folder: Path, recent: int) -> tuple[Made, World, ProcessRecords]:
     """A run of which node 3 dies in round 5 and is started again later, recorded. `Made` for others like it."""
     options: dict[str, Any] = {"rounds": 30, "missing": "regroup", "checkpoint": {**EVERY, "recent": recent}}
     graph, history = make("ring", nodes=NODES), History(record=True)
@@ -292,12 +292,12 @@ def test_another_checkpoint_is_a_difference(tmp_path: Path, fields: dict[str, An
     assert str(raised.value).startswith(f"nodes/003/events.jsonl, line {events[at].line}: node 3 (started again")
 
 
-def in_process(made: Made, folder: Path, resume: Path | None = None) -> Lives:
+def in_process(made: Made, folder: Path, resume: Path | None = None) -> ProcessRecords:
     """Run nodes with checkpoints in one process. Returns what they recorded."""
-    hub, lives = Hub(NODES), dict[int, list[Life]]()
+    hub, lives = Hub(NODES), dict[int, list[ProcessRecord]]()
     hub.run_id = b"\x07" * 8
     for uid in range(NODES):
-        kept = Life(uid, 0, folder / f"{uid:03d}" / "events.jsonl")
+        kept = ProcessRecord(uid, 0, folder / f"{uid:03d}" / "events.jsonl")
         node = made.make(uid, lambda schemas, uid=uid: Inproc(  # type: ignore[misc]
             CommunicationConfig(name="inproc"), uid=uid, hub=hub, schemas=schemas))  # fmt: skip
         node.checkpoints = Checkpoints(node, folder, {}, None if resume is None else ResumeFrom((resume,)))

@@ -15,10 +15,10 @@ import pytest
 from decentnode.communication.receive.staging import Leases
 from decentnode.communication.run_state import Steps
 from decentnode.communication.zeromq.protocol.link_sender import LinkSender
-from decentnode.communication.zeromq.protocol.reconfigure import Reconfiguration
+from decentnode.communication.zeromq.protocol.reconfiguration import Reconfiguration
 from decentnode.faults import Link
 from decentnode.node.generations.transition import NodeGenerations
-from decentnode.simulate.world.heap import EventHeap
+from decentnode.simulate.world.event_queue import EventQueue
 from decentnode.simulate.world.network import VirtualNetwork
 from decentnode.simulate.world.random_world import Run, draw_world, run_world
 from decentnode.wire.membership.leader import Leader
@@ -100,7 +100,7 @@ def fixed_silence(patch: pytest.MonkeyPatch) -> None:
     not found in others by chance."""
     patch.setattr(Watch, "patience", property(lambda self: self._longest))
     patch.setattr(Watch, "next_ask", Watch._next_look)
-    patch.setattr(Watch, "is_heard", lambda _self, _uid: None)
+    patch.setattr(Watch, "note_heard", lambda _self, _uid: None)
 
 
 def late_reader(patch: pytest.MonkeyPatch) -> None:
@@ -130,7 +130,7 @@ def unequal_links(patch: pytest.MonkeyPatch) -> None:
     """Some messages take much longer than others, so that they come when others have agreed on another generation."""
     made = VirtualNetwork.__init__
 
-    def with_jitter(self: VirtualNetwork, heap: EventHeap, link: Link, seed: int) -> None:
+    def with_jitter(self: VirtualNetwork, heap: EventQueue, link: Link, seed: int) -> None:
         made(self, heap, link.model_copy(update={"jitter_seconds": 1.0}), seed)
 
     patch.setattr(VirtualNetwork, "__init__", with_jitter)

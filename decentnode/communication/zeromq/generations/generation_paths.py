@@ -56,10 +56,10 @@ class GenerationPaths:
         peers = {name: frozenset(uid for uid, path in taken.items() if path == name) for name in routing.names()}
         used = set(taken.values())
         if not used.isdisjoint(("zeromq", "shared_memory", "collective")):
-            self._take_pinned("zeromq" in used)
+            self._allocate_pinned("zeromq" in used)
         leases = Leases()
-        leases.hurry = run.driver.hurry
-        leases.owing.append(run.driver.owing)
+        leases.request_acks = run.driver.request_acks
+        leases.unacked_peers.append(run.driver.unacked_peers)
         classes: dict[type[Path], list[str]] = {}
         for name in peers:
             classes.setdefault(load_class(name, PATHS, "path"), []).append(name)
@@ -147,9 +147,9 @@ class GenerationPaths:
         near = peers.get("cuda_ipc", frozenset())
         near = near if partners is None else near & partners
         if isinstance(path, SharedMemoryPath) and not all(uid in path.readers and path.receives(uid) for uid in near):
-            self._take_pinned(outwards=not near <= path.readers)
+            self._allocate_pinned(outwards=not near <= path.readers)
 
-    def _take_pinned(self, outwards: bool) -> None:
+    def _allocate_pinned(self, outwards: bool) -> None:
         """Allocates the pinned slots for copies between a GPU and host memory: before round 0, or before the first
         round of the generation that needs them. outwards: also those for sending."""
         run = self._run
@@ -157,6 +157,6 @@ class GenerationPaths:
             run.sender.staging = staging_of(run.inbox.device)
         if run.sender.staging is None:
             return
-        run.inbox.state.placement.lift = run.sender.staging.lift
+        run.inbox.state.placement.upload = run.sender.staging.upload
         if outwards:
             run.sender.staging.take([spec for each in run.schemas for spec in each.tensors.values()])

@@ -8,7 +8,7 @@ from decentnode import clock, entropy
 from decentnode.communication.parts import TransportParts
 from decentnode.communication.run_state import RunState
 from decentnode.communication.waker import LONGEST_SLEEP_SECONDS
-from decentnode.communication.zeromq.protocol.reconfigure import EndWait, GenerationWait, Reconfiguration
+from decentnode.communication.zeromq.protocol.reconfiguration import EndWait, GenerationWait, Reconfiguration
 from decentnode.communication.zeromq.run_parts import RunParts
 from decentnode.communication.zeromq.sockets.link_driver import LinkDriver
 from decentnode.errors import Regrouping
@@ -24,7 +24,7 @@ def generations_of(run: RunParts, parts: TransportParts) -> Generations | None:
     membership = Membership(run.uid, len(run.machine_of), parts.limits, draw=entropy.draw, digest=parts.digest,
                             describe=run.addresses.describe, founders=parts.founders,
                             seat=b"" if parts.growth is None else parts.growth.token)  # fmt: skip
-    run.state.waiting_began = lambda since: run.driver.io.due_by(membership.watch.next_ask(since))
+    run.state.on_wait_began = lambda since: run.driver.io.due_by(membership.watch.next_ask(since))
     made = Reconfiguration(membership, run.driver.links.sender, run.state, run.counters, run.state.wake)
     return Generations(made, run.driver, run.state)
 
@@ -65,25 +65,25 @@ class Generations:
         with self._driver.lock:
             self.reconfiguration.enter(round)
 
-    def ends_after(self, rounds: int) -> None:
-        """Calls `Reconfiguration.ends_after`."""
+    def end_after(self, rounds: int) -> None:
+        """Calls `Reconfiguration.end_after`."""
         with self._driver.lock:
-            self.reconfiguration.ends_after(rounds)
+            self.reconfiguration.end_after(rounds)
 
     def begin_at(self, round: int) -> None:
         """Calls `Reconfiguration.begin_at`."""
         with self._driver.lock:
             self.reconfiguration.begin_at(round)
 
-    def caught_up(self) -> None:
-        """Calls `Reconfiguration.caught_up`."""
+    def mark_caught_up(self) -> None:
+        """Calls `Reconfiguration.mark_caught_up`."""
         with self._driver.lock:
-            self.reconfiguration.caught_up()
+            self.reconfiguration.mark_caught_up()
 
-    def took_part(self, generation: Generation) -> None:
-        """Calls `Reconfiguration.took_part`."""
+    def mark_in_sync(self, generation: Generation) -> None:
+        """Calls `Reconfiguration.mark_in_sync`."""
         with self._driver.lock:
-            self.reconfiguration.took_part(generation)
+            self.reconfiguration.mark_in_sync(generation)
 
     def stop(self) -> None:
         """Schedules `Reconfiguration.stop` on the I/O thread. May be called from any thread or signal handler."""

@@ -32,7 +32,7 @@ class PendingMean(Pending):
 
     def steps(self, timeout_seconds: float) -> Steps[tuple[Tensor, int]]:
         wait = self._owner.mean_wait(self._key, self._closing, timeout_seconds)
-        yield from self._owner.state.until_over(wait)
+        yield from self._owner.state.wait_steps(wait)
         return self._result(wait)
 
     def _result(self, wait: MeanWait) -> tuple[Tensor, int]:
@@ -82,6 +82,6 @@ class TreeCollectives:
 
     def reports_steps(self, timeout_seconds: float) -> Steps[dict[int, dict[str, float | int | str]]]:
         """The same as `reports`, as steps."""
-        yield from self.state.until_over(ReportsWait(self.collective_state, timeout_seconds, clock.now()))
+        yield from self.state.wait_steps(ReportsWait(self.collective_state, timeout_seconds, clock.now()))
         with self.state.lock:
             return self.collective_state.reports()

@@ -116,7 +116,7 @@ class LinkSender:
         if edge.is_gone:
             return
         if numbered:
-            kind, empty = self.control_kind, framing.body_sum(self.control_kind, b"")
+            kind, empty = self.control_kind, framing.compute_body_checksum(self.control_kind, b"")
             plane.queue.append(QueuedMessage(header, kind=kind, body_checksum=empty, purpose=purpose))
             if len(plane.queue) > MAX_QUEUED:
                 logger.warning("node %d does not accept control messages: gave up on it", uid)
@@ -146,7 +146,7 @@ class LinkSender:
             if edge.queued < self.max_payloads:
                 self._has_room(uid, edge, now)
 
-    def owing(self) -> list[int]:
+    def unacked_peers(self) -> list[int]:
         """Returns the peers that have not acknowledged all bulk messages sent to them."""
         bulk = ((uid, edge.planes[BULK]) for uid, edge in self.edges.items())
         return [uid for uid, plane in bulk if plane.out.kept or plane.queue]
@@ -159,7 +159,8 @@ class LinkSender:
     def send_once(self, uid: int, message: Message) -> None:
         """Sends a message without a sequence number, to any peer, even one that was given up; its sender repeats it
         until it is answered."""
-        first = framing.sealed(0, codec.encode(message), self.control_kind, framing.body_sum(self.control_kind, b""))
+        checksum = framing.compute_body_checksum(self.control_kind, b"")
+        first = framing.sealed(0, codec.encode(message), self.control_kind, checksum)
         if self._port.send(uid, CONTROL, first, None):
             self._counters.edge(uid).control_bytes_sent += len(first)
 
@@ -182,7 +183,7 @@ class LinkSender:
         credential = self.edge(uid).credential
         return b"" if credential is None else credential.log_in()
 
-    def hurry(self, now: float) -> None:
+    def request_acks(self, now: float) -> None:
         """Probes every peer now for an acknowledgement of the bulk messages sent so far."""
         for uid, edge in self.edges.items():
             if edge.planes[BULK].out.kept:
@@ -258,7 +259,7 @@ class LinkSender:
         counted = self._counters.edge(uid)
         while plane.urgent:
             header, purpose = plane.urgent[0]
-            first = framing.sealed(0, header, self.control_kind, framing.body_sum(self.control_kind, b""))
+            first = framing.sealed(0, header, self.control_kind, framing.compute_body_checksum(self.control_kind, b""))
             if not self._port.send(uid, number, first, None):
                 return False
             plane.urgent.popleft()

@@ -91,9 +91,10 @@ class QueuedMessage:
         size = body.nbytes
         if size <= ONE_FRAME_BYTES:
             short = bytes(body)
-            return cls(header, short, size + MESSAGE_COST, kind, framing.body_sum(kind, short), None, purpose, last)
+            checksum = framing.compute_body_checksum(kind, short)
+            return cls(header, short, size + MESSAGE_COST, kind, checksum, None, purpose, last)
         held = hold(body, lease is not None)
-        body_checksum = framing.body_sum(kind, held if isinstance(held, bytes) else held.buffer)
+        body_checksum = framing.compute_body_checksum(kind, held if isinstance(held, bytes) else held.buffer)
         return cls(header, held, size + MESSAGE_COST, kind, body_checksum, lease, purpose, last)
 
     def count(self, edge: EdgeCounters, first: bytes, body: Body | None) -> None:

@@ -19,7 +19,7 @@ from decentnode.communication.run_state import RunFacts
 from decentnode.communication.zeromq.protocol.collective_state import CollectiveState
 from decentnode.communication.zeromq.protocol.link_state import BULK, Hold, QueuedMessage
 from decentnode.communication.zeromq.protocol.message_maker import MessageMaker
-from decentnode.communication.zeromq.protocol.reconfigure import Reconfiguration
+from decentnode.communication.zeromq.protocol.reconfiguration import Reconfiguration
 from decentnode.communication.zeromq.protocol.reliable_links import ReliableLinks
 from decentnode.communication.zeromq.protocol.tree_mean import OutgoingPart
 from decentnode.errors import AssemblyError, NodeFailed, PeerFault, PeerLost
@@ -31,6 +31,7 @@ from decentnode.wire.messages import (
     Asked,
     Bye,
     Chunk,
+    Declined,
     Depart,
     Described,
     Granted,
@@ -40,7 +41,6 @@ from decentnode.wire.messages import (
     Report,
     Skipped,
     Slot,
-    Turned,
     Waits,
 )
 from decentnode.wire.orders import Action, OrderDue, Ordered
@@ -67,8 +67,8 @@ class PayloadInbox(Protocol):
     def skip(self, source: int, first: ExchangeKey, last: ExchangeKey) -> None:
         """See `InboxState.skip`."""
 
-    def waits_itself(self, source: int, now: float) -> None:
-        """See `InboxState.waits_itself`."""
+    def note_waiting_report(self, source: int, now: float) -> None:
+        """See `InboxState.note_waiting_report`."""
 
     def reset(self, round: int) -> None:
         """See `InboxState.reset`."""
@@ -227,7 +227,7 @@ class NodeProtocol:
             edge.received(body.nbytes, message.scalars)
             self._inbox.put(message, body, now)
             if self._reconfiguration is not None:
-                self._reconfiguration.membership.watch.is_heard(message.source)
+                self._reconfiguration.membership.watch.note_heard(message.source)
         elif isinstance(message, Part):
             assert body is not None
             with self._lock:
@@ -266,15 +266,15 @@ class NodeProtocol:
             if self._facts.waiting is not None or self._is_catching_up:
                 self._unnumbered(event.source, Waits, now)
         elif isinstance(event, Waits):
-            self._inbox.waits_itself(event.source, now)
+            self._inbox.note_waiting_report(event.source, now)
         else:
             self._on_event(event, now)
 
-    def knocked(self, asked: Asked, caller: Caller, now: float) -> Granted | Described | Turned:
+    def knocked(self, asked: Asked, caller: Caller, now: float) -> Granted | Described | Declined:
         """Answers a node outside the mapping, as `Reconfiguration.knocked` does."""
         if self._reconfiguration is None:
             reason = "the run admits no nodes beyond its mapping (node.missing, node.newcomers)"
-            return Turned(NO_RUN, 0, self._session.uid, reason, 1, self._session.uid, "")
+            return Declined(NO_RUN, 0, self._session.uid, reason, 1, self._session.uid, "")
         return self._reconfiguration.knocked(asked, caller, now)
 
     @property

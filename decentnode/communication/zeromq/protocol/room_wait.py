@@ -23,7 +23,7 @@ class RoomWait:
     ) -> None:
         self._sender, self._facts, self._counters, self._uid, self._key = sender, facts, counters, uid, key
         self._began = now
-        self.deadline = now + facts.room_patience(timeout_seconds)
+        self.deadline = now + facts.room_wait_seconds(timeout_seconds)
         self.verdict: Literal["send", "withhold", "gone"] = "gone"
         """The outcome, once the wait is over. send: there is room. withhold: the peer accepts nothing in time, and is
         to be told so once it does. gone: the peer has left or the generation is over."""

@@ -34,7 +34,7 @@ class BulkPort(Protocol):
     def withhold(self, uid: int, key: ExchangeKey) -> None:
         """Does what `LinkSender.withhold` does."""
 
-    def hurry(self) -> None:
+    def request_acks(self) -> None:
         """Probes every peer now for an acknowledgement of the bulk messages sent so far."""
 
 
@@ -70,7 +70,7 @@ class Sender:
 
     def may_send(self, uid: int, key: ExchangeKey, room: RoomWait) -> bool:
         """Returns whether to send after the wait for room. A payload that found no room in time
-        (`RunState.room_patience`) is not sent, and the peer is told so once it accepts messages."""
+        (`RunState.room_wait_seconds`) is not sent, and the peer is told so once it accepts messages."""
         if room.verdict == "withhold":
             self._port.withhold(uid, key)
             self._counters.fault("send_window", uid, f"round {key[0]}")
@@ -146,11 +146,11 @@ class Sender:
             return None
         fetched = self.staging.fetch(plan, tensor)
         if fetched is None:
-            self._port.hurry()
+            self._port.request_acks()
         return fetched
 
 
-def to_be_published(
+def publishable_payloads(
     outgoing: Mapping[int, Payload], schema: Schema, sender: Sender, facts: RunFacts
 ) -> dict[int, Payload]:
     """Returns the payloads of a mailbox that can be sent without waiting.

@@ -16,6 +16,7 @@ from decentnode.communication.zeromq.protocol.link_state import BULK, CONTROL, B
 from decentnode.communication.zeromq.sockets.link_driver import LinkDriver, LinkSizes
 from decentnode.communication.zeromq.sockets.security import Security
 from decentnode.faults import (
+    ActiveFault,
     Break,
     Corrupt,
     Course,
@@ -23,10 +24,9 @@ from decentnode.faults import (
     Delay,
     Drop,
     Duplicate,
-    Fate,
-    Fates,
     HalfOpen,
-    InEffect,
+    MessageFate,
+    MessageFates,
     Reorder,
     damaged,
 )
@@ -63,7 +63,7 @@ class FaultyDriver(LinkDriver):
         self._uid = session.uid
         kinds = Cut, Break, HalfOpen, Delay, Drop, Corrupt, Duplicate, Reorder
         self._course = Course(faults.plan, session.uid, kinds, self._fault_began)
-        self._fates = Fates(faults.seed)
+        self._fates = MessageFates(faults.seed)
         self.touched: dict[str, int] = {}
         """Kind of fault -> number of messages that it changed; a cut or half-open connection loses them."""
         self._plan = faults.plan
@@ -95,7 +95,7 @@ class FaultyDriver(LinkDriver):
         with self.sending():
             self._course.enter(round, clock.now())
 
-    def _fault_began(self, found: InEffect) -> None:
+    def _fault_began(self, found: ActiveFault) -> None:
         fault = found.fault
         self._counters.on_event("fault", None, fault.told)
         if isinstance(fault, Break | HalfOpen) and fault.source == self._uid:
@@ -135,7 +135,7 @@ class FaultyDriver(LinkDriver):
     def _count_fault(self, kind: str) -> None:
         self.touched[kind] = self.touched.get(kind, 0) + 1
 
-    def _delay(self, due: float, to: Connection, fate: Fate, first: bytes, body: Body | None) -> bool:
+    def _delay(self, due: float, to: Connection, fate: MessageFate, first: bytes, body: Body | None) -> bool:
         if self._delayed_count.get(to, 0) >= MAX_HELD:
             self._refused.add(to)
             return False
@@ -205,7 +205,7 @@ def _bytes(body: Body) -> bytes:
     return body if isinstance(body, bytes) else bytes(body.buffer)
 
 
-def _flip_bits(fate: Fate, first: bytes, body: Body | None) -> tuple[bytes, bytes | None]:
+def _flip_bits(fate: MessageFate, first: bytes, body: Body | None) -> tuple[bytes, bytes | None]:
     assert fate.flipped is not None
     frames = damaged([first] if body is None else [first, _bytes(body)], fate.flipped)
     return frames[0], frames[1] if body is not None else None

@@ -30,7 +30,7 @@ from decentnode.communication.zeromq.sockets.security import Security
 from decentnode.errors import PeerFault
 from decentnode.wire import codec
 from decentnode.wire.generation import Caller
-from decentnode.wire.messages import Asked, Described, Granted, Message, Turned
+from decentnode.wire.messages import Asked, Declined, Described, Granted, Message
 from decentnode.wire.session import Session
 
 
@@ -41,7 +41,7 @@ class LinkOwner(Protocol):
     def deliver(self, message: Message, body: memoryview | None, now: float) -> None:
         """See `LinkPort.deliver`."""
 
-    def knocked(self, asked: Asked, caller: Caller, now: float) -> Granted | Described | Turned:
+    def knocked(self, asked: Asked, caller: Caller, now: float) -> Granted | Described | Declined:
         """See `Reconfiguration.knocked`."""
 
     @property
@@ -159,15 +159,15 @@ class LinkDriver:
         with self._sending:
             self.links.sender.withhold(uid, key, clock.now())
 
-    def hurry(self) -> None:
+    def request_acks(self) -> None:
         """Probes every peer now for an acknowledgement of the bulk messages sent so far."""
         with self._sending:
-            self.links.sender.hurry(clock.now())
+            self.links.sender.request_acks(clock.now())
 
-    def owing(self) -> list[int]:
+    def unacked_peers(self) -> list[int]:
         """Returns the peers that have not acknowledged all bulk messages sent to them."""
         with self.lock:
-            return self.links.sender.owing()
+            return self.links.sender.unacked_peers()
 
     def restart(self, fresh: Collection[int]) -> None:
         """Calls `ReliableLinks.restart` and resets the credits; called with the lock held."""

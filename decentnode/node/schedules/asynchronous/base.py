@@ -77,7 +77,7 @@ class Asynchronous(Schedule):
         yield from self._mix_round(self.view.round)
         now = clock.now()
         self._last_arrivals = dict.fromkeys(self.view.sources, now) | self._last_arrivals
-        self.communication.ask_after(self._last_arrivals)
+        self.communication.ping_silent(self._last_arrivals)
         with torch.no_grad():
             self.fragment.finish_turn(self.model.parameters)
         none_missing = frozenset[int]()

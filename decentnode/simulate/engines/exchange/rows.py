@@ -14,7 +14,7 @@ from decentnode.node.schedules.fragment_exchange import FragmentExchange, RoundT
 from decentnode.node.schedules.plan import Planners
 from decentnode.sharing.base import Sharing
 from decentnode.sharing.fragments import Fragment
-from decentnode.sharing.weighed import Weighed
+from decentnode.sharing.weighted_by_training import WeightedByTraining
 from decentnode.simulate.engines.exchange.base import PopulationExchange, RoundTraffic, edges_as_json
 from decentnode.simulate.engines.forward import Unsuitable
 from decentnode.simulate.engines.population import Population
@@ -33,7 +33,7 @@ class RowExchange(PopulationExchange):
         super().__init__(population)
         if overlapped:
             raise Unsuitable("schedule: overlapped needs a rule that has a form for all nodes at once")
-        if isinstance(population.shared[0].make_rules()[0], Weighed):
+        if isinstance(population.shared[0].make_rules()[0], WeightedByTraining):
             raise Unsuitable("weights follow from what each node has trained on in the round")
         experiment, shared = population.experiment, population.shared[0]
         hub, config = Hub(population.num_nodes), InprocConfig.model_validate({"name": "inproc"})

@@ -17,19 +17,25 @@ from decentnode.graph.base import view
 from decentnode.payload import Payload
 from decentnode.sharing.base import Sharing
 from decentnode.sharing.decoding import decode
-from decentnode.sharing.weighed import MOST_TRAINED, TRAINED, Unit, Weighed, why_not
+from decentnode.sharing.weighted_by_training import (
+    MOST_TRAINED,
+    TRAINED,
+    Unit,
+    WeightedByTraining,
+    reason_against_weights,
+)
 from tests.graph.contract import make
 from tests.sharing.contract import RULES, bound, by_rule, one_round, suited
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 N, SIZE = 6, 40
-SUITED = sorted(name for name, make_rule in RULES.items() if not why_not(make_rule().requirements))
+SUITED = sorted(name for name, make_rule in RULES.items() if not reason_against_weights(make_rule().requirements))
 COUNTS = [0, 3, 1, 0, 7, 40]
 SMALL = ["graph={name: ring, nodes: 4}", "mapping={machines: 1, nodes_per_machine: 4}", "communication=inproc"]
 
 
 def weighed(name: str, unit: Unit = "samples") -> Callable[[], Sharing]:
-    return lambda: Weighed(RULES[name](), unit)
+    return lambda: WeightedByTraining(RULES[name](), unit)
 
 
 def models() -> list[Tensor]:

@@ -129,7 +129,7 @@ NUM_NUMBERS = 7
 """The length of `Course.numbers()`."""
 
 
-def ended_early(config: EarlyStopConfig, best: Mapping[str, Any]) -> str:
+def reason_for_early_end(config: EarlyStopConfig, best: Mapping[str, Any]) -> str:
     """Returns the reason why a run with this `best` section in its summary ends early under this config; "" if it
     continues."""
     if best.get("figure") != config.figure or (best.get("evaluations_since") or 0) < config.patience:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from decentnode.clock import VirtualClock
 
 
-class EventHeap:
+class EventQueue:
     """A discrete-event queue: runs actions in the order of their times, and those of the same time in the order in
     which they were added."""
 
@@ -44,10 +44,10 @@ class EventHeap:
         return True
 
 
-class Alarm:
+class DeadlineTimer:
     """A timer that calls `callback` when its deadline is reached; the deadline may move in both directions."""
 
-    def __init__(self, heap: EventHeap, due: Callable[[], float], callback: Callable[[], None]) -> None:
+    def __init__(self, heap: EventQueue, due: Callable[[], float], callback: Callable[[], None]) -> None:
         """due: returns the deadline, the latest time at which `callback` must be called."""
         self._heap, self._due, self._callback = heap, due, callback
         self._scheduled_for = math.inf

@@ -22,10 +22,10 @@ from decentnode.errors import PeerLost
 from decentnode.node.checkpoints.checkpoint_mean import mean_unless_ending
 from decentnode.node.checkpoints.due_asynchronously import DueAsynchronously
 from decentnode.node.checkpoints.due_by_minutes import DueByMinutes
-from decentnode.node.checkpoints.going_on import evaluate_if_due, go_on, take_own
 from decentnode.node.checkpoints.resume_agreement import ResumeFrom, read_agreed_cut
+from decentnode.node.checkpoints.resuming import evaluate_if_due, go_on, restore_own_checkpoint
 from decentnode.node.checkpoints.snapshot import capture
-from decentnode.node.measuring.course import Best
+from decentnode.node.measuring.early_stopping import Best
 from decentnode.node.resumable import Resumable
 from decentnode.sharing.state import left_out
 
@@ -371,7 +371,7 @@ class Checkpoints:
         best.value, best.round = mark["value"], mark["round"]
         self._mark_best(found.cut)
 
-    def take_own(self, first_round: int) -> bool:
-        """Restore the node after its process was restarted, as `going_on.take_own` does. Returns False if the run has
-        no checkpoints."""
-        return self.enabled and take_own(self.node, self._folder, first_round, self.config.recent)
+    def restore_own_checkpoint(self, first_round: int) -> bool:
+        """Restore the node after its process was restarted, as `resuming.restore_own_checkpoint` does. Returns False if
+        the run has no checkpoints."""
+        return self.enabled and restore_own_checkpoint(self.node, self._folder, first_round, self.config.recent)

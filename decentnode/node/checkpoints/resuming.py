@@ -13,22 +13,22 @@ import torch
 from decentnode.checkpoint import store
 from decentnode.communication.run_state import Steps
 from decentnode.errors import CheckpointError
+from decentnode.formatting import names
 from decentnode.node.checkpoints.checkpoint_mean import mean_unless_ending
 from decentnode.node.checkpoints.handover import agree_on_course, begin_rules_anew, deal_samples, give_models
 from decentnode.node.checkpoints.snapshot import Restored
 from decentnode.node.measuring.evaluation import begin_mean
 from decentnode.node.resumable import Resumable
-from decentnode.words import names
 
 logger = logging.getLogger(__name__)
 
-OF_MODELS = ("model", "training", "sharing")
+MODEL_PARTS = ("model", "training", "sharing")
 """The parts of a checkpoint that models depend on. A node that comes back to a run restores them as well, but keeps
 only as much of the sharing rule's state as outlives a generation."""
 
 
 @dataclass(frozen=True)
-class GoingOn:
+class ResumePosition:
     """The position from which a run resumes; it is the same on all nodes, except under an asynchronous schedule."""
 
     round: int
@@ -40,13 +40,13 @@ class GoingOn:
     """The members that have no checkpoint."""
 
 
-def go_on(node: Resumable, restored: Restored | None, cut: str, where: GoingOn) -> Steps[None]:
+def go_on(node: Resumable, restored: Restored | None, cut: str, where: ResumePosition) -> Steps[None]:
     """Resume the node at the position `where`, as steps. restored: the node's own checkpoint in the folder `cut`, of
     which the model and the training state are restored already; None if the node is one of `where.without`, and gets
     the mean of the other nodes' models."""
     history = node.communication.history
     if history is not None:
-        digest = "" if restored is None else restored.digest(*OF_MODELS)
+        digest = "" if restored is None else restored.digest(*MODEL_PARTS)
         history.resumed(where.round, where.evaluated, where.without, cut, digest)
     if where.without:
         if node.uid in where.without:
@@ -77,7 +77,7 @@ def go_on(node: Resumable, restored: Restored | None, cut: str, where: GoingOn) 
     node.communication.begin_at(where.round)
 
 
-def evaluate_if_due(node: Resumable, where: GoingOn) -> Steps[None]:
+def evaluate_if_due(node: Resumable, where: ResumePosition) -> Steps[None]:
     """Make the evaluation that is due at this round if the interrupted run had not made it, as steps."""
     every, round = node.config.evaluate_every, where.round
     if every and round % every == 0 and where.evaluated != round and round < node.config.rounds:
@@ -105,7 +105,7 @@ def evaluate_alone_if_missed(node: Resumable) -> Steps[None]:
         yield from node.evaluate_between()
 
 
-def take_own(node: Resumable, folder: Path, first_round: int, recent: int) -> bool:
+def restore_own_checkpoint(node: Resumable, folder: Path, first_round: int, recent: int) -> bool:
     """Restore a node whose process was restarted from the newest checkpoint of this run in `folder` that is at most
     `recent` rounds older than `first_round`, the round in which the node continues. Restores the model, the training
     state, and as much of the sharing rule's state as outlives a generation. Returns whether there was such a
@@ -117,7 +117,7 @@ def take_own(node: Resumable, folder: Path, first_round: int, recent: int) -> bo
             continue
         try:
             restored = Restored.read(manifest)
-            digest = "" if history is None else restored.digest(*OF_MODELS)
+            digest = "" if history is None else restored.digest(*MODEL_PARTS)
             restored.put_training(node)
             restored.put_rule(node)
         except CheckpointError as error:

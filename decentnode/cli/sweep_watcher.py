@@ -11,10 +11,10 @@ from rich.markup import escape
 from decentnode import clock
 from decentnode.cli.console import REFRESH_SECONDS, REFRESH_SHARE, SUSPEND_SECONDS, shown
 from decentnode.cli.output import Output, OutputKind
+from decentnode.formatting import duration, plural, stamp
 from decentnode.sweeps.conduct import Ended, State, Watcher
 from decentnode.sweeps.plan import Sweep
 from decentnode.sweeps.progress import live_table, point_line, time_left_text
-from decentnode.words import duration, plural, stamp
 
 LINE_SECONDS = 60.0
 """Longest time without a line in plain output."""

@@ -31,13 +31,13 @@ from decentnode.wire.messages import (
     MAX_AGE_MILLISECONDS,
     NO_RUN,
     Asked,
+    Declined,
     Described,
     Granted,
     Inquiry,
     Knock,
     Message,
     Resign,
-    Turned,
 )
 
 logger = logging.getLogger(__name__)
@@ -120,14 +120,14 @@ class Reconfiguration:
         """The latest time at which `tick` has to be called; infinite if nothing is due."""
         if not self.active:
             return math.inf
-        waiting = self.facts.asked_after
+        waiting = self.facts.nodes_to_ping
         due = self.membership.next_deadline(None if waiting is None else waiting[1])
         return due if self.alone_since is None else min(due, self.alone_since + self._renew_after)
 
     def tick(self, now: float) -> None:
         """Does what is due. To be called at `next_deadline` at the latest."""
         if self.active:
-            waiting = self.facts.asked_after
+            waiting = self.facts.nodes_to_ping
             whom, since = ((), math.inf) if waiting is None else waiting
             self._apply(self.membership.tick(now, whom, since), now)
             if self.alone_since is not None and now >= self.alone_since + self._renew_after:
@@ -182,30 +182,30 @@ class Reconfiguration:
     def _report(self, kind: str, detail: str) -> None:
         self.counters.on_event(kind, None, detail)
 
-    def knocked(self, asked: Asked, caller: Caller, now: float) -> Granted | Described | Turned:
+    def knocked(self, asked: Asked, caller: Caller, now: float) -> Granted | Described | Declined:
         """Answers a node that is not in the mapping. Raises PeerFault for a malformed request."""
         membership, own, run = self.membership, self.membership.uid, self.membership.run
         if not self.active:
-            return Turned(NO_RUN, 0, own, "the run has not begun", 0, own, "")
+            return Declined(NO_RUN, 0, own, "the run has not begun", 0, own, "")
         if isinstance(asked, Resign):
             return self._with_address(membership.newcomers.handle_resign(asked))
         if caller.key and caller.key in self.founder_keys:
-            return Turned(run, 0, own, "its key is that of a node in the mapping", 1, own, "")
+            return Declined(run, 0, own, "its key is that of a node in the mapping", 1, own, "")
         try:
             invitation = self.admission(asked.invitation, caller.key)
         except PeerFault as fault:
             self._refuse_newcomer(fault, asked, caller)
-            return Turned(run, 0, own, fitting(fault.detail), 1, own, "")
+            return Declined(run, 0, own, fitting(fault.detail), 1, own, "")
         if isinstance(asked, Inquiry):
             described = Described(run, membership.generation.number, own, membership.digest, self.config_text)
             return membership.newcomers.why_closed() or described
         return self._seat_for(asked, caller, now, invitation)
 
-    def _seat_for(self, knock: Knock, caller: Caller, now: float, invitation: Invitation | None) -> Granted | Turned:
+    def _seat_for(self, knock: Knock, caller: Caller, now: float, invitation: Invitation | None) -> Granted | Declined:
         membership, own, run = self.membership, self.membership.uid, self.membership.run
         answer = membership.newcomers.knock(knock, caller, now, invitation)
         try:
-            if isinstance(answer, Turned):
+            if isinstance(answer, Declined):
                 self._report("turned_away", f"{knock.control}: {answer.reason}")
                 return self._with_address(answer)
             seat, uid = answer
@@ -219,7 +219,7 @@ class Reconfiguration:
         finally:
             self._apply(membership.take_events(now), now)
 
-    def _with_address(self, turned: Turned) -> Turned:
+    def _with_address(self, turned: Declined) -> Declined:
         """Adds the address of the node that is to be asked instead, if it is another one."""
         return turned if turned.uid == self.membership.uid else replace(turned, at=self.control_of(turned.uid))
 
@@ -270,7 +270,7 @@ class Reconfiguration:
             self.membership.position = max(self.membership.position, round + 1)
             self.membership.last_round = self.membership.limits.rounds
 
-    def ends_after(self, rounds: int) -> None:
+    def end_after(self, rounds: int) -> None:
         """Notes that the run ends after `rounds` rounds, unless a later `enter` shows that the members of the next
         generation have continued. A node that says goodbye from now on has finished like this one."""
         self.membership.position = max(self.membership.position, rounds)
@@ -280,11 +280,11 @@ class Reconfiguration:
         """Notes that rounds below `round` are over, so that a generation of this node alone begins no earlier one."""
         self.membership.position = round
 
-    def caught_up(self) -> None:
+    def mark_caught_up(self) -> None:
         """Notes that this node has a model."""
         self.membership.fresh = False
 
-    def took_part(self, generation: Generation) -> None:
+    def mark_in_sync(self, generation: Generation) -> None:
         """Notes that this node now shares a common model with the members of `generation` (`MemberState.lineage`)."""
         self.membership.lineage = generation.name
 

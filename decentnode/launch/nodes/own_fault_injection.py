@@ -18,7 +18,7 @@ WAKES = 'kill -STOP "$0"; sleep "$1"; kill -CONT "$0"'
 """Shell command that suspends a process and resumes it later; a suspended process cannot resume itself."""
 
 
-class OwnStrikes:
+class OwnFaultInjector:
     """Kills and pauses the node of this process as the fault plan says."""
 
     def __init__(self, plan: Plan, uid: int, directory: Path, tell: Callable[[str], None]) -> None:

@@ -21,7 +21,7 @@ MOST_TRAINED = 1 << 40
 """The largest number that is accepted from a peer."""
 
 
-def why_not(needs: Requirements) -> str:
+def reason_against_weights(needs: Requirements) -> str:
     """Returns the reason why a rule cannot be combined with weights by samples or tokens; "" if it can."""
     if needs.star:
         return "has weights of its own (weighted_by)"
@@ -32,7 +32,7 @@ def why_not(needs: Requirements) -> str:
     return "" if needs.tolerates_missing else "cannot recover from a missing payload"
 
 
-class Weighed(Wrapper):
+class WeightedByTraining(Wrapper):
     """Mixes with the weights w_ij n_j / sum_k w_ik n_k, over the payloads that arrived and the node's own model,
     instead of w_ij.
 
@@ -43,7 +43,7 @@ class Weighed(Wrapper):
     """
 
     def __init__(self, rule: Sharing, unit: Unit) -> None:
-        """rule: a rule for which `why_not` returns ""."""
+        """rule: a rule for which `reason_against_weights` returns ""."""
         super().__init__(rule)
         self._unit = unit
         self._trained = self._sent = 0

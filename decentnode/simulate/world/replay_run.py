@@ -13,7 +13,7 @@ from decentnode.communication.zeromq.config import ZeroMQConfig
 from decentnode.errors import UsageError
 from decentnode.experiment import Experiment
 from decentnode.node.node import Node
-from decentnode.simulate.world.records import Lives, every_event, place_of
+from decentnode.simulate.world.records import ProcessRecords, every_event, place_of
 from decentnode.simulate.world.replay import ReplayResult, ReplayWorld, replay_setting
 from decentnode.simulate.world.replay_checkpoints import CheckpointFiles
 from decentnode.simulate.world.transport import Simulated
@@ -21,7 +21,7 @@ from decentnode.simulate.world.transport import Simulated
 PLAIN = ZeroMQConfig.model_validate({"name": "zeromq"})
 
 
-def checkpoints_of(folder: Path, lives: Lives) -> dict[tuple[int, str], Manifest]:
+def checkpoints_of(folder: Path, lives: ProcessRecords) -> dict[tuple[int, str], Manifest]:
     """Returns the checkpoints of an earlier run from which nodes continued, by uid and the cut's folder; they are
     looked for in the run's folder and in those of other runs beside it. Raises UsageError if one is missing,
     CheckpointError if it is damaged."""
@@ -41,8 +41,8 @@ def checkpoints_of(folder: Path, lives: Lives) -> dict[tuple[int, str], Manifest
     return found
 
 
-def run_again(
-    experiment: Experiment, lives: Lives, files: CheckpointFiles | None = None
+def replay_run(
+    experiment: Experiment, lives: ProcessRecords, files: CheckpointFiles | None = None
 ) -> tuple[ReplayWorld, ReplayResult]:
     """Replays a run on the CPU from what its nodes recorded. files: as `checkpoints_of` returns them. Blocking. Raises
     Difference, and errors of building nodes."""

@@ -10,7 +10,7 @@ from decentnode.metrics.figures import MAX_COUNTS_CHARACTERS
 
 
 @dataclass
-class Dealt:
+class GenerationSamples:
     """What a node trained on as a member of one generation, from the beginning of an epoch on."""
 
     generation: int
@@ -23,7 +23,7 @@ class Dealt:
     """Samples of all local steps together, over all epochs; the last epoch may be incomplete."""
 
 
-def packed(dealt: Iterable[Dealt]) -> str:
+def packed(dealt: Iterable[GenerationSamples]) -> str:
     """Returns the generations as one short text, the newest first, as many as fit into MAX_COUNTS_CHARACTERS
     characters."""
     text = ""
@@ -35,13 +35,13 @@ def packed(dealt: Iterable[Dealt]) -> str:
     return text
 
 
-def unpacked(text: object) -> list[Dealt]:
+def unpacked(text: object) -> list[GenerationSamples]:
     """Returns what `packed` encoded, the oldest first; [] for anything else."""
     found = []
     for entry in text.split() if isinstance(text, str) else ():
         numbers = [int(each) for each in entry.split(":") if each.isdecimal()]
         if len(numbers) == 5:
-            found.append(Dealt(*numbers))
+            found.append(GenerationSamples(*numbers))
     return found[::-1]
 
 
@@ -51,7 +51,7 @@ def merged(earlier: object, later: object) -> str:
     If both know a generation, the entry with more trained samples is kept: the later process may have started from an
     older checkpoint.
     """
-    every: dict[tuple[int, int], Dealt] = {}
+    every: dict[tuple[int, int], GenerationSamples] = {}
     for each in (*unpacked(earlier), *unpacked(later)):
         known = every.get((each.first_round, each.generation))
         if known is None or each.trained > known.trained:

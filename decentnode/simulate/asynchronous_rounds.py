@@ -59,7 +59,7 @@ class _Round:
     """By (source, target): when the payload that the source sends in this round arrives."""
 
 
-class OwnRounds(Hub):
+class AsynchronousRounds(Hub):
     """An in-process hub that delivers payloads at their virtual arrival times, and decides which node is stepped
     next."""
 
@@ -114,10 +114,10 @@ class OwnRounds(Hub):
         whose local steps are done first. Before all nodes have begun their first round, and after the others have ended
         their last, nodes wait for each other, and all that are not within a round are stepped in turn."""
         self._nodes = nodes
-        within = [node for node in nodes if node.within_round]
+        within = [node for node in nodes if node.is_within_round]
         self._begun.update(node.uid for node in within)
         if not within or not self._begun.issuperset(node.uid for node in nodes):
-            return [node for node in nodes if not node.within_round]
+            return [node for node in nodes if not node.is_within_round]
         first = min(within, key=lambda node: (self._round(node.round).computed[node.uid], node.uid))
         self.now = float(self._round(first.round).computed[first.uid])
         self._last_ends[first.uid] = float(self._round(first.round).end[first.uid])
@@ -133,7 +133,7 @@ class OwnRounds(Hub):
         kind = record.get("kind")
         if kind not in ("round", "evaluation"):
             return dict(record)
-        alone = kind == "round" or any(node.within_round for node in self._nodes)
+        alone = kind == "round" or any(node.is_within_round for node in self._nodes)
         when = self._last_ends.get(uid, 0.0) if alone else max(self._last_ends.values(), default=0.0)
         return {**record, "virtual_seconds": when}
 

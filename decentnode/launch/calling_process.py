@@ -13,7 +13,7 @@ import torch
 
 from decentnode import clock, entropy, logs
 from decentnode.errors import EnvironmentFault, Interrupted, UsageError
-from decentnode.experiment.initial_model import generators_kept
+from decentnode.experiment.initial_model import preserve_generators
 from decentnode.launch.children.messages import (
     ChildMessage,
     Engine,
@@ -33,12 +33,12 @@ from decentnode.launch.nodes.node_process import describe_failure
 from decentnode.launch.one_process.batched_run import Stoppable
 from decentnode.launch.one_process.in_process import run_nodes
 from decentnode.launch.reporting.checked import check_run
-from decentnode.launch.reporting.header import header, other_code
+from decentnode.launch.reporting.header import changed_code_warning, header
 from decentnode.launch.reporting.observer import Observer, checkpoint_notice, engine_notice, resumed_notice
 from decentnode.launch.reporting.outcome import Durations, Ledger, Outcome, finished_before, summary
 from decentnode.launch.reporting.trackers import Trackers
 from decentnode.launch.supervising.prepare import facts, resume_lines
-from decentnode.training.cudnn import cudnn_kept
+from decentnode.training.cudnn import preserve_cudnn_settings
 
 PROGRESS_SECONDS = 0.25
 """Least time between two progress reports of a node."""
@@ -54,7 +54,9 @@ class TwoStepSignals(StopSignals):
             raise KeyboardInterrupt
 
 
-def run_here(request: Request, observer: Observer, *, command: str = "", started: float | None = None) -> Outcome:
+def run_in_calling_process(
+    request: Request, observer: Observer, *, command: str = "", started: float | None = None
+) -> Outcome:
     """Runs all nodes in this process to the end. Blocking.
 
     Parameters and errors are as for `supervise`; the exception of a failed node is `Outcome.error`. Restores the state
@@ -75,12 +77,12 @@ def run_here(request: Request, observer: Observer, *, command: str = "", started
         observer.facts(loaded, records.directory)
         shown_uids = loaded.local[:1] if request.simulate else loaded.local
         observer.header([*resume_lines(experiment, request), *header(experiment, shown_uids, not request.simulate),
-                         *other_code(experiment)])
+                         *changed_code_warning(experiment)])
         run = _InProcessRun(loaded, records, observer, signals, started)
         experiment_dir = Path(request.config or "x").absolute().parent
         run.trackers = Trackers(loaded.trackers, records.directory, loaded.machine, experiment_dir, observer.notice)
         log = node_dir(records.directory, loaded.local[0]) / "log.txt"
-        with logs.into(log, f"node {loaded.local[0]:03d}"), generators_kept(), cudnn_kept():
+        with logs.into(log, f"node {loaded.local[0]:03d}"), preserve_generators(), preserve_cudnn_settings():
             run.run(request, lambda task: run_nodes(task, experiment, run.on_message, run.begin, run.tick))
         return run.conclude()
 

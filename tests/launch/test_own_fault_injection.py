@@ -11,7 +11,7 @@ import pytest
 
 from decentnode import clock
 from decentnode.faults import Kill, Pause, Plan, Slow
-from decentnode.launch.nodes.own_strikes import OwnStrikes
+from decentnode.launch.nodes.own_fault_injection import OwnFaultInjector
 from tests.conftest import wait_until
 
 PLAN: Plan = (
@@ -23,9 +23,9 @@ import sys
 from pathlib import Path
 from decentnode import clock
 from decentnode.faults import Kill, Pause, Slow
-from decentnode.launch.nodes.own_strikes import OwnStrikes
+from decentnode.launch.nodes.own_fault_injection import OwnFaultInjector
 PLAN = ({plan})
-strikes = OwnStrikes(PLAN, 4, Path(sys.argv[1]), lambda text: print(text, flush=True))
+strikes = OwnFaultInjector(PLAN, 4, Path(sys.argv[1]), lambda text: print(text, flush=True))
 {act}
 clock.sleep(60)
 """
@@ -62,12 +62,12 @@ def test_who_is_suspended_is_woken_by_another(tmp_path: Path) -> None:
 
 def test_what_was_due_before_a_node_came_or_after_it_ended_does_not_come_about(tmp_path: Path) -> None:
     told: list[str] = []
-    late = OwnStrikes(PLAN, 4, tmp_path, told.append)
+    late = OwnFaultInjector(PLAN, 4, tmp_path, told.append)
     late.begin(clock.now() - 10)
-    over = OwnStrikes(PLAN, 4, tmp_path, told.append)
+    over = OwnFaultInjector(PLAN, 4, tmp_path, told.append)
     over.close()
     over.begin(clock.now() + 0.001)
     over.strike(1)
-    pause = OwnStrikes((Pause(nodes=(4,), at_seconds=1, seconds=2),), 4, tmp_path, told.append)
+    pause = OwnFaultInjector((Pause(nodes=(4,), at_seconds=1, seconds=2),), 4, tmp_path, told.append)
     pause.strike(0, clock.now() - 3)  # due while another one held the process up, and over by now
     assert told == []

@@ -18,7 +18,7 @@ from decentnode.errors import UsageError
 from decentnode.experiment import Experiment, load
 from decentnode.launch.one_process.in_process import run_in_process
 from decentnode.node.node import Node
-from decentnode.simulate.own_rounds import OwnRounds, check_schedule
+from decentnode.simulate.asynchronous_rounds import AsynchronousRounds, check_schedule
 from decentnode.simulate.virtual import make_clock
 
 QUICKSTART = str(Path(__file__).parents[2] / "configs" / "quickstart.yaml")
@@ -55,7 +55,7 @@ def experiment(factor: float = 3.0, *more: str, **node: Any) -> Experiment:
 
 def simulated(made: Experiment) -> tuple[list[Node], Records]:
     records: Records = defaultdict(list)
-    own = OwnRounds(make_clock(made))
+    own = AsynchronousRounds(make_clock(made))
     nodes = run_in_process(made, lambda uid, record: records[uid].append(own.told(uid, record)), own_rounds=own)
     return nodes, records
 
