@@ -98,7 +98,7 @@ class Growth:
     founders: int
     """Number of nodes in the mapping; uids from there on are for newcomers."""
     experiment: bytes
-    """The experiment (YAML), as newcomers are told it."""
+    """The experiment (YAML) that is sent to newcomers."""
     control: Mapping[int, str]
     """Addresses at which other machines can reach the nodes of the mapping: tcp://HOST:PORT."""
     token: bytes = b""
@@ -132,7 +132,7 @@ class TransportParts:
     """Shared by the nodes of this process if one thread steps several of them; None if the node has the process to
     itself."""
     limits: Limits | None = None
-    """Time limits of membership generations; None if there is a single generation."""
+    """Time-outs and fewest members of membership generations; None if there is a single generation."""
     faults: LinkFaults | None = None
     """Injected faults between nodes; None for none."""
     growth: Growth | None = None

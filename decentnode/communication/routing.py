@@ -42,7 +42,7 @@ class Routing:
     """The nodes of this process, if it steps several. Nodes of other processes need not know this set: it decides none
     of their edges."""
     struck: Callable[[int, int], bool] | None = None
-    """Returns whether injected faults affect messages with models between two nodes, which only sockets can do."""
+    """Returns whether injected faults affect messages with models between two nodes. Only sockets can inject them."""
 
     def path(self, a: int, b: int) -> PathName:
         """Returns the path between two nodes. Symmetric."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 FAN_OUT = 8
-"""Most children of a node. 1000 nodes make a tree of four levels."""
+"""Most children of a node. 1000 nodes make a tree of four levels below the root."""
 
 
 @dataclass(frozen=True)

@@ -468,7 +468,7 @@ class Described(Message):
 @dataclass(frozen=True)
 class Resign(Message):
     """Sent by a newcomer that was granted `uid` with the token `seat` and does not join: the uid is free again. The
-    answer is a Turned that is final."""
+    answer is a `Declined` that is final."""
 
     TYPE: ClassVar[int] = 44
     uid: int = bounded_int(MAX_NODES)

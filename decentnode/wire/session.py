@@ -143,7 +143,8 @@ class Session:
 
     @property
     def next_deadline(self) -> float:
-        """The latest time at which `tick` has to be called; infinite once the parent has answered."""
+        """The latest time at which `tick` has to be called: infinite once the parent has answered, minus infinity on a
+        root that knows all nodes to be present, so that `tick` begins the run."""
         if self.state != "joining":
             return math.inf
         if not self._welcomed:

@@ -201,8 +201,8 @@ class ReceiveStream:
         self._ahead: set[int] = set()
 
     def take(self, sequence: int) -> bool:
-        """Notes an arrived message, and returns whether the caller is to use it, which is so if it is new. Raises
-        PeerFault for a number that is too far ahead."""
+        """Notes an arrived message. Returns whether the caller is to use it: it is new and, in an ordered stream, the
+        next one. Raises PeerFault for a number that is too far ahead."""
         if sequence == self.first_missing:
             self.unreported += 1
             self.first_missing += 1

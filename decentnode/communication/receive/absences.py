@@ -1,5 +1,5 @@
-"""Tracks which payloads will not arrive although no node has failed: sources depart, or skip rounds of which they heard
-nothing."""
+"""Tracks which payloads will not arrive although no node has failed: sources depart, or skip the payloads of rounds in
+which this node accepted none."""
 
 from __future__ import annotations
 

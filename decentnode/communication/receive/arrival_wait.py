@@ -23,7 +23,7 @@ running in between."""
 
 
 class WaitDeadlines:
-    """Decides until when one wait lasts, and when to ask overdue sources whether they are alive.
+    """Decides until when one wait lasts, and when to ask overdue sources whether they are waiting themselves.
 
     Nodes that wait for one that is gone all give up on it after the same time-out, but do not all begin to wait in the
     same round. The payloads of the last of them would then reach the first ones just as these give up in turn.

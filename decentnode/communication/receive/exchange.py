@@ -100,7 +100,7 @@ class InboxExchange(Exchange):
             received = self._without_rejected(found, in_slots)
             yield Arrival(start, stop, received, self._missing)
             sources = [source for source in received if source not in self._missing]
-            if stop < schema.elements:  # `finish` releases the last chunk
+            if stop < schema.elements:  # `finish` releases the rest
                 self._inbox.release(chunk, arrived)
             chunk += 1
         self._read_in_place = []

@@ -170,7 +170,8 @@ class InboxState:
         self._wake(key, source, incoming)
 
     def put_slot(self, source: int, round: int, totals: bytes, payload: SlotPayload, now: float) -> int:
-        """Takes a payload that lies in a neighbor's publish buffer. Returns its bytes. Raises PeerFault as `put` does.
+        """Takes a payload that lies in a neighbor's publish buffer. Returns its size in bytes. Raises PeerFault as `put`
+        does.
 
         totals: elements of each tensor, 8 bytes each. If the payload is not kept, the slot is released immediately.
         """
@@ -318,8 +319,8 @@ class InboxState:
         self._wanted, self._wanted_chunk, self._spare = set(sources), (key, chunk), spare
 
     def ask(self, key: ExchangeKey, waiting: Collection[int]) -> None:
-        """Asks the sources whose payloads are overdue whether they are alive, except those whose answer would say
-        nothing."""
+        """Asks the sources whose payloads are overdue whether they are waiting themselves, except those whose answer
+        would say nothing."""
         if asked := self.absences.independent_sources(key, waiting):
             self._port.ask(asked)
 

@@ -32,8 +32,8 @@ class PayloadShapes:
             raise PeerFault("wrong_size", f"{plan.name}: {buffer.nbytes} bytes for {stop - start} elements")
 
     def set_tensors(self, payload: SlotPayload, totals: bytes) -> int:
-        """Sets a payload's tensors, cut to the lengths that a doorbell announced. Returns its bytes. totals: elements
-        of each tensor, 8 bytes each. Raises PeerFault if the schema does not allow these lengths."""
+        """Sets a payload's tensors, cut to the lengths that a doorbell announced. Returns its size in bytes. totals:
+        elements of each tensor, 8 bytes each. Raises PeerFault if the schema does not allow these lengths."""
         phase = payload.phase
         if phase >= len(self.plans):
             raise PeerFault("wrong_shape", f"phase {phase}")

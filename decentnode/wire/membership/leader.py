@@ -22,7 +22,7 @@ class Leader:
         self._state = state
 
     def propose(self, now: float) -> None:
-        """Begins an attempt with all members that are not absent and all nodes that asked to join."""
+        """Begins an attempt with all members that are not absent and, unless the run stops, all that asked to join."""
         state = self._state
         joiners = set() if state.stopping else state.joiners
         members = frozenset(state.present_members() | joiners | {state.uid})

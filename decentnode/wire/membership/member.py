@@ -102,8 +102,8 @@ class Membership(MemberState):
         return self._take_events(now)
 
     def refusal_to_leave(self, others: Collection[int] = ()) -> str:
-        """Returns why no generation is possible without this node and `others`; "" if one is, as always if this node is
-        a newcomer."""
+        """Returns why no generation is possible without this node and `others`, or "" if one is. It is always "" if
+        this node is a newcomer or begins no further round."""
         members = set(self.message_generation.members)
         rest = self.in_mapping(members - {self.uid, *others})
         if self.uid >= self.founders or self.is_finished() or self.limits.are_sufficient(rest):
@@ -220,7 +220,7 @@ class Membership(MemberState):
     def _on_pong(self, pong: Pong, now: float) -> None:
         if self.limits.merges and pong.source not in self.generation.members and self.steady:
             self.send_current(pong)  # it still counts this node as a member of its generation
-        if name_of(pong) == self.generation.name:  # alive in another generation, it is missed in this one
+        if name_of(pong) == self.generation.name:  # a node of another generation is missed in this one
             self.watch.answered(pong.source, now)
         if self.stage == "suspecting" and pong.source == self.coordinator:
             self.coordinator_heard = now

@@ -79,8 +79,8 @@ class OtherGenerations:
         return bool(self._reports)
 
     def heard(self, name: Name, source: int, now: float, own: Name) -> bool:
-        """Records that `source` is steady in generation `name`. Returns whether so many nodes are that `own` cannot be
-        in force. One node is not enough, because it may have been left behind itself.
+        """Records that `source` is steady in generation `name`. Returns whether so many nodes are steady in it that
+        `own` cannot be in force. One node is not enough, because it may have been left behind itself.
         """
         if name not in self._reports and len(self._reports) >= MAX_OTHER_GENERATIONS:
             return False

@@ -86,8 +86,8 @@ class Sides:
             self.ping_soon(now)
 
     def mergeable(self, own: Collection[int], present: Collection[int]) -> Iterator[tuple[Name, frozenset[int]]]:
-        """Yields (name, members) of the generations that are smaller than this node's and all of whose members
-        answered.
+        """Yields (name, members) of the generations that are smaller than this node's present members and all of
+        whose members answered.
 
         Of two generations of the same size, the one with the lowest uid counts as larger. own: the members of this
         node's generation. present: those of them that are not absent.

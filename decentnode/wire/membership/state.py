@@ -32,10 +32,10 @@ MAX_NAMED_NODES = 20
 class MemberState:
     """The state of one node, which leader, follower and `Membership` share.
 
-    There are three kinds of absent nodes. `suspects` do not answer; they may be alive, and are removed from the set
-    when a generation that includes them comes into force. `failed` nodes reported their own failure, or their
+    There are three kinds of absent nodes. `suspects` do not answer; they may be alive, and the set is emptied when
+    the next generation comes into force. `failed` nodes reported their own failure, or their
     supervisor did: they count as dead until they join again, whatever was promised meanwhile. Nodes that `left` said
-    goodbye after their last round; a goodbye before that is a failure.
+    goodbye when no round was left to begin, after the last one or after a stop; a goodbye before that is a failure.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class MemberState:
         self.suspects: set[int] = set()
         self.failed: set[int] = set()
         self.left: set[int] = set()
-        """Nodes that said goodbye after the last round."""
+        """Nodes that said goodbye after the last round or after a stop."""
         self.departed: set[int] = set()
         """Nodes that said goodbye before the last round without having failed, and have not come back."""
         self.joiners: set[int] = set()
