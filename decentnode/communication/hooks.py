@@ -100,8 +100,8 @@ class Hooks(Generic[ConfigT]):
         no such memory.
 
         current: where the model is now; it must stay unchanged until the next call. Only for elementwise schemas with
-        one tensor. Blocks briefly until nobody reads what was sent from the previous slot. If every slot is still read
-        after that, returns private memory, from which sending needs a copy.
+        one tensor. Blocks briefly until nobody reads a slot other than `current` any more. If none is free then,
+        returns private memory, from which sending needs a copy.
         """
         return None
 

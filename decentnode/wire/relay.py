@@ -32,9 +32,9 @@ PIECE_BYTES = 1 << 16
 STREAM_BYTES = 8 * PIECE_BYTES
 """Most bytes in flight on a stream, in each direction."""
 MAX_STREAMS = 120
-"""Most streams of one node: everything in flight to it then fits into the queue of its connection (RELAY_MESSAGES)."""
+"""Most streams of one connection: everything in flight on it then fits into its queue (RELAY_MESSAGES)."""
 RELAY_MESSAGES = 1200
-"""Most frames that wait at a relay for one node, in ZeroMQ's queue."""
+"""Most frames that wait at a relay for one connection, in ZeroMQ's queue."""
 MAX_ENDS = 512
 MAX_IDENTITY_BYTES = 40
 SILENT_SECONDS = 10.0

@@ -170,8 +170,7 @@ class InboxState:
         self._wake(key, source, incoming)
 
     def put_slot(self, source: int, round: int, totals: bytes, payload: SlotPayload, now: float) -> int:
-        """Takes a payload that lies in a neighbor's publish buffer. Returns its size in bytes. Raises PeerFault as `put`
-        does.
+        """Takes a payload in a neighbor's publish buffer. Returns its size in bytes. Raises PeerFault as `put` does.
 
         totals: elements of each tensor, 8 bytes each. If the payload is not kept, the slot is released immediately.
         """

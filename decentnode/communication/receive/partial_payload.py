@@ -30,7 +30,7 @@ class SlotReader(Protocol):
 
     @property
     def on_device(self) -> bool:
-        """Whether the slots lie in the memory of a device, whose queue is told before and after reads."""
+        """Whether the slots lie in device memory, so that the device's queue has to wait (`enter`) before it reads."""
 
     def enter(self, phase: int, slot: int) -> None:
         """Makes work queued from now on see what was written."""

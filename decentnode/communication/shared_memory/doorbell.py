@@ -60,8 +60,9 @@ class DatagramDoorbell:
         return True
 
     def listen(self, timeout_seconds: float) -> None:
-        """Blocks until rung or until the time-out, and processes datagrams meanwhile; the last of these may extend it to
-        twice the time-out. With a time-out of 0, processes at most one pending datagram. Only one thread may listen."""
+        """Blocks until rung or until the time-out, and processes datagrams meanwhile; a datagram may prolong it to at
+        most twice the time-out. With a time-out of 0, processes at most one pending datagram. Only one thread may
+        listen."""
         self._listener = threading.get_ident()
         flags = 0 if timeout_seconds > 0 else socket.MSG_DONTWAIT  # even the least time-out lasts a tick of the kernel
         if timeout_seconds != self._receive_timeout and not flags:

@@ -176,8 +176,9 @@ class SharedMemoryPath(Path):
         """Writes a payload into the publish buffers and rings the doorbells of `uids`. Returns the neighbors that were
         notified; the others must get chunks.
 
-        Readers that still hold an earlier payload after that wait are neither waited for nor sent anything until they
-        have released everything they were notified of. While they hold every slot, no neighbor is sent anything.
+        Waits briefly (`RunState.remaining_send_delay`) for readers that still hold an earlier payload. Those that hold
+        it after that wait are neither waited for nor sent anything until they have released everything they were
+        notified of. While they hold every slot, no neighbor is sent anything.
         """
         deadline = clock.now() + self._run_state.remaining_send_delay(timeout_seconds)
         notified: list[int] = []

@@ -116,8 +116,9 @@ class PublishBuffer:
         is not copied.
 
         Blocks while no slot is free and at least one is held by somebody who is not late. `has_departed` may raise
-        meanwhile. Raises TimeoutError if that lasts beyond `deadline` (monotonic seconds), and writes nothing then; its
-        argument is the holder of a slot: the uid of a reader, which is late from then on, or LEASED.
+        meanwhile. Raises TimeoutError if that lasts beyond `deadline` (monotonic seconds), or at once if all holders
+        are late, and writes nothing then; its argument is the holder of a slot: the uid of a reader, which is late from
+        then on, or LEASED.
         """
         first = next(iter(payload.tensors.values()))
         addresses, address = self._addresses[phase], first.data_ptr()

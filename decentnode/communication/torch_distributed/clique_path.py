@@ -77,8 +77,8 @@ class CliquePath(abc.ABC):
         """Starts to send and receive the payloads of one (round, phase). Returns the neighbors to which nothing was
         sent.
 
-        The caller may change payload tensors as soon as this returns, except those with a lease. Blocks only while more
-        than `window` payloads are in flight to a peer.
+        The caller may change payload tensors as soon as this returns, except those with a lease. Blocks only while
+        `window` payloads are in flight to a peer.
         """
 
     def begin_collective(
@@ -145,7 +145,8 @@ class CliquePath(abc.ABC):
         """Closes the communicator and its threads, for `leave`."""
 
     def close(self) -> None:
-        """Blocks until everything has been sent, for CLOSE_SECONDS at most; does not block if the run has failed."""
+        """Blocks until everything has been sent, for CLOSE_SECONDS at most. Does not block if the run has failed or the
+        generation has ended."""
         run_state = self._run_state
         deadline = clock.now() + (0.0 if run_state.failure is not None or run_state.regrouping else CLOSE_SECONDS)
         with run_state.changed:
@@ -211,8 +212,7 @@ class CliquePath(abc.ABC):
                 self._run_state.notify()
 
     def _count_receives(self, count: int, uid: int | None = None) -> None:
-        """Any thread: changes the number of receives in flight by `count`; those from `uid`, if they are from one
-        peer."""
+        """Any thread: adds `count` to the receives in flight, and to those from `uid` if it is given."""
         with self._run_state.changed:
             self._receives_in_flight += count
             if uid is not None:

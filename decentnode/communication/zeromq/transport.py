@@ -112,7 +112,7 @@ class ZeroMQ(Communication[ZeroMQConfig]):
 
     @property
     def parts(self) -> GenerationParts:
-        """The paths and buffers of the generation in force; available from `start` on."""
+        """The routing, paths and model slots of the generation in force; available from `start` on."""
         return self._current.parts
 
     # -- the start --------------------------------------------------------------------------------------------

@@ -45,7 +45,8 @@ class GenerationPaths:
         """Path class -> path. Already set while paths are being opened, because doorbells may arrive by then."""
 
     def open(self, partners: frozenset[int] | None, timeout_seconds: float) -> GenerationParts:
-        """Determines which path every edge takes, and opens the paths that this node's edges need.
+        """Determines which path every edge takes, and opens the paths that any edge of the run may take: a node without
+        such an edge still takes part in opening them.
 
         A blocking collective call: all members have to make it. partners: the nodes that this node ever exchanges
         payloads with; None: all.

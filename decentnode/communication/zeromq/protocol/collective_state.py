@@ -42,7 +42,7 @@ class CollectiveState:
         self._arrived_at: dict[int, str] = {}
         """uid of this node or of a child -> the barrier at which it last arrived and waits."""
         self._subtree_arrived_at: str | None = None
-        """The barrier at which this node's whole subtree has arrived, which the parent was told."""
+        """The barrier at which this node's whole subtree has arrived, as the parent was told."""
         self._barrier: BarrierWait | None = None
         """The wait at the barrier at which this node is."""
         self._reports: dict[int, Scalars] = {}
@@ -158,8 +158,8 @@ class MeanWait:
 
         The time-out starts again with every piece, because a large model takes as long as the link needs, and pieces
         show that the others make progress. In a run with generations of members it is multiplied by the number of tree
-        links between this node and the nodes waited for: dead nodes are detected in another way there, and a node must
-        not be excluded before it has given up the nodes that it waits for itself.
+        links that the awaited pieces may still have to travel to this node: dead nodes are detected in another way
+        there, and a node must not be excluded before it has given up the nodes that it waits for itself.
         """
         self._collectives, self._key, self._closing, self._timeout_seconds = collectives, key, closing, timeout_seconds
         self._began = self._since = now

@@ -85,7 +85,7 @@ class ProtocolParts:
     counters: Counters
     maker: MessageMaker
     hold: Hold
-    """How long bodies are kept in memory for sending."""
+    """Returns a long body in the form in which it is kept for sending (`link_state.Hold`)."""
     consumed: Callable[[int, int], None]
     """consumed(uid, bytes) is called when so many bytes of bulk messages of `uid` have been consumed."""
     has_room: Callable[[int], None]

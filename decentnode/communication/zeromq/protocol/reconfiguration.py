@@ -277,7 +277,7 @@ class Reconfiguration:
         self.membership.last_round = rounds
 
     def begin_at(self, round: int) -> None:
-        """Notes that rounds below `round` are over, so that a generation of this node alone begins no earlier one."""
+        """Notes that rounds below `round` are over, so that no generation with this node begins with an earlier one."""
         self.membership.position = round
 
     def mark_caught_up(self) -> None:

@@ -49,7 +49,7 @@ class Sender:
         facts: RunFacts, counters: Counters, *, timeout_seconds: float, hold: Hold,
     ) -> None:
         """plans: the plans of each phase's tensors. timeout_seconds: longest wait for a peer that accepts nothing.
-        hold: how long bodies are kept in memory (`link_state.Hold`)."""
+        hold: returns a long body in the form in which it is kept (`link_state.Hold`)."""
         self._links, self._port, self._maker, self._plans = links, port, maker, plans
         self._facts, self._counters = facts, counters
         self._timeout_seconds, self._hold = timeout_seconds, hold

@@ -33,7 +33,7 @@ BACKLOG = 64
 
 
 class RelayEnd(threading.Thread):
-    """The relayed connections of one node, from the first `reach` or `register` until `close`."""
+    """The relayed connections of one node, from `start` until `close`."""
 
     def __init__(self, plan: RelayPlan) -> None:
         super().__init__(name=f"relay-{plan.uid}", daemon=True)

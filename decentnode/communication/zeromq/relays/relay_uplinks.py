@@ -36,7 +36,7 @@ PING_SECONDS, SILENT_SECONDS = 1.0, 3.0
 HELLO_SECONDS = 0.25
 """Time between two HELLO frames of a node that its relay does not know yet."""
 DOWN_SECONDS = 2.0
-"""How long a relay that was given up is not used, if there are others."""
+"""How long a relay that was given up is not used again."""
 LINGER_SECONDS = 0.5
 """How long the last frames have to be sent when uplinks are released."""
 BURST = 64

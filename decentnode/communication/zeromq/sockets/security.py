@@ -211,7 +211,7 @@ def load_keyring(folder: Path, uid: int, num_nodes: int) -> Keyring:
 
 
 class Admission:
-    """Decides from its invitation or key whether a newcomer, whose connection was accepted, may be granted a uid."""
+    """Decides, by its invitation or key, whether a newcomer with an accepted connection may be granted a uid."""
 
     def __init__(self, secret: bytes, security: Security | None) -> None:
         """secret: the secret of invitations; empty if every newcomer whose connection is accepted is admitted."""
