@@ -20,7 +20,7 @@ from decentnode.parallel.process_group.collectives import wait
 from decentnode.parallel.process_group.default_group import device_of_group, num_ranks
 
 EPSILON = 1e-8
-"""Added to the running squares of gradients by which EASGD+ weighs."""
+"""Added to the running squares of gradients by which EASGD+ weighs the parameters."""
 
 
 class SDTLMethod(DistOptimizer):

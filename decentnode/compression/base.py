@@ -91,8 +91,8 @@ def cast_clamped(values: Tensor, dtype: torch.dtype) -> Tensor:
     their own.
 
     bfloat16 would round the largest values of float16 up to numbers that float16 cannot represent: these become the
-    largest number that both can, so that converting back gives a finite value. values: small enough for a core's cache
-    (a block of `tensors.blocks`), because they are read twice.
+    largest number that both can represent, so that converting back gives a finite value. values: small enough for a
+    core's cache (a block of `tensors.blocks`), because they are read twice.
     """
     limit = largest_shared(values.dtype, dtype)
     if values.numel() and limit < torch.finfo(values.dtype).max:

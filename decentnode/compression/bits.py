@@ -101,7 +101,7 @@ def pack_numbers(numbers: Tensor, width: int) -> Tensor:
 
 
 def _join_octets(octets: Tensor, width: int) -> Tensor:
-    """Packs each group of eight numbers into one word, small [8 N] uint8 -> [N] int64, in three steps that each join
+    """Packs each group of eight numbers into one word, octets [8 N] uint8 -> [N] int64, in three steps that each join
     pairs."""
     for size, wider in ((1, torch.int16), (2, torch.int32), (4, torch.int64)):
         octets = octets.view(wider)

@@ -111,7 +111,8 @@ def _kth_largest(values: Tensor, k: int) -> Tensor:
 
 
 def _threshold_bounds(scores: Tensor, count: int) -> tuple[float, float] | None:
-    """Returns bounds that about `count` scores, plus and minus a margin, reach; None if the sample is too small."""
+    """Returns bounds that about `count` scores, plus and minus a margin, reach; None if the sample is too small,
+    or the lower bound is 0."""
     elements = scores.numel()
     step = elements // SAMPLE
     if step < 4:

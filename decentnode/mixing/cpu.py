@@ -36,7 +36,8 @@ def _arrays(count: int) -> tuple[type[ctypes.Array[ctypes.c_float]], type[ctypes
 
 
 def is_supported(out: Tensor, model: Tensor, received: Sequence[tuple[Tensor, float]]) -> bool:
-    """Returns whether `weighted_sum` can be used: for contiguous float32 tensors of at least SMALLEST elements."""
+    """Returns whether `weighted_sum` can be used: for contiguous float32 tensors of at least SMALLEST elements, with a
+    compiler."""
     if model.numel() < SMALLEST or library() is None:
         return False
     for each in (out, model, *[tensor for tensor, _ in received]):

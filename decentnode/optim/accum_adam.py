@@ -53,7 +53,7 @@ class AccumAdam(Optimizer):
         super().__init__(params, defaults)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads states, also those of Decent-DP's class, whose groups have fewer options, and whose stored moments are
+        """Loads states, also those of Decent-DP's class, whose groups have fewer options, and whose moments are stored
         multiplied by their betas."""
         theirs = any("fused" not in group for group in state_dict["param_groups"])
         super().load_state_dict(state_dict)

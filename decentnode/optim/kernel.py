@@ -57,7 +57,7 @@ def step(
 
 
 def _chunks(rows: Sequence[tuple[Tensor, ...]]) -> Iterator[tuple[int, list[int]]]:
-    """Yields the rows in chunks of at most CHUNK elements: (elements, addresses)."""
+    """Yields the rows in chunks of at most CHUNK_ELEMENTS elements: (elements, addresses)."""
     for row in rows:
         total, starts = row[0].numel(), [t.data_ptr() for t in row]
         for at in range(0, total, CHUNK_ELEMENTS):

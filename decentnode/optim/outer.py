@@ -1,4 +1,4 @@
-"""Optimizers that scripts step in place of a torch optimizer, and that schedulers and GradScaler accept as one."""
+"""Optimizers that scripts step in place of a torch optimizer; schedulers, GradScaler and frameworks accept them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 class OuterOptimizer(Optimizer):
     """Has the groups and the state of a local optimizer, and a step of its own, of which the local step is a part.
 
-    A subclass defines `step`, which must begin with `evaluated(closure)`, and call `unscale` before it reads gradients.
-    `state_dict` and `load_state_dict` call the same hooks as torch's.
+    A subclass defines `step`, which must begin with `evaluate_closure(closure)`, and call `unscale` before it reads
+    gradients. `state_dict` and `load_state_dict` call the same hooks as torch's.
     """
 
     _step_supports_amp_scaling = True  # makes GradScaler always call `step`, with `found_inf` set

@@ -558,7 +558,7 @@ class DecentralizedDataParallel(Module, IdleJoinable):
         if assign:
             raise ValueError("assign must be False: assign=True would take the parameters out of their buckets")
         self._gossip.exchange.drain()
-        if self._average.local is not None:  # reverted here, as Decent-DP's compatible wrapper would refuse to load
+        if self._average.local is not None:  # compat/decent_dp raises in revert_global_avg if there is none
             self.revert_global_avg()
         if self._participant is not None:
             with contextlib.suppress(Exception):  # load_together below reports a state that cannot be read

@@ -1,4 +1,4 @@
-"""Steps bucket by bucket, as in Decent-DP: each has its own optimizer, schedule, clipping and scaler decision."""
+"""Steps bucket by bucket, as in Decent-DP: each has an optimizer, schedule, clipping and scaler decision of its own."""
 
 from __future__ import annotations
 

@@ -384,5 +384,5 @@ def _move_to_gpu(model: Module) -> Module:
     """Returns the model on the rank's GPU, if there is one. A model that is already on a GPU is not moved."""
     if not torch.cuda.is_available() or all(p.is_cuda for p in model.parameters()):
         return model
-    chosen = torch.cuda.current_device()  # torch.cuda.set_device was called, unless this is the first one
+    chosen = torch.cuda.current_device()  # not 0 if torch.cuda.set_device has chosen another than the first
     return model.to(torch.device("cuda", chosen) if chosen else local_device())

@@ -1,8 +1,8 @@
 """Translates a config file of decentralizepy, with its command line, into an experiment.
 
 Every key is translated, left out with a note if nothing here needs it, or reported: a key that decentralizepy does not
-know (its classes would raise TypeError for it), or one that has no equivalent here. Each of its sections is translated
-by a method, in the file's order.
+know (its classes would raise TypeError for it), or one that has no equivalent here. A method translates each part of
+the experiment.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@
 
 #if defined(__x86_64__)
 #if !defined(__AVX2__) || !defined(__FMA__)
-#error "rounding as fused multiply-add does would be slow"
+#error "without AVX2 and fused multiply-add in hardware, these loops would be slow"
 #endif
 #include <immintrin.h>
 #endif

@@ -179,7 +179,7 @@ class Bucket:
             self.__dict__.pop(name, None)
 
     def snapshot(self, into: Tensor, copy: Tensor | None = None) -> None:
-        """Copies the parameters to `into` [S], the send buffer, and to `copy` [S], if given."""
+        """Copies the parameters to `into` [S], from which they are sent, and to `copy` [S], if given."""
         for part in self.parts:
             self.snapshot_part(part, into, copy)
         self.sent = into

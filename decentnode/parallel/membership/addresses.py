@@ -70,8 +70,8 @@ class Address:
     """For making process groups."""
 
     def refuses_connection(self, seconds: float) -> bool:
-        """Returns whether the machine refuses connections to this port, which means that the process is gone.
-        Blocking."""
+        """Returns whether the machine refuses connections to `control`, which means that the process is gone; False if
+        it does not answer in so many seconds. Blocking."""
         try:
             socket.create_connection(parse_endpoint(self.control), timeout=seconds).close()
         except ConnectionRefusedError:
@@ -113,7 +113,7 @@ class ListenAddress:
     host: str | None = None
     """None: the address from which the other ranks are reached."""
     port: int = 0
-    """The port of the first rank of this machine; 0 for any. Every rank takes two ports."""
+    """The first of the two ports that this rank takes; 0 for any."""
 
     @classmethod
     def parse(cls, listen: str | None) -> ListenAddress:

@@ -175,7 +175,8 @@ class Control:
                 self._waker.wake()
 
     def check_generation(self, started: float) -> None:
-        """Raises ConnectionBroken if waiting for other members is in vain; to be called periodically while waiting."""
+        """Raises ConnectionBroken if waiting for other members is in vain; to be called periodically while waiting.
+        Blocking as `report_dead_members`, once the wait has lasted PROBE_AFTER_SECONDS."""
         if self.broken:
             raise ConnectionBroken(f"the generation is over: {self.broken}")
         if clock.now() - started > PROBE_AFTER_SECONDS:

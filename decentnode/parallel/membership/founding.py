@@ -40,7 +40,7 @@ class JobSettings:
     keys: str | Path | None = None
 
     def create_job(self, toward: str) -> Job:
-        """Returns a job that listens, as `Job.listening`."""
+        """Returns a job that listens, as `Job.create`."""
         return Job.create(self.listen, toward, self.timeout_seconds, self.keys)
 
 
@@ -57,7 +57,8 @@ def found_job(settings: JobSettings) -> Job:
 
 
 def found_job_with_keys(store: dist.Store | None, rank: int, world: int, settings: JobSettings) -> Job:
-    """Does the same as `start` for ranks that have keys and meet at a store; also makes their process group."""
+    """Does the same as `found_job` for ranks that have keys and meet at a store; also makes their process group.
+    Blocking."""
     def gather_by_store(text: str) -> list[str]:
         if store is None:
             return [text]

@@ -92,7 +92,7 @@ class Access:
 
 
 class Sockets:
-    """Makes a process's sockets toward the other ranks. One thread must serve the authentication (`turn`)."""
+    """Makes a process's sockets toward the other ranks. One thread must call `serve_authentication`."""
 
     def __init__(self, access: Access) -> None:
         self.access, self.context = access, zmq.Context()

@@ -251,7 +251,7 @@ class DistOptimizer(metaclass=CollectivelyConstructed):
 
     def check_params(self) -> None:
         """Raises RuntimeError if the local optimizer no longer has the parameters that it had, as each rank would train
-        the others alone, or if they were converted; ValueError if their model has been wrapped meanwhile."""
+        new ones without the others, or if they were converted; ValueError if their model has been wrapped meanwhile."""
         now = [p for group in self.local_optimizer.param_groups for p in group["params"]]
         if len(now) != len(self.params) or not all(map(operator.is_, now, self.params)):
             raise RuntimeError("the optimizer must keep the parameters that it had when the CommOptimizer was made: "

@@ -70,7 +70,7 @@ class LSGD(DistOptimizer):
         self._exchange: _LeaderExchange | None = None
 
     def _ranks_of_machine(self) -> list[int]:
-        """Returns the ranks of this rank's machine; all ranks, if their number is not a multiple of `local`."""
+        """Returns the ranks of this rank's machine; all ranks if `ranks_per_machine` does not divide their number."""
         local = self.world_size if self.world_size % self.ranks_per_machine else self.ranks_per_machine
         first = self.rank // local * local
         return list(range(first, first + local))

@@ -41,7 +41,7 @@ class Coding:
 
 MAX_MODEL_LOSS = 1e-3
 """The largest fraction of the energy of a normal vector that a codec may lose of whole models: int8 loses 1e-4, int4
-3e-2. Ranks agree no more closely than that."""
+3e-2. Ranks agree no more closely than the loss allows."""
 
 
 def make_coding(rule: Sharing) -> Coding | None:

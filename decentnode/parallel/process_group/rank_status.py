@@ -77,8 +77,9 @@ def publish_process(store: Any, rank: int) -> None:
 
 
 def missing_ranks(store: Any, rank: int, size: int) -> tuple[list[int], list[int]]:
-    """Returns (the ranks that have not announced themselves, those whose process is gone, as far as this host can see).
-    Blocking for STORE_SECONDS and DEATH_SECONDS at most. store: as of `publish_process`. size: the number of ranks."""
+    """Returns (the ranks that have not published their process, those whose process is gone, as far as this host can
+    see). Blocking for STORE_SECONDS and DEATH_SECONDS at most. store: as of `publish_process`. size: the number of
+    ranks."""
     entries = _with_timeout(lambda given: _read_entries(given, size), store)
     if isinstance(entries, RuntimeError):
         return [], [0] if _rank_0_has_store and rank else []
@@ -118,7 +119,7 @@ def lagging_ranks() -> list[int]:
 def dead_ranks() -> list[int]:
     """Returns the ranks of this host that have entered a collective or `initialize_dist` before, and whose process is
     gone; also rank 0 of another host if it has the store and the connection to that is closed. Blocking for
-    DEATH_SECONDS until there is one, and for STORE_SECONDS at most."""
+    STORE_SECONDS at most, and then for DEATH_SECONDS at most while none is found."""
     if not _is_store_usable():
         return []
     entries = _with_timeout(lambda store: _read_entries(store, dist.get_world_size()))

@@ -24,7 +24,7 @@ def save_accumulated(named: Sequence[tuple[str, Tensor]], watch: BackwardWatch) 
 def restore_accumulated(
     named: Sequence[tuple[str, Tensor]], watch: BackwardWatch, state: Mapping[str, Any]
 ) -> None:
-    """Restores what `accumulated` returned; {}: no gradients."""
+    """Restores what `save_accumulated` returned; {}: no gradients."""
     gradients = state.get("gradients", {})
     for name, p in named:
         found = gradients.get(name)
@@ -35,7 +35,8 @@ def restore_accumulated(
 
 
 def _parts(gradient: Tensor) -> Tensor | dict[str, Tensor]:
-    """Returns a gradient as checkpoints store it: a sparse one, as of an Embedding, in its parts, not coalesced."""
+    """Returns a gradient as checkpoints store it: a sparse one, as of an Embedding, in its parts, not
+    coalesced, because that would change the order of sums."""
     if gradient.layout is torch.strided:
         return gradient
     return {"indices": gradient._indices(), "values": gradient._values()}

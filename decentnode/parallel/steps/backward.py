@@ -89,7 +89,7 @@ class BackwardWatch:
             self._hooks += [p.register_post_accumulate_grad_hook(self._on_gradient) for p in params]
 
     def note_output_gradient(self) -> None:
-        """Notes that a backward pass has begun; to be called when the gradient of a module's output arrives."""
+        """Notes that the outermost backward pass has begun; to be called when a module output gets its gradient."""
         if not self.accumulating:
             self._await_end()
 
@@ -118,7 +118,7 @@ class BackwardWatch:
         torch.autograd.Variable._execution_engine.queue_callback(end_of_backward)
 
     def _await_end_around(self, node: Any) -> None:
-        """Waits for the end of the outer pass; called at the end of a nested pass that `node` of the outer one runs.
+        """Defers `on_end` to the end of the outer pass; called at the end of a nested pass that its `node` runs.
 
         The callback is queued when a gradient leaves `node`, because no code runs in the outer pass before that.
         """

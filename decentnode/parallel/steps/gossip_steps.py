@@ -67,7 +67,7 @@ class OptimizerStep:
             p.grad = None
 
     def set_exchanged(self, params: Sequence[Tensor]) -> None:
-        """Lets ranks exchange these from now on. The norm of their gradients is summed in this order."""
+        """Sets the parameters that ranks exchange from now on. The norm of their gradients is summed in this order."""
         self._params = list(params)
         self.coverage.set_exchanged(params)
 

@@ -31,7 +31,7 @@ class UnfrozenParameters:
         """The names of the parameters that were pending, grouped as they began to be exchanged, in that order."""
 
     def find(self) -> Named:
-        """Returns parameters that were frozen so far and no longer are, which should be admitted."""
+        """Returns parameters that were frozen so far and no longer are, for `mark_pending`."""
         return [(name, p) for name, p in self._frozen if p.requires_grad]
 
     def mark_pending(self, names: set[str]) -> None:

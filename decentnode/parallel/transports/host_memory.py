@@ -72,8 +72,8 @@ class HostMemory:
         return self.sendable(bucket, bucket.sent)
 
     def receive_buffers(self, bucket: Bucket, flight: Flight, sources: Sequence[int]) -> dict[int, Tensor]:
-        """Assigns the bucket's slots to these sources. Returns by rank the tensor that the process group receives into:
-        the slot, or a host buffer that `deliver` copies there."""
+        """Assigns the bucket's receive buffers to these sources. Returns by rank the tensor that the process group
+        receives into: that buffer, or one in host memory from which `deliver` copies."""
         copies, found = self._copies_of(bucket), {}
         for number, peer in enumerate(sources):
             found[peer] = bucket.received[peer] = bucket.receive_buffer(number)

@@ -36,7 +36,7 @@ CHECK_SECONDS = 0.05
 LINGER_MILLISECONDS = 1000
 """How long sockets that close may still send what other ranks need of the last step."""
 STEPS_AHEAD = 4
-"""The number of steps per rank that are kept; beyond that, senders wait."""
+"""The number of steps per rank that are kept; PeerLost if ranks send more."""
 
 
 class SocketExchange(HostMemoryExchange):
@@ -93,7 +93,7 @@ class SocketExchange(HostMemoryExchange):
 
     def collect(self, bucket: Bucket, flight: Flight, sources: Sequence[int]) -> None:
         started = clock.now()
-        for number, peer in enumerate(self.plan.view(flight.step).sources):  # slots are numbered over all sources
+        for number, peer in enumerate(self.plan.view(flight.step).sources):  # buffers are numbered over all sources
             if peer not in sources:
                 continue
             key = (peer, bucket.index, flight.step)
