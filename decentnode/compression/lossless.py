@@ -113,9 +113,9 @@ class Lossless(Codec):
         try:
             found = self.decompress(as_bytes(raw[1:].contiguous()), size)
         except Exception as error:
-            raise PeerFault("malformed_payload", f"squeezed bytes: {error}") from error
+            raise PeerFault("malformed_payload", f"compressed bytes: {error}") from error
         if len(found) != size if spec.exact else (len(found) > size or len(found) % width):
-            raise PeerFault("malformed_payload", f"squeezed bytes gave {len(found)} instead of {size}")
+            raise PeerFault("malformed_payload", f"compressed bytes gave {len(found)} instead of {size}")
         return moved(torch.from_numpy(_unshuffle_bytes(np.frombuffer(found, np.uint8), width)).view(spec.dtype), device)
 
 

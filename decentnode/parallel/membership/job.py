@@ -134,17 +134,17 @@ class Job:
 
     # -- the beginning ----------------------------------------------------------------------------------------
 
-    def found(self, rank: int, world: int, tell: Callable[[str], list[str]], min_ranks: int | None,
+    def found(self, rank: int, world: int, gather: Callable[[str], list[str]], min_ranks: int | None,
               newcomers: int) -> None:  # fmt: skip
-        """Founds the job with `world` ranks. Blocking. tell: sends this rank's text to all and returns [rank] each
+        """Founds the job with `world` ranks. Blocking. gather: sends this rank's text to all and returns [rank] each
         one's. Raises ValueError for numbers out of range."""
         least = world // 2 + 1 if min_ranks is None else min_ranks
         if not 1 <= least <= world:
             raise ValueError(f"min_ranks must be in [1, {world}], got {min_ranks}")
         if not 0 <= newcomers <= MAX_SEATS:
             raise ValueError(f"newcomers must be in [0, {MAX_SEATS}], got {newcomers}")
-        texts = json.dumps([self._own.control, self._own.store, entropy.word(8), clock.wall()])
-        found = [json.loads(text) for text in tell(texts)]
+        own = json.dumps([self._own.control, self._own.store, entropy.word(8), clock.wall()])
+        found = [json.loads(text) for text in gather(own)]
         founders = tuple(Address(str(control), str(store)) for control, store, *_ in found)
         self._terms = JobTerms(bytes.fromhex(found[0][2]), founders, world + newcomers, least, SUSPECT_SECONDS,
                             float(found[0][3]))  # fmt: skip
@@ -161,7 +161,8 @@ class Job:
         logger.info("rank %d of the job at %s", self.admission.uid, self.admission.by)
 
     def attach(self, participant: Participant, lines: Sequence[str]) -> None:
-        """Makes this process a member with this wrapper; a newcomer only asks to be one, until it calls `regroup`.
+        """Makes this process a member with this wrapper; a newcomer only asks to be one, and
+        becomes one in `regroup`.
 
         lines: what must be the same on all members. Raises ValueError for a second wrapper, AssemblyError if a newcomer
         differs from the members.
@@ -198,7 +199,8 @@ class Job:
         self.control.begin(self.admission.uid, self.terms, *self._attached, self.timeout_seconds, self.admission)
 
     def leave(self) -> None:
-        """Tells the others that this process takes no more steps. Idempotent; blocking for less than a second."""
+        """Tells the others that this process takes no more steps. Idempotent. Blocking: mostly for less than a
+        second, for a few seconds if threads do not end."""
         set_wait_function(None)
         self._groups.close()
         self.control.close()

@@ -91,7 +91,7 @@ class RunCheckpoints:
             if changed:
                 raise ValueError(f"the run in {run} continues with its own config: {'; '.join(changed)}")
             state = decode(manifest.tree, manifest.load())
-        self._take_up(state, manifest)
+        self._load(state, manifest)
         epochs = manifest.cut.round
         if self._ranks.folder is None:
             for later in (one.cut for one in found if one.cut.round > epochs):  # not all ranks have these
@@ -106,7 +106,7 @@ class RunCheckpoints:
             return checkpoints_of_ranks(folder, self._ranks.uid)
         return {(epochs, 0): each for epochs, each in checkpoints_of_any_node(folder, self._ranks.uid).items()}
 
-    def _take_up(self, state: Mapping[str, Any], manifest: store.Manifest) -> None:
+    def _load(self, state: Mapping[str, Any], manifest: store.Manifest) -> None:
         model, uid, world = self._model, self._ranks.uid, len(self._ranks.members)
         model.load_state_dict(state["wrapper"])
         for name, each in self._also.items():
