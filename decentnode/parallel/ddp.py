@@ -294,14 +294,14 @@ class DecentralizedDataParallel(Module, IdleJoinable):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._average.local is not None and self.training and torch.is_grad_enabled():
             self._end_average()
-        looks = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        if looks:
+        runs_checks = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        if runs_checks:
             refuse_averaged_gradients(self)
             self._find_unfrozen()
             if self._script_optimizer is not None and self.training and self.steps == 0:
                 self._other_updates.check()
         output = self.module(*args, **kwargs)
-        if looks and self._script_optimizer is None:
+        if runs_checks and self._script_optimizer is None:
             refuse_compiled_autograd()
             for tensor in find_tensors(output):
                 if tensor.grad_fn is not None:  # a leaf, such as a parameter, would keep the hook

@@ -157,8 +157,8 @@ class TrainingRun:
         """Makes or finds the run's directory, which rank 0 chooses. Blocking."""
         latest = runs / name / "latest"
         if self._ranks.folder is not None:
-            there = (runs / name / self._ranks.folder / "nodes").is_dir()
-            resumes = resume and not there and (latest / "nodes").is_dir()
+            exists = (runs / name / self._ranks.folder / "nodes").is_dir()
+            resumes = resume and not exists and (latest / "nodes").is_dir()
             agreed = latest.resolve() if resumes else self._create_directory(runs, name)
             self._open_records(agreed)
             return agreed

@@ -225,8 +225,8 @@ class Bucket:
 
     def supports_one_pass(self, view: RoundView | None) -> bool:
         """Returns whether the compiled loops can mix the payloads of `view`."""
-        suits = self._loops is not None and self.flat.dtype == torch.float32 and self.rule.requirements.linear
-        return suits and (view is None or len(view.sources) <= MAX_ARRIVALS)
+        is_supported = self._loops is not None and self.flat.dtype == torch.float32 and self.rule.requirements.linear
+        return is_supported and (view is None or len(view.sources) <= MAX_ARRIVALS)
 
     def _mixing(self, piece: slice, view: RoundView) -> Mixing:
         arrived = [(self.received[uid][piece], view.weights[uid]) for uid in view.sources]

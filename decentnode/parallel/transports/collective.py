@@ -71,20 +71,20 @@ class CollectiveExchange(HostMemoryExchange):
             flight.works.append((work, others))
             self.bytes_sent += 2 * bucket.size_bytes * (len(members) - 1) // len(members)
             return
-        operations, whom = [], []
+        operations, peers = [], []
         sent = self._host.send_buffer(bucket, self._step)
         buffers = self._host.receive_buffers(bucket, flight, view.sources)
         for peer in view.sources:  # receives first: gloo's "ready to receive" queues behind data on the connection
             operations.append(dist.P2POp(dist.irecv, buffers[peer], peer))
-            whom.append([peer])
+            peers.append([peer])
         for peer in view.neighbors:
             operations.append(dist.P2POp(dist.isend, sent, peer))
-            whom.append([peer])
+            peers.append([peer])
             self.bytes_sent += sent.nbytes
         everybody = sorted({*view.neighbors, *view.sources})
         with self._blamed(self._step, everybody):  # torch raises here if it already knows that a connection is broken
             works = dist.batch_isend_irecv(operations)
-        flight.works = list(zip(works, whom if len(works) == len(whom) else [everybody] * len(works), strict=True))
+        flight.works = list(zip(works, peers if len(works) == len(peers) else [everybody] * len(works), strict=True))
 
     # -- receiving --------------------------------------------------------------------------------------------
 
@@ -134,6 +134,6 @@ class CollectiveExchange(HostMemoryExchange):
                 raise
             who = f"rank {peers[0]}" if len(peers) == 1 else f"one of the ranks {', '.join(map(str, peers))}"
             reason = failure_reason(error)
-            late = "timed out" in reason.lower() or "timeout" in reason.lower()
-            how = f"took longer than {self.timeout_seconds:g} s" if late else f"failed: {reason}"
+            timed_out = "timed out" in reason.lower() or "timeout" in reason.lower()
+            how = f"took longer than {self.timeout_seconds:g} s" if timed_out else f"failed: {reason}"
             raise PeerLost(f"rank {self.rank}: the exchange of step {step} with {who} {how}", peers) from error

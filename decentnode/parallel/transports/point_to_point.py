@@ -126,11 +126,11 @@ class PointToPointExchange(HostMemoryExchange):
                     self._wait_threads[operation.peer] = _WaitThread(operation.peer, self.timeout_seconds)
                 self._wait_threads[operation.peer].operations.put(operation)
         for operation in operations:
-            backoff, look = Backoff(POLL_SECONDS), started + CHECK_SECONDS
+            backoff, next_check = Backoff(POLL_SECONDS), started + CHECK_SECONDS
             while not operation.is_done:
                 now = clock.now()
-                if now > look:
-                    look = now + CHECK_SECONDS
+                if now > next_check:
+                    next_check = now + CHECK_SECONDS
                     self._check_wait(operation.peer, started, now, step)
                 backoff.sleep()
             if operation.error is not None:

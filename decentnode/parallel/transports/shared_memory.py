@@ -75,12 +75,12 @@ def can_share_memory(buckets: Sequence[Bucket], plan: Plan) -> bool:
         room, host = False, entropy.word(8)
     on_cpu = all(bucket.flat.device.type == "cpu" for bucket in buckets)
     fits = on_cpu and room and most <= MAX_NEIGHBORS and stores_in_order()
-    there = device_of_group()
-    own = torch.frombuffer(bytearray(host.encode()[:128].ljust(128)), dtype=torch.uint8).to(there)
+    device = device_of_group()
+    own = torch.frombuffer(bytearray(host.encode()[:128].ljust(128)), dtype=torch.uint8).to(device)
     hosts = [torch.zeros_like(own) for _ in range(dist.get_world_size())]
     with collective_operation("look for shared memory"):
         wait(dist.all_gather(hosts, own, async_op=True))
-        everybody = torch.tensor([int(fits and all(torch.equal(own, each) for each in hosts))], device=there)
+        everybody = torch.tensor([int(fits and all(torch.equal(own, each) for each in hosts))], device=device)
         wait(dist.all_reduce(everybody, op=dist.ReduceOp.MIN, async_op=True))
     return bool(everybody)
 
@@ -239,18 +239,18 @@ class SharedMemoryExchange(BucketExchange):
         if done():
             return
         started, backoff = clock.now(), Backoff(POLL_SECONDS)
-        look, late = started + CHECK_SECONDS, f"rank {self.rank}: the exchange of step {step} with rank {peer}"
+        next_check, exchange = started + CHECK_SECONDS, f"the exchange of step {step} with rank {peer}"
         while not done():
             now = clock.now()
-            if now > look:
-                look = now + CHECK_SECONDS
+            if now > next_check:
+                next_check = now + CHECK_SECONDS
                 self.interrupt(peer, started, now)
                 absence = self._absent(number)
                 if absence is not None and not done():
-                    raise PeerLost(f"{late} failed: {absence.reason}", [absence.rank])
+                    raise PeerLost(f"rank {self.rank}: {exchange} failed: {absence.reason}", [absence.rank])
             if now - started > self.timeout_seconds:
-                raise PeerLost(f"{late} took longer than {self.timeout_seconds:g} s (waiting {what} its parameters)",
-                               [peer])  # fmt: skip
+                raise PeerLost(f"rank {self.rank}: {exchange} took longer than {self.timeout_seconds:g} s (waiting "
+                               f"{what} its parameters)", [peer])  # fmt: skip
             backoff.sleep()
         self.wait_seconds += clock.now() - started
 
