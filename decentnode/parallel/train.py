@@ -154,7 +154,8 @@ class TrainingRun:
     # -- the directory ------------------------------------------------------------------------------------------
 
     def _choose_directory(self, runs: Path, name: str, resume: bool) -> Path:
-        """Makes or finds the run's directory, which rank 0 chooses. Blocking."""
+        """Makes or finds the run's directory, which rank 0 chooses; with missing="regroup" every rank knows its name.
+        Blocking."""
         latest = runs / name / "latest"
         if self._ranks.folder is not None:
             exists = (runs / name / self._ranks.folder / "nodes").is_dir()
@@ -206,7 +207,7 @@ class TrainingRun:
             self._record()
             if self._ranks.folder is not None:
                 self.done = self._epoch_of_step()
-                if self.model.steps != end or self._ranks.has_just_joined:  # the others do the rest without it
+                if self.model.steps != end or self._ranks.has_just_joined:  # the others do the rest alone
                     continue
             if self.done % self._evaluate_every == 0 or self.done == total:
                 self.evaluate()

@@ -63,8 +63,8 @@ CODECS: dict[str, tuple[Any, str]] = {
     "Elias": (None, "indices are always coded here"),
     "EliasFpzip": (None, "indices are always coded here; values go as they are, where fpzip saved a few percent"),
     "EliasFpzipLossy": ({"name": "truncate", "bits": 16}, "values in 16 bits, instead of fpzip's precision"),
-    "Quantization": ("float16", "values in 16 bits, as there, but of IEEE's half precision"),
-    "EliasQuantization": ("float16", "values in 16 bits, as there, but of IEEE's half precision"),
+    "Quantization": ("float16", "values in 16 bits, as in decentralizepy, but in IEEE half precision"),
+    "EliasQuantization": ("float16", "values in 16 bits, as in decentralizepy, but in IEEE half precision"),
     "Lz4Wrapper": ("lz4", "needs the extra codecs"),
 }
 LOSSES = {"CrossEntropyLoss": "cross_entropy", "NLLLoss": "nll", "MSELoss": "mse", "L1Loss": "l1",

@@ -175,10 +175,10 @@ class _Translator:
     def _folders(self, name: str, train: str, test: str) -> Section:
         if name == "cifar10":
             if train != test:
-                self.file.problem("[DATASET] test_dir: must be train_dir for CIFAR10, whose files lie together")
+                self.file.problem("[DATASET] test_dir: must be train_dir for CIFAR10, whose files are in one folder")
             return {"folder": self._relative_path(f"{train}/cifar-10-batches-py", self.file.path.parent)}
         if name == "movielens":
-            self._note("each node is tested on the other ratings of its own users, as there")
+            self._note("each node is tested on the other ratings of its own users, as in decentralizepy")
             return {"folder": self._relative_path(f"{train}/ml-latest-small", self.file.path.parent), "test": "own"}
         folders: Section = {key: self._relative_path(place, self.file.path.parent) for key, place in
                             (("train_folder", train), ("test_folder", test))}  # fmt: skip
@@ -297,7 +297,8 @@ class _Translator:
         if not shared and not scores:
             return {}
         if rule == "subsample":
-            self._note("save_shared writes the positions that are sent; there a slip keeps SubSampling from it")
+            self._note("save_shared writes the positions that are sent; in decentralizepy a bug keeps "
+                       "SubSampling from writing them")  # fmt: skip
         first, uids = 0, list[int]()
         procs = self.command.procs_per_machine
         for count in procs if len(procs) > 1 else procs * self.command.machines:

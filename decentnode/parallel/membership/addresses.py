@@ -146,8 +146,8 @@ class JobTerms:
         """Returns the settings as JSON. lines: what a newcomer's wrapper must have in common with the members'; left
         out if too long."""
         settings = {"founders": [[a.control, a.store] for a in self.founders], "capacity": self.capacity,
-                "min_ranks": self.min_ranks, "suspect_seconds": self.suspect_seconds,
-                "began": self.began}  # fmt: skip
+                    "min_ranks": self.min_ranks, "suspect_seconds": self.suspect_seconds,
+                    "began": self.began}  # fmt: skip
         text = json.dumps(settings | {"lines": list(lines)}).encode()
         return text if len(text) <= MAX_CONFIG_BYTES else json.dumps(settings | {"lines": []}).encode()
 

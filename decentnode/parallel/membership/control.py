@@ -223,7 +223,7 @@ class Control:
 
     def next_generation(self, error: PeerLost | None, seconds: float, must_renew: bool,
                         knock_again: Callable[[], None] | None = None) -> Generation:  # fmt: skip
-        """Returns the next generation, in force, once all of its members wait for it here. Blocking.
+        """Returns the next generation, in force, once all of its members have called this. Blocking.
 
         error: why the current generation is over for the training, if the training found so itself; then the processes
         are probed to find out which is gone. must_renew: whether a new generation is needed although everybody lives,

@@ -147,7 +147,7 @@ class Job:
         found = [json.loads(text) for text in gather(own)]
         founders = tuple(Address(str(control), str(store)) for control, store, *_ in found)
         self._terms = JobTerms(bytes.fromhex(found[0][2]), founders, world + newcomers, least, SUSPECT_SECONDS,
-                            float(found[0][3]))  # fmt: skip
+                               float(found[0][3]))  # fmt: skip
         self.members = tuple(range(world))
         self._groups.make_founders_group(rank, [each.store for each in founders])
         logger.info("new processes can join this job at %s", self.address)

@@ -145,7 +145,6 @@ class SocketWork:
         self._awaited, self._found = dict(awaited), dict[int, Tensor]()
         self._is_done, self._until = False, clock.now() + group.timeout_seconds
         self._generation = group.generation
-        self._failed = ""
 
     def is_completed(self) -> bool:
         """Returns whether the operation is finished, or has timed out. Not blocking."""

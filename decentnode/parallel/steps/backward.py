@@ -89,7 +89,7 @@ class BackwardWatch:
             self._hooks += [p.register_post_accumulate_grad_hook(self._on_gradient) for p in params]
 
     def note_output_gradient(self) -> None:
-        """Notes that the outermost backward pass has begun; to be called when a module output gets its gradient."""
+        """Notes that a backward pass through the module has begun; to be called when an output gets its gradient."""
         if not self.accumulating:
             self._await_end()
 
