@@ -1,4 +1,4 @@
-"""Determines which pairs of nodes have faults of messages with models."""
+"""Determines between which pairs of nodes faults affect messages with models."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Resolves the faults of an experiment to a plan before the run begins, and tracks which faults of the plan are in
-effect.
+"""Resolves the faults of an experiment to a plan before the run begins, and tracks in each process, by the time and the
+node's own rounds, which faults of the plan are in effect.
 
-Which nodes are hit and when is drawn from the seed alone, so that every process of a run, and everybody who repeats it,
+Which nodes are hit and when is drawn from the seed alone, so that every process of a run, and everyone who repeats it,
 computes the same plan.
 """
 
@@ -23,8 +23,8 @@ Plan = tuple[AnyFault, ...]
 
 
 def resolve(faults: Sequence[AnyFault], seed: int, num_nodes: int, rounds: int, newcomers: int = 0) -> Plan:
-    """Returns when and where each of these faults occurs: always the same for the same arguments. Raises UsageError for
-    unknown nodes, and for more than MAX_FAULTS faults.
+    """Returns the plan, which says when each of these faults occurs and on which nodes: always the same for the same
+    arguments. Raises UsageError for unknown nodes, and for more than MAX_FAULTS faults.
 
     newcomers: how many nodes may join beyond `num_nodes`. Faults may name them. `nodes: all` means the nodes of the
     mapping only, because it is not known beforehand which newcomers join.
@@ -70,7 +70,7 @@ class Course:
         on_begin: Callable[[ActiveFault], None] = lambda _: None,
     ) -> None:  # fmt: skip
         """kinds: the kinds of faults to track. on_begin: is called once for each fault that occurs, by the call that
-        detects it."""
+        detects it; not for a fault with a duration that is over by then."""
         own_faults = [(i, each) for i, each in enumerate(plan) if isinstance(each, kinds) and each.concerns(uid)]
         self._by_time = [(each.at_seconds, i, each) for i, each in own_faults if each.at_seconds is not None]
         self._by_round = [(each.at_round, i, each) for i, each in own_faults if each.at_round is not None]
@@ -85,8 +85,8 @@ class Course:
 
     def begin(self, run_began: float, now: float, is_restart: bool = False) -> None:
         """Starts the tracking; no fault occurs before this call. run_began: when the run began. is_restart: whether an
-        earlier process of this node went through the faults so far, so that only those that last are in effect in this
-        process."""
+        earlier process of this node went through the faults so far. Of these, only those by time that still last are in
+        effect in this process, and those by round that last to the end of the run."""
         self._run_began, self._is_restart = run_began, is_restart
         while is_restart and self._by_time and run_began + self._by_time[0][0] <= now:
             at_seconds, index, fault = heapq.heappop(self._by_time)

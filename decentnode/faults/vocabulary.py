@@ -32,16 +32,16 @@ class Link(Settings):
     """How connections carry messages. Shares are of messages."""
 
     latency_seconds: float = Field(default=0.01, ge=0)
-    """Shortest time on the way, in seconds."""
+    """Shortest time from sending to arrival, in seconds."""
     jitter_seconds: float = Field(default=0.02, ge=0)
-    """Longest time more, in seconds, drawn for each message. A connection keeps the order all the same."""
+    """Longest additional time, in seconds, drawn for each message. A connection keeps the order all the same."""
     bytes_per_second: float | None = Field(default=None, gt=0)
     """Bandwidth from one node to another, of all connections between them. Default: no limit."""
     buffer_bytes: int = Field(default=1 << 18, ge=0)
-    """With a bandwidth: how many bytes the way between two nodes holds before it lets them through one after the other,
-    of whichever connection. A control message waits behind so many bytes of models at most."""
+    """With a bandwidth: how many bytes the line between two nodes buffers and transmits in order, whichever connection
+    they belong to. A control message waits behind at most this many bytes of models."""
     queue_messages: int = Field(default=50, ge=1)
-    """Messages that a connection takes before they arrive."""
+    """Largest number of messages that a connection accepts before they arrive."""
     loss: Share = 0.0
     """Share of messages that do not arrive."""
     duplication: Share = 0.0
@@ -49,7 +49,7 @@ class Link(Settings):
     reordering: Share = 0.0
     """Share of messages that others overtake."""
     damage: Share = 0.0
-    """Share of messages of which a bit arrives flipped."""
+    """Share of messages that arrive with a flipped bit."""
 
 
 class Fault(Settings):
@@ -95,7 +95,8 @@ class Fault(Settings):
         return self.model_dump_json(exclude_none=True)
 
     def concerns(self, uid: int) -> bool:
-        """Returns whether the fault affects this node."""
+        """Returns whether the process of this node has to apply the fault: it is one of `uids`, or, for faults of
+        messages, a sender."""
         return uid in self.uids
 
     def times(self, draw: np.random.Generator, rounds: int) -> Iterator[dict[str, Any]]:
@@ -113,7 +114,8 @@ class Fault(Settings):
             yield {}
 
     def resolved(self, draw: np.random.Generator, num_nodes: int, rounds: int) -> Iterator[Self]:
-        """Yields the single faults that this fault resolves to: with at_seconds or at_round, and with uids."""
+        """Yields the single faults that this fault resolves to: with at_seconds or at_round, and with uids in place of
+        `nodes: all`."""
         del num_nodes
         for each in self.times(draw, rounds):
             yield self.model_copy(update=each)
@@ -352,7 +354,7 @@ MessageFault: TypeAlias = Delay | Drop | Corrupt | Duplicate | Reorder
 NetworkFault: TypeAlias = MessageFault | Cut | Break | HalfOpen
 """Faults of connections and messages between nodes."""
 ProcessFault: TypeAlias = Kill | Restart | Pause
-"""Faults that another process injects."""
+"""Faults of a whole process. A supervising process injects them; a node without a supervisor kills or pauses itself."""
 NodeFault: TypeAlias = Slow | FullDisk | ClockJump
 """Faults that a node injects into itself."""
 

@@ -123,8 +123,8 @@ class RoundView:
     extra: dict[str, object] = field(default_factory=dict)
     averaging_group: tuple[int, ...] = ()
     """uids, ascending, of a set of nodes that contains this one, and whose members each exchange with all other
-    members, with nobody else, and with one equal weight for all of them. Every member knows this. Empty if there is no
-    such set."""
+    members, with no other node, and with one equal weight for all of them. Every member knows this. Empty if there is
+    no such set."""
     servers: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     """`Graph.servers`, including servers that are not members."""
     between: Mapping[int, float] = field(default_factory=dict)

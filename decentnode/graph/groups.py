@@ -38,8 +38,8 @@ class Groups:
         return self._places[uid]
 
     def row(self, weights: Mapping[int, float]) -> dict[int, float]:
-        """Returns the total weight that a row of W gives each group: group -> weight, ascending, only groups of which
-        the row has a node."""
+        """Returns the total weight that a row of W gives each group: group -> weight, ascending, only groups that have
+        a node in the row."""
         found: dict[int, float] = {}
         for uid, weight in weights.items():
             at = self._places[uid][0]
@@ -56,8 +56,8 @@ class Groups:
         return tuple(sorted(self.members[group][rank] for group in groups if group != at))
 
     def misfit(self, graph: Graph, rounds: int = CHECKED_ROUNDS) -> str:
-        """Returns a description of where a graph is not lumpable; "" if it is. Checks one period, but at most `rounds`
-        rounds."""
+        """Returns a description of where a graph is not lumpable, or of where nodes of one group send to different
+        other groups; "" if there is no such place. Checks one period, but at most `rounds` rounds."""
         for round in range(min(graph.period or rounds, rounds)):
             for group in self.members:
                 first, *others = group

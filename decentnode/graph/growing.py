@@ -8,7 +8,7 @@ from decentnode.errors import GraphError
 from decentnode.graph.base import Graph
 
 CACHED_SIZES = 4
-"""Number of graphs of different sizes that are cached."""
+"""Largest number of graphs of different sizes that are cached; the one made first is dropped first."""
 
 
 class Growing(Graph):

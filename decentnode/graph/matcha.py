@@ -18,7 +18,7 @@ from decentnode.graph import STATIC
 from decentnode.graph.topology import Lists, SeededConfig, Topology, components
 
 MAX_NODES = 128
-"""Largest base graph, in nodes: every node of the run computes its eigenvalues several hundred times."""
+"""Largest base graph, in nodes: every node of the run computes its eigenvalues some two hundred times."""
 DIGITS = 6
 """Decimal digits to which probabilities and weights are rounded: eigenvalues differ in their last bits between
 machines, and the edges must not."""
@@ -88,7 +88,7 @@ def matchings_of(lists: Lists) -> list[list[Edge]]:
     """Returns the edges of an undirected graph as matchings, at most one more than its largest degree, the largest
     matching first (edge coloring by fans and alternating paths, Misra and Gries 1992)."""
     colors = max(map(len, lists), default=0) + 1
-    by_color: list[dict[int, int]] = [{} for _ in lists]  # at[u][color]: the other end of u's edge of this color
+    by_color: list[dict[int, int]] = [{} for _ in lists]  # by_color[u][color]: the other end of u's edge of this color
 
     def free_color(uid: int) -> int:
         return next(color for color in range(colors) if color not in by_color[uid])

@@ -15,8 +15,8 @@ _30, _27, _31 = np.uint64(30), np.uint64(27), np.uint64(31)
 
 
 def _scramble(x: np.ndarray) -> np.ndarray:
-    """Returns the finalizer of SplitMix64 (Steele, Lea and Flood 2014): every bit of the result depends on all bits of
-    x."""
+    """Returns x scrambled by the finalizer of SplitMix64 (Steele, Lea and Flood 2014): every bit of the result depends
+    on all bits of x."""
     x = (x ^ (x >> _30)) * _FIRST
     x = (x ^ (x >> _27)) * _SECOND
     found: np.ndarray = x ^ (x >> _31)

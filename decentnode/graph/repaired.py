@@ -25,9 +25,10 @@ def examined_rounds(graph: Graph) -> int:
 class Repaired(Graph):
     """A graph in which the members of a generation are connected, whichever nodes are absent.
 
-    If the members fall apart into parts without a path between them, undirected edges between the parts are added in
-    every round. They are a function of (seed, graph, members) alone: all members compute the same edges without
-    messages. The graph's own edges stay, and nothing is added while the members are connected.
+    If the members fall apart into parts that cannot reach each other (`parts`; in a directed graph: not in both
+    directions), undirected edges between the parts are added in every round. They are a function of (seed, graph,
+    members) alone: all members compute the same edges without messages. The graph's own edges stay, and nothing is
+    added while the members are connected.
 
     An added edge i - j has the weight min(w_i, w_j), where w_i is the weight that i gives itself, divided by one more
     than the number of its added edges; both ends give this weight up from their own. So W stays non-negative, and the

@@ -22,7 +22,7 @@ SMALL = 1e-6
 CONSENSUS = 1e-3
 """Consensus is reached when the distance to the mean has shrunk to this fraction."""
 EXACT = 1e-12
-"""A relative distance of at most this counts as exact averaging."""
+"""A relative distance below this counts as exact averaging."""
 
 
 def deviations(x: np.ndarray) -> np.ndarray:
@@ -73,8 +73,8 @@ def rounds_to_consensus(graph: Graph) -> int | None:
 
 
 def keeps_mean(graph: Graph) -> bool:
-    """Returns whether mixing preserves the mean of all models, in the rounds of a period or in the first
-    SAMPLED_ROUNDS."""
+    """Returns whether mixing preserves the mean of all models, in the rounds of a period, of which at most the first
+    SAMPLED_ROUNDS are checked."""
     n = graph.num_nodes
     for round in range(min(graph.period or SAMPLED_ROUNDS, SAMPLED_ROUNDS)):
         found = graph.entries(round)

@@ -15,8 +15,8 @@ from decentnode.config.component import Component, Config
 from decentnode.errors import GraphError
 
 TOLERANCE = 1e-9
-"""Smallest weight that counts as negative, with the opposite sign. Row and column sums of W may differ from one by 100
-times as much."""
+"""A weight counts as negative if it is below minus this. Row and column sums of W may differ from one by 100 times
+this."""
 
 
 class Neighborhoods(Protocol):

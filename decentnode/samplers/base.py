@@ -23,7 +23,8 @@ class Entry:
 
     uid: int
     age: int
-    """Age in shuffles, counted by all nodes that have passed it on; the node of an old entry may be gone."""
+    """Number of shuffles that the nodes that have held the entry began in that time; the node of an old entry may be
+    gone."""
     profile: np.ndarray = field(default_factory=lambda: NO_PROFILE)  # [profile elements] float32
     """The profile of its data or model that the node had when the entry was new."""
 

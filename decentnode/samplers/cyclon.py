@@ -16,7 +16,8 @@ from decentnode.samplers.base import Entry, Sampler, SamplerConfig, Shuffle, Sur
 from decentnode.samplers.messages import entries_of, tables_of
 
 MAX_PENDING_SHUFFLES = 4
-"""Number of shuffles whose answer is still awaited. The entries of a later answer only fill free places of the view."""
+"""Largest number of shuffles whose answer is still awaited. The entries of a later answer only fill free places of the
+view, or replace older entries of the same nodes."""
 
 
 class CyclonConfig(SamplerConfig):
@@ -51,7 +52,8 @@ class Cyclon(Sampler):
         super().__init__(config, around)
         self._view: dict[int, Entry] = {}
         self._pending: dict[int, tuple[int, ...]] = {}
-        """By uid, for the last `MAX_PENDING_SHUFFLES` shuffles that this node began: the entries that it sent."""
+        """By uid, for the last `MAX_PENDING_SHUFFLES` shuffles that this node began: the uids of the entries that it
+        sent, without its own."""
         self._reset_view(around.contacts)
 
     @property

@@ -87,7 +87,7 @@ class Knn(Cyclon):
         return self._ranked((entry for uid, entry in known.items() if uid != other.uid), other.profile)
 
     def _ranked(self, entries: Iterable[Entry], profile: np.ndarray) -> list[Entry]:
-        """Returns the entries that have a profile, the best for a node with this profile first."""
+        """Returns the entries whose profile is known (not zero), the best for a node with this profile first."""
         with_profile = [entry for entry in entries if entry.profile.any()]
         if not with_profile:
             return []

@@ -111,8 +111,8 @@ class AsynchronousRounds(Hub):
 
     def turn(self, nodes: Sequence[Node]) -> list[Node]:
         """Returns which of the nodes that have not ended are to be stepped next: of the nodes within a round, the one
-        whose local steps are done first. Before all nodes have begun their first round, and after the others have ended
-        their last, nodes wait for each other, and all that are not within a round are stepped in turn."""
+        whose local steps are done first. Until every node has begun its first round, and whenever no node is within a
+        round, nodes wait for each other, and all that are not within a round are stepped in turn."""
         self._nodes = nodes
         within = [node for node in nodes if node.is_within_round]
         self._begun.update(node.uid for node in within)

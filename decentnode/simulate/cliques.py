@@ -43,7 +43,8 @@ def costs_of(backend: str, config: CallCostsConfig) -> CallCosts:
 
 def gpus_of(experiment: Experiment) -> dict[int, int]:
     """Returns the nodes whose models are on a GPU according to the config, each with a number that identifies the GPU.
-    The device `cuda`, and with NCCL also `auto`, means a GPU of its own for every node of a machine."""
+    The device `cuda`, and if the config asks for NCCL also `auto`, means a GPU of its own for every node of a
+    machine."""
     mapping = experiment.make_mapping()
     wants_nccl = getattr(experiment.communication, "backend", "auto") == "nccl"
     found: dict[int, int] = {}
@@ -171,7 +172,7 @@ class CliqueTransfers:
         own = rule.own_contribution(model, view)
         if own is not None and self._config.non_finite == "reject":
             return None
-        if rule.requirements.linear or (own is None and (each.is_shared or phase)):  # later phases are not predictable
+        if rule.requirements.linear or (own is None and (each.is_shared or phase)):  # later phases: taken as shared
             outgoing = dict.fromkeys(view.neighbors, Payload({}))
         elif own is None:
             return None

@@ -105,7 +105,8 @@ class Batched:
         self._order_event.set()
 
     def order(self, action: Action) -> None:
-        """Pauses or resumes the run, or has it evaluate before the next round. Any thread may call it."""
+        """Pauses the run (also for `meet`, which a stop follows), resumes it, or has it evaluate, before the next
+        round. Any thread may call it."""
         if action == "evaluate":
             self._evaluate_asked = True
         else:

@@ -59,7 +59,7 @@ def cores() -> int:
 
 def workers_for(experiment: Experiment) -> int:
     """Returns how many nodes may make steps by their own code at the same time: one if they draw from torch's global
-    generator, or if samples are made by user code."""
+    generator, if the training is compiled, or if samples are made by user code."""
     data = experiment.open_data()
     draws = random_part(make_model(experiment, data.spec)) or getattr(experiment.training, "compile", False)
     if draws or isinstance(data.of(0).train, LazySamples):

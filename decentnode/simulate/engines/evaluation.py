@@ -21,7 +21,7 @@ from decentnode.training.losses import Loss
 from decentnode.training.supervised import evaluation_batch
 
 CHUNK_ELEMENTS = 1 << 17
-"""Number of input elements of the test samples that are evaluated at once."""
+"""Largest number of input elements of the test samples that are evaluated at once."""
 CPU_BYTES = 64 << 20
 """Memory for the activations of the nodes that are evaluated at once."""
 GPU_BYTES = 2 << 30

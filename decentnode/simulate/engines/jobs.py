@@ -11,7 +11,7 @@ from torch import Tensor
 from decentnode.training.base import Evaluation, Training, Update
 
 Job = Callable[[int, Training, Tensor, Any], Any]
-"""job(uid, training, whole, argument) -> result. The training's model is bound to the node's row; merged: a model [P +
+"""job(uid, training, merged, argument) -> result. The training's model is bound to the node's row; merged: a model [P +
 B] that the population holds besides the rows."""
 
 

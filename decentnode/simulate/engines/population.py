@@ -37,7 +37,8 @@ class Population:
     """
 
     def __init__(self, experiment: Experiment, workers: int = 1, nodes: int | None = None) -> None:
-        """nodes: only the first so many nodes, for timing. Raises what the parts of nodes raise."""
+        """nodes: number of nodes to make, the first ones, for timing; None: all. Raises what the parts of nodes
+        raise."""
         self.experiment = experiment
         self._pool: ThreadPoolExecutor | None = None
         self._processes: RowProcesses | None = None

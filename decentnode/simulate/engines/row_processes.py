@@ -2,7 +2,7 @@
 
 Threads could do it too, but with small models they pass the GIL to each other at every operation: two threads needed
 3.9 ms per step of GN-LeNet and 7.1 ms of CPU time, a single one 6.6 ms. A fork has all objects of the nodes, and shares
-the memory that nobody writes to; models are in memory that all processes may write to.
+the memory that no process writes to; models are in memory that all processes may write to.
 """
 
 from __future__ import annotations

@@ -138,7 +138,7 @@ class Plan:
             if graph != OWN:
                 found.append(f"graph={_section(graph, f', nodes: {nodes}')}")
                 if own.weights is not None and "exponential" in graph:
-                    found.append("weights=null")  # their own weights make them exact or directed
+                    found.append("weights=null")  # their own weights make them exact, or they are directed
             if sharing != OWN:
                 found.append(f"sharing={_section(sharing)}")
             if codec not in (OWN, "none"):

@@ -23,7 +23,7 @@ from decentnode.sharing.decoding import decode
 from decentnode.sharing.rounds import rule_view
 
 MATRIX_SIDE = 16
-"""Rules are measured on models of one SIDE x SIDE matrix."""
+"""Rules are measured on models of one MATRIX_SIDE x MATRIX_SIDE matrix."""
 MEASURED_ROUNDS = 60
 STALL_RATIO = 1 / 3
 """If the logarithm of the distance falls in the second half of the rounds by less than this share of its fall in the

@@ -18,7 +18,7 @@ from decentnode.simulate.timeline.rounds import time_line
 from decentnode.simulate.traffic import Traffic
 from decentnode.simulate.virtual import local_steps, make_clock, make_compute, make_network
 
-# a candidate's figures are means over four periods of its graph, but at least and at most so many rounds
+# a candidate's figures are means over four periods of its graph, with at least and at most this many rounds
 LEAST_ROUNDS, MOST_ROUNDS = 16, 128
 OPTIMIZER_STATES = {"adam": 2, "adamw": 2, "accum_adam": 3, "accum_adamw": 3}
 """Copies of the parameters that optimizers keep. Other optimizers keep 1 if they have momentum, else 0."""

@@ -11,7 +11,7 @@ from decentnode.errors import DataError
 from decentnode.experiment.virtual_time import ChurnConfig
 
 CYCLES = 64
-"""Number of times up and away that are drawn for a node before they repeat."""
+"""Number of pairs of times up and away that are drawn for a node before they repeat."""
 
 Intervals = Sequence[tuple[float, float]]
 """Begin and end of each interval in which a node is available, ascending and disjoint."""

@@ -62,7 +62,7 @@ class Calls:
     def point_to_point(
         self, edges: Sequence[tuple[int, int]], sizes: Sequence[float], *, batched: bool
     ) -> tuple[list[int], list[float]]:
-        """Returns (joins, seconds apart from the bytes) of payloads that nodes send each other, one of each per edge.
+        """Returns (modes, seconds apart from the bytes) of payloads that nodes send each other, one of each per edge.
         batched: whether all payloads of a node are one operation per chunk (NCCL) instead of separate operations."""
         out, into = Counter(i for i, _ in edges), Counter(j for _, j in edges)
         degree = {uid: max(out[uid], into[uid]) for uid in out.keys() | into.keys()}

@@ -1,7 +1,7 @@
 """Simulates all rounds in progress at once: transfers share connections with all others that use them at that time.
 
-Time advances in steps. All flows whose begin is known are given to `Fluid`, which may then advance as far as nothing
-else can begin: until the first node that waits for something could send again, or else to the next event.
+Time advances in steps. All flows whose begin is known are given to `Fluid`, which may then advance for as long as
+nothing else can begin: until the first node that waits for something could send again, or else to the next event.
 """
 
 from __future__ import annotations

@@ -168,7 +168,7 @@ int rates(struct problem *p) {
     return failed;
 }
 
-/* Simulates flows (_follow of fluid.py). Returns 0, or 1 if memory is exhausted. */
+/* Simulates flows (_simulate_sets of fluid.py). Returns 0, or 1 if memory is exhausted. */
 int follow(struct problem *p) {
     struct scratch s;
     int failed = !prepared(p, &s);

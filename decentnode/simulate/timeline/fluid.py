@@ -119,7 +119,7 @@ def _simulate_sets(
             bound = max(until, min(float(target.min()), later))
         target = np.minimum(target, bound)
         step = target[of] - clock[of]
-        # A clock cannot represent times below its floating-point resolution: flows that end within one have ended.
+        # A clock cannot represent times below its floating-point resolution: flows that end within it have ended.
         over = (last <= step * (1 + EQUAL) + 1e-15) | (clock[of] + last <= target[of])
         ends[under_way[over]] = (clock[of] + last)[over]
         rest = ~over  # whose rates are finite, as is the step

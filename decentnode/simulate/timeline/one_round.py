@@ -65,8 +65,8 @@ class RoundTiming(Protocol):
     """Determines how long the work and the transfers of one round take."""
 
     def steps(self, begins: np.ndarray) -> np.ndarray:
-        """Returns when the local steps that begin at `begins` [N] are done [N], apart from the compute that exchanges
-        take."""
+        """Returns when the local steps that begin at `begins` [N] are done [N] if no exchange takes any of their
+        compute."""
         ...
 
     def exchange(self, phase: int, ready: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -105,7 +105,8 @@ class RoundSchedule:
         return PlannedRound(round, tuple(self.transfers(round)), seconds, present)
 
     def begins(self, end: np.ndarray) -> np.ndarray:
-        """Returns when nodes that ended a round at `end` begin the next one [N], with `when_away: wait`."""
+        """Returns when nodes that ended a round at `end` begin the next one [N]: once they are available, with
+        `when_away: wait`."""
         known = np.isfinite(end)
         if self.compute.availability is None or not known.any():
             return end
@@ -158,7 +159,7 @@ class RoundSchedule:
         plan: PlannedRound, computed: np.ndarray, ready: np.ndarray, transfers: Transfers, arrived: np.ndarray,
         least: np.ndarray,
     ) -> np.ndarray:  # fmt: skip
-        """Returns when local steps are done [N] beside an exchange that takes a share of each node's compute from
+        """Returns when local steps are done [N] during an exchange that takes a share of each node's compute from
         `ready` [N] until it is over. computed: [N] when they would be done without it."""
         if not transfers.take_compute:
             return computed

@@ -81,7 +81,7 @@ class Clock:
         steps_before: int = 0, trains: Callable[[int], np.ndarray] | None = None, rounds: int | None = None,
     ) -> None:
         """transfers: returning the same objects for the same transfers makes it fast. mixes_in_background: with
-        `overlapped`, whether arrivals are mixed beside the steps. leaves_after: share of the local steps after which
+        `overlapped`, whether arrivals are mixed during the steps. leaves_after: share of the local steps after which
         the first payloads leave; None: that of the schedule, which is 1, or 0 with `overlapped`. In between, they leave
         piece by piece, and their last byte with the last step, as gradients that are reduced during the backward pass
         do from 1/3 on; such transfers must be among all nodes together. asynchronous: no node waits for arrivals; a

@@ -83,7 +83,8 @@ class SequentialRounds:
             return begin, self._present
         if self._schedule.compute.config.when_away == "wait":
             return self._schedule.begins(begin), self._present
-        # Presence is determined at the same time for all nodes: when the median node begins the round.
+        # A participant of the last round must be present when it begins this one; a node that was left out, when the
+        # median participant begins it, or when its own last round ended if that is later.
         now = float(np.median(begin[self._present]))
         times = np.where(self._present, begin, np.maximum(begin, now))
         present = availability.present(times)

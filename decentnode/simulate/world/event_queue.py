@@ -32,8 +32,8 @@ class EventQueue:
         self.at(self.now + seconds, action)
 
     def run(self, over: Callable[[], bool], until: float) -> bool:
-        """Runs events until `over()`, which is called after every event, is true; returns False if it is not by the
-        time `until`."""
+        """Runs events until `over()`, which is called before the first and after every event, is true. Returns False if
+        it is not by the time `until`, or if no event is left."""
         while not over():
             if not self._events or self._events[0][0] > until:
                 return False
@@ -45,7 +45,8 @@ class EventQueue:
 
 
 class DeadlineTimer:
-    """A timer that calls `callback` when its deadline is reached; the deadline may move in both directions."""
+    """A timer that calls `callback` when its deadline is reached. The deadline may move in both directions: if it moved
+    to a later time, `callback` is still called at the earlier one, and must check itself what is due."""
 
     def __init__(self, heap: EventQueue, due: Callable[[], float], callback: Callable[[], None]) -> None:
         """due: returns the deadline, the latest time at which `callback` must be called."""

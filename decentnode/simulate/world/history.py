@@ -83,7 +83,7 @@ Sent = dict[tuple[Name, int], dict[int, Tensor]]
 
 
 MEAN_ERROR = 1e-5
-"""Tolerance for rounding a mean in float32, relative to the largest contribution."""
+"""Tolerance for rounding a mean in float32, relative to 1 + the largest entry of a contribution."""
 
 
 class History(TransportObserver):
@@ -104,7 +104,7 @@ class History(TransportObserver):
         """Rounds that nodes finished."""
         self.sent: Sent = defaultdict(dict)
         self.on_stage: Callable[[Process, str], None] = lambda _process, _stage: None
-        """Called as struck(process, stage) when a process enters another stage of membership."""
+        """Called as on_stage(process, stage) when a process enters another stage of membership."""
         self._published: dict[PublishedKey, dict[int, Payload]] = {}
         self._newest: dict[int, int] = {}
         self._posted: dict[tuple[Name, int, int, ExchangeKey], str] = {}

@@ -13,7 +13,7 @@ from decentnode.simulate.world.history import RoundRecord, Sent, must
 from decentnode.wire.generation import Name
 
 RELATIVE = 1e-4
-"""Tolerance for rounding in float32 over the rounds of a run, relative to the largest entry."""
+"""Tolerance for rounding in float32 over the rounds of a run, relative to 1 + the largest entry."""
 
 
 def check_product(

@@ -61,8 +61,8 @@ class VirtualNetwork:
         self.cut_pairs: Counter[tuple[int, int]] = Counter()
         """For (source, uid) between which nothing passes: the number of faults in effect that cut them off."""
         self.happened: Counter[str] = Counter()
-        """Number of messages that were sent, refused, lost, repeated, damaged and overtaken, and of connections that
-        were cut."""
+        """Number of messages that were sent, refused, lost, repeated, damaged, overtaken and touched by `rules`, and of
+        connections that were cut."""
         self._line_free_at: dict[tuple[int, int, int], float] = {}
         """(source, uid, plane) -> when the line will have transmitted the plane's messages so far; only with a
         bandwidth."""

@@ -37,7 +37,7 @@ TIMEOUT_SECONDS, SUSPECT_SECONDS, START_SECONDS = 20.0, 3.0, 60.0
 # time-out and rounds of worlds that continue without a dead node, so that many payloads for it are queued
 SHORT_SECONDS, MANY_ROUNDS = 0.5, 20
 SETTLE_SECONDS = 600.0
-"""A run must end within this much virtual time after the last fault; far longer than any run needs."""
+"""A run must end within this much virtual time after FAULTY_SECONDS; far longer than any run needs."""
 RULES: dict[str, dict[str, Any]] = {
     "full": {}, "full+int8": {"compression": {"name": "int8"}}, "full+float16": {"compression": {"name": "float16"}},
     "full+zstd": {"compression": {"name": "zstd"}}, "ac": {}, "push_sum": {}, "topk": {"fraction": 0.3},
@@ -122,8 +122,8 @@ def draw_world(seed: int) -> RandomWorld:
 
 
 def _plan(rng: random.Random, nodes: int, missing: str) -> list[AnyFault]:
-    """Returns a few faults within FAULTY_SECONDS, of which the kills leave a majority alive (with `regroup`) or kill at
-    most one node."""
+    """Returns a few faults, within FAULTY_SECONDS unless they are given by round; the kills leave a majority alive
+    (with `regroup`) or kill at most one node. Restarts come up to 20 s later."""
     found: list[AnyFault] = []
     killed: list[int] = []
     max_killed = (nodes - 1) // 2 if missing == "regroup" else 1
@@ -222,7 +222,7 @@ class Run:
         return Node(uid, self.config, parts, seed=self.drawn_world.seed, record=record)
 
     def _kill_at_stage(self, process: Process, stage: str) -> None:
-        """Kills a process that enters the stage of the ambush, once, provided that a majority stays alive."""
+        """Kills the first process that enters the drawn `kill_stage` and without which a majority stays alive."""
         keeps_majority = len(self.killed | {process.uid}) <= (self.drawn_world.nodes - 1) // 2
         if stage == self.drawn_world.kill_stage and not self._has_killed and keeps_majority:
             self._has_killed = True

@@ -297,9 +297,9 @@ def _check_copies(lives: ProcessRecords) -> int:
 
 def check_generations(lives: ProcessRecords, *, min_nodes: int, rounds: int, founders: int | None = None) -> int:
     """Checks that all members agree on a generation, that the generations that a node enters have ascending names, that
-    generations with rounds have `min_nodes` members, and that any two generations in which rounds were mixed have a
-    member in common, so that one ended before the other. Returns the number of generations besides the first. Raises
-    Violation.
+    generations with rounds have `min_nodes` members, and, if `min_nodes` is a majority, that any two generations in
+    which rounds were mixed have a member in common, so that one ended before the other. Returns the number of
+    generations besides the first. Raises Violation.
 
     founders: number of nodes in the mapping, which alone count toward `min_nodes`; None: all nodes with records.
     """

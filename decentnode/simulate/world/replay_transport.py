@@ -157,8 +157,8 @@ class ReplayTransport(Simulated):
         return found
 
     def end(self) -> Iterator[Wait]:
-        """Ends what the record has no more of: the node leaves its generation (raises Regrouping), or waits for ever,
-        because its process was killed."""
+        """Is called where the record has nothing more of what the node does: the node leaves its generation (raises
+        Regrouping), or waits for ever, because its process was killed."""
         if self.life.find_next("left") is not None:
             self._leave()
         yield WaitForever()

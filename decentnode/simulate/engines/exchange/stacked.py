@@ -23,7 +23,7 @@ CACHED_EDGES = 64
 
 
 class _Mixing:
-    """A plan in the form in which rules get it."""
+    """The edges of a phase in the form in which rules get them."""
 
     def __init__(self, plan: RoundEdges) -> None:
         self._plan = plan
@@ -101,7 +101,7 @@ class StackedExchange(PopulationExchange):
         return sent
 
     def _round_edges(self) -> tuple[list[RoundEdges], RoundTraffic]:
-        """Returns (the plans of the round's phases, then that of the buffers; the traffic of the round)."""
+        """Returns (the edges of the round's phases, then those of the buffers; the traffic of the round)."""
         number = self._rule.exchange_number(self._round)
         key = number if number is None or self._period is None else number % self._period
         if self._period is None and number is not None:
