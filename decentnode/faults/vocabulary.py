@@ -121,7 +121,7 @@ class Fault(Settings):
             yield self.model_copy(update=each)
 
 
-class _NodeFault(Fault):
+class _FaultOfNodes(Fault):
     nodes: Uids
     """Uids of the nodes that it may strike, or all."""
     count: int | None = Field(default=None, ge=1)
@@ -153,21 +153,21 @@ class _NodeFault(Fault):
             yield self.model_copy(update={**each, "nodes": chosen, "count": None})
 
 
-class Kill(_NodeFault):
+class Kill(_FaultOfNodes):
     """Processes end without notice (SIGKILL)."""
 
     do: Literal["kill"] = "kill"
     """Which fault it is."""
 
 
-class Restart(_NodeFault):
+class Restart(_FaultOfNodes):
     """Killed processes are started again, without a model, and ask to rejoin the run."""
 
     do: Literal["restart"] = "restart"
     """Which fault it is."""
 
 
-class Pause(_NodeFault):
+class Pause(_FaultOfNodes):
     """Processes are suspended (SIGSTOP) and continue afterwards."""
 
     do: Literal["pause"] = "pause"
@@ -176,7 +176,7 @@ class Pause(_NodeFault):
     """Duration, in seconds."""
 
 
-class Slow(_NodeFault):
+class Slow(_FaultOfNodes):
     """Local steps take longer."""
 
     do: Literal["slow"] = "slow"
@@ -187,7 +187,7 @@ class Slow(_NodeFault):
     """Duration, in seconds. Default: to the end of the run."""
 
 
-class FullDisk(_NodeFault):
+class FullDisk(_FaultOfNodes):
     """No file of the run can be written (ENOSPC): metrics, status, checkpoints, models. The records by which the run is
     checked (events.jsonl) are exempt."""
 
@@ -197,7 +197,7 @@ class FullDisk(_NodeFault):
     """Duration, in seconds. Default: to the end of the run."""
 
 
-class ClockJump(_NodeFault):
+class ClockJump(_FaultOfNodes):
     """The wall clock jumps, and stays where it jumped to."""
 
     do: Literal["clock_jump"] = "clock_jump"

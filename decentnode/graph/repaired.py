@@ -78,7 +78,7 @@ class Repaired(Graph):
     def _attachable_nodes(self, part: Collection[int], members: Collection[int]) -> list[int]:
         """Returns the nodes of a part that lost edges, those that lost most first; all nodes of the part if none lost
         any."""
-        graph, complete = self.graph, self._complete_graph(members)
+        graph, complete = self.graph, self._graph_without_absences(members)
         lost = {
             uid: sum(len(complete.sources(uid, round)) - len(graph.sources(uid, round, members))
                      + len(complete.neighbors(uid, round)) - len(graph.neighbors(uid, round, members))
@@ -114,10 +114,10 @@ class Repaired(Graph):
         own = self.graph.weights(uid, round, members).get(uid, 0.0)
         if not self._keeps_eigenvalues:
             return max(own, 0.0) / (1 + count)
-        lost = own - self._complete_graph(members).weights(uid, round).get(uid, 0.0)
+        lost = own - self._graph_without_absences(members).weights(uid, round).get(uid, 0.0)
         return max(lost, 0.0) / (2 * count)
 
-    def _complete_graph(self, members: Collection[int] | None) -> Graph:
+    def _graph_without_absences(self, members: Collection[int] | None) -> Graph:
         """Returns the graph of this generation's size with no node absent."""
         return self.graph.among(members) if isinstance(self.graph, Growing) else self.graph
 

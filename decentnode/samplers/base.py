@@ -23,7 +23,7 @@ class Entry:
 
     uid: int
     age: int
-    """Number of shuffles that the nodes that have held the entry began in that time; the node of an old entry may be
+    """Age in shuffles: how many its holders have begun since the entry was new. The node of an old entry may be
     gone."""
     profile: np.ndarray = field(default_factory=lambda: NO_PROFILE)  # [profile elements] float32
     """The profile of its data or model that the node had when the entry was new."""
@@ -37,7 +37,7 @@ class Shuffle:
     """Whether it answers another message."""
     entries: tuple[Entry, ...]
     near: bool = False
-    """Whether it is exchanged between similar nodes, and carries the best candidates for the receiver (knn.py)."""
+    """Whether it is exchanged with one of the best nodes and carries the best candidates for the receiver (knn.py)."""
 
 
 @dataclass(frozen=True)

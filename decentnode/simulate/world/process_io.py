@@ -39,7 +39,7 @@ class ProcessIO:
         self.resends_under_lease = 0
         """Number of messages that were sent again from memory that is under lease; the reader resets it."""
         self._calls: deque[Callable[[], None]] = deque()
-        self._alarm = DeadlineTimer(self.heap, lambda: self.next_deadline, self._tick)
+        self._timer = DeadlineTimer(self.heap, lambda: self.next_deadline, self._tick)
         self._socket = network.attach(self.uid, self._receive, self._writable)
 
     def serve(self, protocol: NodeProtocol, has_room: Callable[[int], None]) -> None:
@@ -55,7 +55,7 @@ class ProcessIO:
         deadline."""
         while self._calls:
             self._calls.popleft()()
-        self._alarm.set()
+        self._timer.set()
         self.settled()
 
     # -- events -----------------------------------------------------------------------------------------------

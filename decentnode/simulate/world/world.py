@@ -77,7 +77,7 @@ class Process:
         self.node = world.make_node(uid, self._transport)
         self.shell, self.facts = self.transport.io, self.transport.facts
         self.facts.notified = self._notified
-        self.facts.on_wait_began = lambda _since: None  # not needed: the alarm is set anew after every event
+        self.facts.on_wait_began = lambda _since: None  # not needed: the timer is set anew after every event
         self.shell.settled = self._settled
         self.error: Exception | None = None
         """The error with which it failed."""
