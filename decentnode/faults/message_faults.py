@@ -1,5 +1,5 @@
-"""Draws what happens to a message while faults are in effect: a pure function of the seed, the connection, and the
-number of messages that were sent over it before."""
+"""Draws what happens to a message while faults are in effect: for each fault a pure function of the seed, the
+connection, and the number of messages that were sent over it before, while the fault was in effect."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class MessageFate:
     """What happens to one message."""
 
     fault: int = -1
-    """Index in the plan of the first fault that affects it; -1 if none does."""
+    """Index in the plan of a fault that affects it: a cut if there is one, else the first; -1 if none does."""
     lost: bool = False
     twice: bool = False
     flipped: float | None = None

@@ -69,7 +69,7 @@ def workers_for(experiment: Experiment) -> int:
 
 def choose(experiment: Experiment, resume: bool = False) -> EngineChoice:
     """Returns the engine for a run, as section `simulate` of the experiment says. Blocking for some seconds if methods
-    are timed. Sets the number of torch's threads to that of the choice."""
+    are timed. If it chooses `batched`, it sets the number of torch's threads to that of the choice."""
     wanted = experiment.simulate.engine
     if wanted == "stepped":
         return EngineChoice("stepped", "as requested")
