@@ -21,7 +21,7 @@ KINDS: dict[int, type[DecentnodeError]] = {
 
 class RunInterrupted(KeyboardInterrupt):
     """Raised after Ctrl-C, the interrupt of a notebook, or SIGTERM stopped a run, and its results so far were written.
-    `run` is the run."""
+    `run` is the run; None if it was stopped while it was loading, and for sweeps."""
 
     def __init__(self, message: str, run: Run | None, exit_code: int) -> None:
         super().__init__(message)

@@ -116,13 +116,13 @@ def sweep(
     config, sections: as in `Experiment.from_config`; a sweep of objects is not possible. grid: key -> its values, or
     text such as "log(1e-4, 1)" from which values are drawn; a tuple of keys that change together -> tuples of values.
     seeds: run every combination with the seeds 1..N. random, optuna: try this many drawn or proposed combinations
-    instead of all. halving: factor of successive halving. least_rounds: rounds of its first rung. metric: a figure of
-    summary.json. jobs: points at a time; default: one per core. by: "simulate": all nodes of a point in one process;
-    "processes": a process per node. again: repeat finished points. every_model: keep the models of all nodes. best_by:
-    keys; tables have only the best combination for each of their values. within: keys; combinations are compared with
-    the best one that has the same values of these. target: "accuracy=0.9" adds the cost until the mean over the nodes
-    reached this value. rounds, name, run_dir: as in `Experiment.run`. progress: whether to show it; or a Watcher, which
-    receives the events.
+    instead of all. halving: factor of successive halving. least_rounds: least rounds of its first rung. metric: a
+    figure of summary.json. jobs: points at a time; default: as many as there are cores for. by: "simulate": all nodes
+    of a point in one process; "processes": a process per node. again: repeat finished points. every_model: keep the
+    models of all nodes. best_by: keys; tables have only the best combination for each of their values. within: keys;
+    combinations are compared with the best one that has the same values of these. target: "accuracy=0.9" adds the cost
+    until the mean over the nodes reached this value. rounds, name, run_dir: as in `Experiment.run`. progress: whether
+    to show it; or a Watcher, which receives the events.
 
     Ctrl-C lets the points in progress finish their round, then raises RunInterrupted, whose `sweep` has the finished
     points. Points that fail are in `points`; raises UsageError if all points have problems.

@@ -1,7 +1,8 @@
 """Converts a node's state to JSON and named tensors, and back. Nothing is pickled, and every number keeps its bits.
 
 The state is a tree of dicts, lists, tuples, tensors, NumPy arrays, numbers, strings and None. Values that JSON lacks (a
-tensor, a tuple, a dict whose keys are not strings) become an object with the single key "#".
+tensor, a tuple, a float that is not finite, a dict whose keys are not strings) become an object with the single key
+"#".
 """
 
 from __future__ import annotations

@@ -209,7 +209,7 @@ def mark_best(folder: Path, uid: int, cut: Cut, figure: str, value: float) -> No
 
 def read_best(folder: Path, uid: int) -> dict[str, Any] | None:
     """Returns what `mark_best` recorded: "cut" (its folder), "round", "figure" and "value"; None without a valid
-    record. """
+    record."""
     try:
         best = json.loads((folder / f"best-{uid:03d}.json").read_text(encoding="utf-8"))
         return {"cut": str(best["cut"]), "round": int(best["round"]), "figure": str(best["figure"]),

@@ -32,7 +32,7 @@ class Written:
 
 class Writer:
     """Writes one snapshot at a time in the background while training continues. All methods are for the training
-    thread. """
+    thread."""
 
     def __init__(self, folder: Path) -> None:
         """folder: checkpoints/ of the run; the first snapshot creates it."""

@@ -42,8 +42,8 @@ REFRESH_SHARE = 25
 
 
 def shown(path: Path) -> str:
-    """Returns the shortest form of a path: absolute, or relative to the current directory, with or without resolving
-    links."""
+    """Returns the shortest form of a path: as given, or relative to the current directory, with or without resolving
+    the links in its folder."""
     return min(str(path), os.path.relpath(path), os.path.relpath(path.parent.resolve() / path.name), key=len)
 
 

@@ -84,7 +84,7 @@ def prepare(name: str, folder: Path, keys: tuple[str, ...]) -> None:
 
 
 def check(dataset: Dataset) -> list[str]:
-    """Reads every sample. Returns lines with the numbers found. Raises DataError."""
+    """Reads every sample. Returns lines with the numbers of samples and users. Raises DataError."""
     import numpy as np
 
     from decentnode.samples import ImageFiles

@@ -32,9 +32,9 @@ def seconds_since_start() -> float:
     """Returns the seconds since this program was started by the shell, or by eval/run.sh once it has installed its
     environment.
 
-    A script that replaces itself by this program (exec) has a process that is older than the program, by a minute of
-    pip. Such a script sets DECENTNODE_STARTED to the time; a time before the start of the process was meant for another
-    program and is ignored.
+    If a script replaced itself by this program (exec), the process is older than the program, for example by the minute
+    that pip took. Such a script sets DECENTNODE_STARTED to the time at which the program starts. A time before the
+    start of the process was meant for another program and is ignored.
     """
     age = _process_age()
     with contextlib.suppress(ValueError):

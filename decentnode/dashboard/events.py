@@ -18,7 +18,8 @@ GROUPS = {
     "fault": ("fault", "checksum_mismatch", "non_finite", "malformed_payload", "loss_overflowed"),
     "control": ("control", "stopped", "early_stop"),
 }  # fmt: skip
-"""Group on the time line -> kinds of events. A generation is "dead" if nodes left, "back" if nodes joined."""
+"""Group on the time line -> kinds of events. A generation is "back" if nodes joined, "dead" if nodes only
+left."""
 _GROUP_OF = {kind: group for group, kinds in GROUPS.items() for kind in kinds}
 QUIET = frozenset({"joined", "finished", "recording", "generation_over"})
 """Kinds that every node has, which are not shown on the time line."""

@@ -35,7 +35,7 @@ class Status:
         self.version = 0
 
     def poll(self, uids: list[int]) -> None:
-        """Reads the files of these nodes, unless NODES_SECONDS have not passed yet. Blocking."""
+        """Reads the files of these nodes, at most every NODES_SECONDS. Blocking."""
         now = clock.now()
         if now - self._polled_at < NODES_SECONDS:
             return
@@ -90,7 +90,7 @@ MOST_WHY = 300
 
 def state_of_run(path: Path) -> dict[str, Any]:
     """Returns a run's state (running, finished, interrupted, failed, died, unfinished), the figures of its summary, and
-    why it failed ("" if it did not)."""
+    why it failed or died ("" otherwise)."""
     try:
         found = summaries.read(path / "summary.json")
         figures = {key: value for key, value in found.items() if isinstance(value, int | float | str)}

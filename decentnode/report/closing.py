@@ -186,8 +186,8 @@ def _checkpoint_lines(summary: Mapping[str, Any]) -> list[str]:
 
 
 def _missing_checkpoints_text(uid: str, count: int, most_written: int, figures: Mapping[str, Any], reason: str) -> str:
-    """Returns the line on a node that has fewer checkpoints than others, or could not write one of its own. otherwise:
-    the reason if all writes succeeded."""
+    """Returns the line on a node that has fewer checkpoints than others, or could not write one of its own. reason:
+    why it has fewer, if all writes succeeded."""
     has = f"node {uid} has {count or 'none'}"
     if missed := figures.get("checkpoints_missed"):
         last = ", the last of them" if missed > 1 else ""

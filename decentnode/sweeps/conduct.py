@@ -137,7 +137,7 @@ class _Conductor:
         self.state = State(sweep, clock.now())
         self._context = forkserver.start()
         self._ended_by_digest: dict[str, Ended] = {}
-        """By digest: the points that ended in this command, those run by an earlier command included."""
+        """digest -> the point recorded as ended in this command, also if an earlier command had run it."""
         self._checked: dict[Point, PreparedPoint | UsageError | EnvironmentFault] = {}
 
     def run(self) -> State:

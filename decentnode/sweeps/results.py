@@ -48,7 +48,7 @@ class Row:
     p: float | None = None
     """The p-value of `against`, corrected for the number of comparisons in the whole table (Holm)."""
     leads: bool = False
-    """Whether this is the best row, with which others are compared."""
+    """Whether this is the best row, or the best of its group, with which others are compared."""
     whole: bool = True
     """Whether every seed has a value."""
 

@@ -135,8 +135,9 @@ class Halving:
 class Optuna:
     """Combinations that an Optuna sampler proposes by ask and tell: `count` of them, each with all seeds.
 
-    Results are appended to a file, so that a later command with the same space continues from them. With several jobs,
-    proposals are asked for before the running points have ended, so the same proposals come again only with one job.
+    Results are appended to a file, so that a later command with the same experiment, axes, seeds and metric continues
+    from them. With several jobs, new proposals are asked for while points still run, so that the proposals are
+    reproducible only with one job.
     """
 
     def __init__(self, axes: Sequence[Axis], seeds: Seeds, count: int, seed: int, file: Path) -> None:

@@ -4,8 +4,8 @@
                                   NAME/TIME-ID/       its run, as `decentnode run` leaves one
                                   outcome.json        how it ended; written last, atomically
 
-A point without an outcome was never run, or was stopped. Points with the same digest share one run, whichever command
-of this folder asks for them.
+A point without an outcome was never run, was stopped or was killed. Points with the same digest share one run,
+whichever command of this folder asks for them.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from decentnode.sweeps.point import PreparedPoint
 from decentnode.system import write_atomic
 
 Status = Literal["finished", "diverged", "failed", "killed", "invalid"]
-"""How a point ended. diverged: running it again would give the same, so it counts as done. killed: its process was
-killed and left nothing. invalid: its experiment has problems, and nothing was run."""
+"""How a point ended. diverged: running it again would give the same, so it counts as done. killed: its process ended
+without writing an outcome. invalid: its experiment has problems, and nothing was run."""
 
 
 @dataclass(frozen=True)

@@ -58,8 +58,8 @@ class Point:
 
 
 class Tracker(component.Component, abc.ABC):
-    """Takes a run's figures. It is made, called and closed in one thread. A call may block or raise: nodes do not
-    notice. """
+    """Takes a run's figures. It is made, called and closed in one thread. A call may block or raise: the nodes are not
+    affected."""
 
     Config: ClassVar[type[component.Config]] = TrackerConfig
     config: TrackerConfig
@@ -89,8 +89,8 @@ class Tracker(component.Component, abc.ABC):
 
     @abc.abstractmethod
     def log(self, point: Point) -> None:
-        """Takes the figures of a round or an evaluation. The rounds of points increase; records of nodes that are too
-        far behind are left out."""
+        """Takes the figures of a round or an evaluation. The rounds of training points increase, and so do those of
+        evaluations; records of nodes that are too far behind are left out."""
 
     def close(self, summary: Mapping[str, Any] | None) -> None:
         """Ends the tracker after the run, and sends what is still buffered. Blocking. summary: the contents of

@@ -29,11 +29,11 @@ from decentnode.trackers.points import Points
 
 POLL_SECONDS = 1.0
 FAILURES = 10
-"""After this many refused calls in a row the tracker is given up."""
+"""The tracker is given up after this many failed calls without an accepted point in between."""
 
 
 class TrackerGivenUp(Exception):
-    """The tracker raised for FAILURES calls in a row."""
+    """The tracker raised in FAILURES calls without accepting a point in between."""
 
 
 class Feed:
@@ -79,7 +79,7 @@ class Feed:
 
     def _call(self, function: Callable[..., None], *given: Any) -> bool:
         """Calls a method of the tracker. Returns whether it succeeded; after an error the next call may succeed. Raises
-        TrackerGivenUp after FAILURES errors in a row."""
+        TrackerGivenUp after FAILURES errors without an accepted point in between."""
         try:
             function(*given)
         except Exception as error:

@@ -65,7 +65,7 @@ class Facts:
     hosts: list[str]
     """Host of each machine."""
     threads: dict[str, int]
-    """uid -> number of threads."""
+    """uid -> number of threads, for nodes of this machine."""
     processes: list[list[int]] = field(default_factory=list)
     """The uids of this machine by process."""
     found: dict[str, float] = field(default_factory=dict)

@@ -32,7 +32,7 @@ class Pipe:
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
         self.dropped = 0
-        """Number of progress messages dropped because too many still waited for the reader."""
+        """Number of messages (progress or absent nodes) dropped because too many still waited for the reader."""
         self._room = KEPT_MESSAGES
         self._waiting: deque[bytes] = deque(maxlen=self._room)
         self._lock = threading.Lock()

@@ -89,8 +89,8 @@ def add_counts(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, A
 
 
 def snapshot(node: Node, doing: str = "") -> dict[str, Any]:
-    """Returns the state of a node as plain numbers and strings. Any thread may call it. doing: what the node does, if
-    not what it says itself."""
+    """Returns the state of a node as plain numbers and strings. Any thread may call it. doing: replaces
+    `node.doing`, such as by how the node ended."""
     communication = node.communication
     waiting = communication.waiting
     peers, since = waiting if waiting is not None else ((), 0.0)

@@ -28,8 +28,8 @@ ENVIRONMENT_SECONDS = 30.0
 """Longest wait, at the end of a run, for the thread that writes versions and git's state."""
 
 APART = "apart-"
-"""Prefix, followed by a uid, of folders in models/. While another generation may have a merged model, too, the node
-with the lowest uid of a generation writes the merged model to such a folder."""
+"""Prefix, followed by a uid, of folders in models/. With `node.on_partition: both`, several generations may have a
+merged model: the node with the lowest uid of its generation writes it to such a folder, unless it is node 0."""
 
 
 def write_inputs(path: Path, facts: Facts, command: str) -> None:
@@ -206,7 +206,7 @@ def has_checkpoint(run: Path, num_nodes: int) -> bool:
 
 
 def promote_merged_model(run_dir: Path) -> None:
-    """Moves the merged model of the first APART folder to models/, unless there is a merged model already. Raises
+    """Moves the merged model to models/ from the APART folder of the lowest uid, unless models/ has one already. Raises
     OSError."""
     models = run_dir / "models"
     separate = sorted(models.glob(f"{APART}*"))

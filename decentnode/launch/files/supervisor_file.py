@@ -38,7 +38,8 @@ class Supervisor:
 
 
 def write(run: Path) -> None:
-    """Writes the file for this process. If the disk refuses, only `died` cannot tell later."""
+    """Writes the file for this process. If the disk refuses, `died` and `ended` cannot tell later
+    whether the process was killed."""
     own = Supervisor(os.getpid(), process_start_time(os.getpid()), socket.gethostname(), _boot_id())
     with contextlib.suppress(OSError):
         write_atomic(run / FILE, json.dumps(asdict(own)) + "\n")

@@ -47,7 +47,7 @@ MAX_DEPTH = 12
 
 @dataclass(frozen=True)
 class Request:
-    """Where a newcomer asks for admission, and what it says of itself."""
+    """Where a newcomer asks for admission, and how members can reach it."""
 
     seed: str
     """A member's control address, HOST:PORT."""

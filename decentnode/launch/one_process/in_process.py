@@ -178,7 +178,8 @@ def _virtual_time(experiment: Experiment) -> VirtualTime | AsynchronousRounds | 
 
 
 def run_task(task: Task, channel: Pipe) -> int:
-    """Runs all nodes of a task in a child process. Returns the exit code. Blocking; never raises."""
+    """Runs all nodes of a task in a child process. Returns the exit code. Blocking; raises only OSError, if the
+    supervisor is gone."""
     try:
         set_up(task, task.uids[0])
         channel.reserve_for(len(task.uids))

@@ -28,7 +28,7 @@ class Observer:
         """(label, text) lines that describe the experiment."""
 
     def waiting(self, text: str) -> None:
-        """The run has waited for some seconds; `text` says for which nodes. Repeated while the wait lasts."""
+        """The run has waited for a second or more; `text` says for what. Repeated while the wait lasts."""
 
     def joined(self, seconds: float) -> None:
         """All nodes of the run are connected, `seconds` after the command."""
@@ -113,7 +113,8 @@ def checkpoint_notice(uid: int, record: Mapping[str, Any], reported: set[str]) -
     """Returns the sentence for a record of kind "checkpoint" about a failed or incomplete checkpoint; "" for others.
 
     reported: the problems reported before, to which this one is added. A problem that several nodes or checkpoints have
-    is reported only once: the closing lines count problems by node. """
+    is reported only once: the closing lines count problems by node.
+    """
     lacking = ", ".join(record.get("left_out", ()))
     problem = str(record.get("problem", lacking))
     if not problem or problem in reported or len(reported) >= MOST_PROBLEMS:

@@ -85,7 +85,8 @@ class Deadlines:
 
     @property
     def _last_message_time(self) -> float:
-        """When the latest of the processes' last messages arrived; `clock.now()`."""
+        """When the last node of a process reported its end (`Worker.last_message_time`), the latest of all processes;
+        `clock.now()`, 0 if there is none."""
         return max((worker.last_message_time or 0.0 for worker in self._nodes.workers), default=0.0)
 
     def _fail_nodes(self, late: list[int], what: str, exit_code: int = PeerLost.exit_code) -> None:

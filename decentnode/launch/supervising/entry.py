@@ -80,8 +80,8 @@ def leave(work: Callable[[Pipe], int], connection: Connection) -> None:
     """Calls `work` and ends the process with the exit code that it returns, without waiting for threads that a library
     left behind.
 
-    Before that it waits until the supervisor has read the last message, even while a terminal keeps the supervisor
-    suspended, or until the supervisor is gone.
+    Before that it waits until the last message is in the pipe, where the supervisor can read it even after this process
+    has ended. That may be long if a terminal keeps the supervisor suspended. The wait ends if the supervisor is gone.
     """
     code, channel = 8, Pipe(connection)
     try:

@@ -35,7 +35,8 @@ _DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 
 
 def load_and_send(request: Request, channel: Pipe) -> int:
-    """Loads the experiment and sends Facts and Header, or Failed. Returns the exit code; never raises."""
+    """Loads the experiment and sends Facts and Header, or Failed. Returns the exit code. Raises only OSError, if
+    the supervisor is gone."""
     try:
         experiment = load_request(request)
         torch.set_num_threads(1)

@@ -47,7 +47,7 @@ class Worker:
     finished: set[int] = field(default_factory=set)
     failed: set[int] = field(default_factory=set)
     last_message_time: float | None = None
-    """When the last message of the process arrived; `clock.now()`. None before."""
+    """When the process's last node reported its end; `clock.now()`. None while a node is unfinished."""
     open: bool = True
     """Whether more messages may arrive on the pipe."""
     exit_code: int | None = None

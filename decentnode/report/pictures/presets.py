@@ -179,7 +179,7 @@ def target(lines: Sequence[Line], metric: str, axes: Sequence[str], paper: bool 
             panel.plot(levels, means, _dashes(index), color=_color(index), drawstyle="steps-pre")
             if len(line.runs) > 1:
                 spread = [statistics.stdev(each) / unit[0] for each in costs]
-                least = [min(each) / unit[0] for each in costs]  # the band ends there at the lowest
+                least = [min(each) / unit[0] for each in costs]  # lower limit of the band: no run cost less
                 panel.fill_between(levels, [max(m - s, low) for m, s, low in zip(means, spread, least, strict=True)],
                                    [m + s for m, s in zip(means, spread, strict=True)], step="pre",
                                    color=_color(index), alpha=0.18, linewidth=0)  # fmt: skip
