@@ -34,7 +34,7 @@ Send = Callable[[ChildMessage], None]
 
 @contextlib.contextmanager
 def errors_attributed_to(uid: int) -> Iterator[None]:
-    """Sets the attribute `uid` of any exception raised in the block, so that its node is known."""
+    """Sets the attribute `uid` of an exception raised in the block, unless it has one, so that its node is known."""
     try:
         yield
     except Exception as error:
@@ -202,9 +202,9 @@ def model_path(run_dir: Path, uid: int) -> Path:
 
 
 def save_merged(module: nn.Module, folder: Path, kept: Collection[str]) -> None:
-    """Writes merged.safetensors for a module that holds the merged model, and for one with adapters also
-    adapters.safetensors and folded.safetensors. folder: usually the run's models/. kept: names of parameters that are
-    not shared, and so left out."""
+    """Writes merged.safetensors for a module that holds the merged model, for one with adapters also
+    adapters.safetensors, and folded.safetensors if all parameters are shared. folder: usually the run's models/. kept:
+    names of parameters that are not shared, and so left out."""
     folder.mkdir(parents=True, exist_ok=True)
     save(module, folder / "merged.safetensors", without=kept)
     if adapter_names(module):

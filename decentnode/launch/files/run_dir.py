@@ -55,8 +55,8 @@ def write_inputs(path: Path, facts: Facts, command: str) -> None:
 
 
 def resolve(path: str | Path, runs: Path | None = None) -> Path:
-    """Returns the run directory that a user names by the directory itself, by its parent (whose latest run it is), or
-    by "latest".
+    """Returns the run directory that a user names by the directory itself, by its parent or the experiment's name in
+    `runs` (default: runs/), of which it is the latest run, or by "latest".
 
     Raises UsageError if there is none.
     """
