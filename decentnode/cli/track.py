@@ -58,9 +58,9 @@ def command(run: str, tracker: str, follow: bool) -> None:
     except TrackerGivenUp as error:
         raise EnvironmentFault(f"tracker {section['name']} {error}") from error
     if refused:
-        missing = f"{feed.refused} of {feed.told + feed.refused} points are missing"
+        missing = f"{feed.refused} of {feed.accepted + feed.refused} points are missing"
         raise EnvironmentFault(f"tracker {section['name']} {refused[0]}: {missing}")
-    click.echo(f"{feed.told} points told")
+    click.echo(f"{feed.accepted} points sent")
 
 
 def _section(text: str) -> dict[str, Any]:

@@ -100,7 +100,7 @@ def state_of_run(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         pass
     if died(path):
-        return {"state": "died", "figures": {}, "why": "its supervisor is gone, and left no word"}
+        return {"state": "died", "figures": {}, "why": "its supervisor ended without a result"}
     return {"state": "running" if (path / "supervisor.json").exists() else "unfinished", "figures": {}, "why": ""}
 
 

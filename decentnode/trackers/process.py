@@ -43,7 +43,7 @@ class Feed:
         self._run, self._tracker, self._say = run, tracker, say
         self._follower = Follower(run.path)
         self._points = Points(self._follower.uids, tracker.config.every)
-        self.told = 0
+        self.accepted = 0
         """How many points the tracker accepted."""
         self.refused = 0
         """How many calls of the tracker raised an error."""
@@ -74,7 +74,7 @@ class Feed:
     def _log(self, points: Iterable[Point]) -> None:
         for point in points:
             if self._call(self._tracker.log, point):
-                self.told += 1
+                self.accepted += 1
                 self._consecutive_failures = 0
 
     def _call(self, function: Callable[..., None], *given: Any) -> bool:
@@ -144,7 +144,7 @@ def main(argv: list[str] | None = None) -> int:
         say(f"! {error}" if isinstance(error, TrackerGivenUp) else f"! {_one_line(error)}")
         return 1
     if feed.refused:
-        say(f"! did not accept {feed.refused} of {feed.told + feed.refused} points")
+        say(f"! did not accept {feed.refused} of {feed.accepted + feed.refused} points")
     return 0
 
 

@@ -140,7 +140,7 @@ def test_a_section_that_is_wrong_is_found_before_the_run() -> None:
 def test_what_a_tracker_missed_is_told_later(tmp_path: Path) -> None:
     run = recorded(tmp_path)
     found = CliRunner().invoke(main, ["track", str(run), "--to", "csv"])
-    assert found.exit_code == 0 and found.output.splitlines()[-1] == "5 points told", found.output
+    assert found.exit_code == 0 and found.output.splitlines()[-1] == "5 points sent", found.output
     assert "4,9.000,test/accuracy_merged,0.75" in (run / "trackers" / "points.csv").read_text()
     for wrong in ("{name: wandb, mode: ofline}", "nothing", "[csv]", "{"):
         found = CliRunner().invoke(main, ["track", str(run), "--to", wrong])
