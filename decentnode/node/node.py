@@ -363,7 +363,8 @@ class Node:
 
     def evaluate_between(self, ordered: bool = False) -> Steps[None]:
         """Evaluate during the run, as steps; a stop interrupts the evaluation. The evaluation before round 0 gives the
-        first point of all curves. Under an asynchronous schedule, each node evaluates only its own model.
+        first point of all curves. Under an asynchronous schedule, each node evaluates only its own model, except in
+        that first evaluation.
 
         ordered: whether the evaluation was requested by a user, so that it must not affect early stopping or the best
         checkpoint.

@@ -81,10 +81,10 @@ class OrderHandler:
         return self._communication.stopping
 
     def obey(self) -> Steps[None]:
-        """Evaluate or pause before a round if that was ordered (wire/orders.py), as steps. A stop, or that this node is
-        to leave, ends a pause. If the node that ordered a stop died before it announced it, a node that waits for the
-        stop announces it itself, MEET_SECONDS plus MEET_ROUNDS times the longer one of the time-out and its last round
-        after it began to wait."""
+        """Evaluate or pause before a round if that was ordered (wire/orders.py), as steps. A pause also ends if the run
+        stops or this node is to leave. If the node that ordered a stop died before it announced the stop, a node that
+        waits for it announces the stop itself, MEET_SECONDS plus MEET_ROUNDS times the longer one of the time-out and
+        its last round after it began to wait."""
         node, communication, since = self._node, self._communication, clock.now()
         timeout_seconds = communication.config.timeout_seconds
         deadline, was_paused, stops_at = since + timeout_seconds, False, math.inf

@@ -32,8 +32,8 @@ class DeepSqueezeConfig(SharingConfig):
 class DeepSqueeze(Sharing):
     """v = x + e, c = C(v), e = v - c; x += gamma (sum_j W_ij c_j - c_i) (arXiv 1907.07346, algorithm 1).
 
-    The error e is the sum of all compression errors so far; it is added to the next model before that is compressed. A
-    node keeps no copies of its neighbors' models, so that W may change from round to round.
+    The error e is what compression has left out so far; it is added to the next model before that is compressed. A node
+    keeps no copies of its neighbors' models, so that W may change from round to round.
     """
 
     Config: ClassVar[type[component.Config]] = DeepSqueezeConfig

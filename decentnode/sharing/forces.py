@@ -46,7 +46,7 @@ def toward_(point: Tensor, target: Tensor, strength: float) -> Tensor:
 
 
 def leader_of(losses: Mapping[int, float]) -> int:
-    """Returns the node or rank with the lowest loss, and among equal losses the lowest one; NaN counts as infinity.
+    """Returns the node or rank with the lowest loss, the lowest number among equal losses; NaN counts as infinity.
 
     losses: uid or rank -> its training loss, not empty.
     """

@@ -14,9 +14,9 @@ from decentnode.graph.base import Graph
 class Fragment:
     """The range [start, stop) of a node's flat parameters, and when and with whom it is exchanged.
 
-    Whether a round has an exchange is a pure function of the round, the same on all nodes. For the fragment's rule, all
-    rounds from one exchange up to the next are one round, called a turn: `RoundView.round` counts turns, and the rule
-    corrects the total update of a turn's local steps. With `every: 1` turns are rounds.
+    Whether a round has an exchange is a pure function of the round, the same on all nodes. For the fragment's rule, the
+    rounds after one exchange up to and including that of the next one are one round, called a turn: `RoundView.round`
+    counts turns, and the rule corrects the total update of a turn's local steps. With `every: 1` turns are rounds.
     """
 
     start: int

@@ -85,8 +85,8 @@ class Gradients:
         return total_units
 
     def _move_gradients(self, moved: set[Tensor]) -> None:
-        """Move gradients to memory that the next pass does not overwrite. own: the parameters whose gradients have been
-        moved already."""
+        """Move gradients to memory that the next pass does not overwrite. moved: the parameters whose gradients have
+        been moved already; the others are added."""
         for p in self._parameters:
             if p.grad is not None and p not in moved:
                 p.grad = p.grad.clone()
@@ -144,7 +144,7 @@ class Gradients:
 
     def clip(self, max_norm: float | None) -> Tensor:
         """Scale the gradient down to norm `max_norm` if its norm is larger (exactly, while torch's clipping adds 1e-6
-        to the norm). most: None leaves the gradient unchanged. Returns the norm before clipping."""
+        to the norm). max_norm: None leaves the gradient unchanged. Returns the norm before clipping."""
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
         if max_norm is not None:

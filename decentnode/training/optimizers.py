@@ -106,9 +106,9 @@ def default_lr(config: OptimizerConfig) -> float | None:
 
 def _check_with_trial_steps(cls: type[torch.optim.Optimizer], arguments: dict[str, Any]) -> None:
     """Constructs the optimizer as `trial` does and takes two steps, as torch checks some arguments only in a step, and
-    some only in the second. A user's own optimizer takes no steps, as it may not suit the trial's parameter. With large
-    arguments, also takes a step with the implementation that a run uses (`make_optimizer`): torch multiplies arguments,
-    and the products must fit into float32."""
+    some only in the second. A user's own optimizer does not take these two, as it may not suit the trial's parameter.
+    With large arguments, any optimizer also takes a step with the implementation that a run uses (`make_optimizer`):
+    torch multiplies arguments, and the products must fit into float32."""
     optimizer = trial(cls, arguments)
     if cls in _optimizers().values():
         for group in optimizer.param_groups:

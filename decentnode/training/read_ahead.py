@@ -13,7 +13,7 @@ import numpy as np
 from decentnode.samples import Crop, ImageFiles, Reading, Samples
 
 AHEAD_BATCHES = 2
-"""The number of batches that a node reads ahead; more if batches are so small that a thread would have less than two
+"""The number of batches that a node reads ahead; more if batches are so small that a thread would have fewer than two
 images."""
 AHEAD_BYTES = 1 << 28
 """The limit, in bytes, for all batches that the nodes of a process read ahead; beyond it, a batch is only read when it

@@ -1,4 +1,4 @@
-"""Waits for the means over all nodes by which these agree on checkpoints: when one is due, which one all nodes have."""
+"""Waits for the means over all nodes, by which nodes agree when a checkpoint is due and which one all of them have."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ def mean_unless_ending(
 ) -> Steps[tuple[Tensor, int] | None]:
     """Returns a mean and the number of nodes that contributed, as steps. Returns None if the run is stopping, or if it
     continues without a node that did not contribute (`node.missing: return_weight`, or `patience_seconds` is given).
-    Blocks for at most `communication.timeout_seconds`; otherwise raises PeerLost.
+    Blocks for at most `communication.timeout_seconds`. Raises PeerLost if a node did not contribute in that time and
+    the run does not continue without it.
 
     what: what the nodes agree on with this mean, for the warning. patience_seconds: the longest wait, after which the
     node continues without the mean.

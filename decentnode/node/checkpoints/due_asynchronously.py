@@ -23,7 +23,7 @@ class DueAsynchronously:
     the previous one; the other members make it when they learn its number from a payload. So all members make the same
     checkpoints, however slow one of them is. A member that does not report its last checkpoint delays the next one by
     the time-out. A member that invents numbers can cause at most MOST_UNASKED checkpoints plus twice as many as the run
-    is configured to make; after that, a node only makes those that are due by its own count.
+    is configured to make; after that, a node only makes those that are due by its own round count or clock.
     """
 
     def __init__(self, node: Resumable, config: CheckpointConfig) -> None:
@@ -58,7 +58,8 @@ class DueAsynchronously:
     def begin_if_due(self, previous_report: Pending | None) -> bool:
         """Returns whether a checkpoint is to be made now; if so, its number is in force from then on.
 
-        told: the mean to which all members contribute when they make the previous checkpoint; None if there is none."""
+        previous_report: the mean to which all members contribute when they make the previous checkpoint; None if there
+        is none."""
         cuts, node, config, now = self.cuts, self._node, self._config, clock.now()
         by_rounds = config.every is not None and node.round // config.every > self._round_at_last // config.every
         by_clock = config.minutes is not None and now - self._interval_began >= 60 * config.minutes

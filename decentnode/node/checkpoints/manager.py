@@ -248,8 +248,8 @@ class Checkpoints:
 
     def _checkpoints_to_remove(self) -> list[Cut]:
         """Returns the checkpoints to be removed. The best one and the newest one that all nodes are known to have are
-        always kept, and so are up to `keep` + MAX_UNCONFIRMED that are newer than the latter. There are only more of
-        these if another node cannot write its checkpoints."""
+        always kept, and so are up to `keep` + MAX_UNCONFIRMED that are newer than the latter. There are only more newer
+        ones if another node cannot write its checkpoints."""
         known = self._newest_known_to_all
         newer = sum(known is None or each.age > known.age for each in self._cuts)
         protected = {each for each in (known, self._best_cut) if each is not None}

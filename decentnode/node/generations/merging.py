@@ -44,8 +44,8 @@ class TrainingWork:
             self._totals_at_separation.setdefault(uid, self._totals)
 
     def work_since_separation(self, returning: Collection[int], weights: MergeWeights) -> float:
-        """Returns the work (in the unit `weights`) since this node was separated from the first of the returning nodes
-        `returning`; 0 if it was not separated from any of them."""
+        """Returns the work, in samples or rounds as `weights` says, since this node was separated from the first of the
+        nodes `returning`; 0 if it was not separated from any of them."""
         known = [self._totals_at_separation[uid] for uid in returning if uid in self._totals_at_separation]
         at_separation = min(known, key=lambda totals: totals.rounds, default=self._totals)
         return float(getattr(self._totals, weights) - getattr(at_separation, weights))

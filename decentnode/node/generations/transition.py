@@ -35,8 +35,7 @@ class NodeGenerations:
     """Takes one node from one membership generation to the next."""
 
     def __init__(self, node: Member, rules: NodeRules, work: TrainingWork, sampling: Sampling | None) -> None:
-        """trained: the node's record of its training work, which determines its model's weight when models are
-        merged."""
+        """work: the node's record of its training work, which determines its model's weight when models are merged."""
         self._node, self._rules, self._work, self._sampling = node, rules, work, sampling
 
     def regroup(self) -> Steps[None]:

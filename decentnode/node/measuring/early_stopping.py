@@ -31,7 +31,8 @@ class Best:
         return cls(config.figure, config.better or training.better(config.metric), key)
 
     def read(self, figures: Mapping[str, float]) -> float | None:
-        """Returns the figure's value; None if it is NaN. Raises UsageError if a configured figure is not measured."""
+        """Returns the figure's value; None if it is NaN, or if it is not measured and no config key names it. Raises
+        UsageError if a figure that a config key names is not measured."""
         value = figures.get(self.figure)
         if value is None and self._key:
             known = ", ".join(name for name in figures if FIGURE.fullmatch(name))
@@ -66,9 +67,9 @@ class Course:
             main = training.task.all_metrics[0]
             self.best = Best(f"{main.name}_merged", main.better, "")
         self._reference: float | None = None
-        """The value that later evaluations have to exceed by `min_delta` to count as an improvement."""
+        """The value than which later ones have to be better by more than `min_delta` to count as an improvement."""
         self.evaluations_since = 0
-        """The number of evaluations since the reference value was measured."""
+        """The number of evaluations since the reference value was measured, without those up to round `after`."""
         self._last = -1
         """The round of the last evaluation."""
 

@@ -1,5 +1,5 @@
-"""Sums up the seconds and losses of a node's rounds, and computes what changed on its edges since the previous
-record."""
+"""Sums up the seconds, overlap and missing neighbors of a node's rounds, and computes what changed on its edges since
+the previous record."""
 
 from __future__ import annotations
 

@@ -79,6 +79,6 @@ class Dumps:
 
 
 def _to_storable(tensor: Tensor) -> Tensor:
-    """Returns a contiguous copy on the CPU, with complex numbers as two columns."""
+    """Returns the tensor on the CPU and contiguous, with complex numbers as two columns; copies only if necessary."""
     storable = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     return storable.detach().to("cpu").contiguous()

@@ -20,13 +20,13 @@ from decentnode.tensors import blocks
 
 
 class Overlapped(Schedule):
-    """The exchange of x(r) flies during the local steps from x(r); then x <- W x + delta
+    """The exchange of x(r) is in flight during the local steps from x(r); then x <- W x + delta
     (docs/explanation/round.rst, "Overlapped").
 
     If there are several phases, the first is in flight during the local steps, and the others follow after them. W x is
-    computed by a background thread during the local steps if that is worthwhile (background.py) and the rule does not
-    change the update; afterwards only delta is added. Parameters that are not exchanged in the round only get their
-    update.
+    computed by a background thread during the local steps if the config demands it, or by default if it is worthwhile
+    (background.py), for rules with one phase that do not replace gradients (`Requirements.gradient`); afterwards only
+    delta is added. Parameters that are not exchanged in the round only get their update.
     """
 
     _local_update: Tensor | None = None

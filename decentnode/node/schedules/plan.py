@@ -74,8 +74,7 @@ class Planner:
         self, exchange_number: int, members: tuple[int, ...], member_set: frozenset[int] | None
     ) -> tuple[int, ...]:
         """Returns the group of nodes that average as a whole in this exchange; empty if averaging groups are disabled.
-        Cached for consecutive exchanges with the same position in the graph's period and the same members. number: the
-        number of the exchange."""
+        Cached for consecutive exchanges with the same position in the graph's period and the same members."""
         period = self._graph.period
         key = (exchange_number if period is None else exchange_number % period, members)
         if not self._averaging_groups:

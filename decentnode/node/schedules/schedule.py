@@ -1,5 +1,5 @@
-"""The base class of schedules, which decide in which order a round makes its local steps, exchanges and mixes. The
-schedules themselves are in sequential.py, overlapped.py and asynchronous/.
+"""The base class of schedules, which alone decide in which order a round makes its local steps, exchanges and mixes.
+The schedules themselves are in sequential.py, overlapped.py and asynchronous/.
 
 Methods that may have to wait are generators of steps (`run_state.Steps`).
 

@@ -63,8 +63,8 @@ class Federated(Sharing):
 
     Phase DOWN: a server sends to all of its clients; those that take part in the round get the model, the others a
     payload of empty tensors, so that no client runs ahead of the server. Phase UP: the clients that take part send the
-    change by their local steps, or an empty payload if they did not get the model. All payloads have the same tensors,
-    with P or no values each.
+    change that their local steps made, or an empty payload if they did not get the model. All payloads have the same
+    tensors, with P or no values each.
 
     A client that did not get the model does not train in the round. An answer that arrives too late or not at all is
     left out, and the client is told so with the next model that it gets (`lost`), so that it can undo its state changes
@@ -103,8 +103,7 @@ class Federated(Sharing):
         self._sizes: list[int] = []
         """Entries of each parameter tensor."""
 
-    # -- methods that rules override
-    # -------------------------------------------------------------------------------------
+    # -- methods that rules override --------------------------------------------------------------------------
 
     def step(self, model: Tensor, change: Tensor, view: RoundView) -> None:
         """Makes the server's step: changes model [P] in place. change: [P], the weighted mean of the clients'

@@ -68,11 +68,11 @@ class ADPSGD(Asynchronous):
     rounding, once both have acted:
 
     - An offer is settled once, under its number: it is answered or declined. j keeps d until i has confirmed that it
-    applied it, and sends it again on request, also in a later membership generation; i applies no number twice.
+      applied it, and sends it again on request, also in a later membership generation; i applies no number twice.
     - i has one active offer at a time. It withdraws an offer that is not answered within `patience` of its rounds and
-    tries another neighbor; a withdrawn offer remains open until j has declined or answered it.
+      tries another neighbor; a withdrawn offer remains open until j has declined or answered it.
     - While i waits for an answer, it answers one offer of another node and declines further ones: so its next model is
-    a convex combination of models.
+      a convex combination of models.
 
     No node blocks while it averages, so that there is no deadlock on any graph, and the graph need not be bipartite.
     """

@@ -37,7 +37,8 @@ class Asynchronous(Schedule):
         """channel -> payloads of nodes that have made a checkpoint that this node has not made yet; held until the next
         round."""
         self._last_arrivals: dict[int, float] = {}
-        """source -> `clock.now()` when its last payload arrived, in this membership generation."""
+        """source -> `clock.now()` when its last payload arrived in this membership generation, or if none has arrived,
+        at the end of the first round in which it was a source."""
 
     @property
     def config(self) -> AsynchronousConfig:

@@ -1,10 +1,10 @@
 """Numbers checkpoints under an asynchronous schedule, so that those with the same number form a consistent cut.
 
 A node marks everything that it publishes with the number of its last checkpoint. If it receives a greater number, it
-makes the checkpoint with that number before it mixes the payload that carries it. So none of the checkpoints with the
-same number contains a payload that was sent after another one of them was made (a consistent cut; Lai and Yang 1987, On
-distributed snapshots). Payloads in flight are in none of them, as if a crash had lost them; the running sums of
-push_sum and the pairs of ad_psgd make up for lost payloads.
+makes the checkpoint with that number before it mixes the payload that carries it. So no checkpoint contains a payload
+that its sender sent after its own checkpoint with the same number (a consistent cut; Lai and Yang 1987, On distributed
+snapshots). Payloads in flight are in no checkpoint, as if a crash had lost them; the running sums of push_sum and the
+pairs of ad_psgd make up for lost payloads.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ class Epidemic(Asynchronous):
         return [newest[source] for source in decoded], decoded
 
     def _mix_buffers(self) -> Steps[None]:
-        """Mix the float buffers of exactly those nodes whose models were mixed, as steps."""
+        """Mix the float buffers that have arrived from nodes whose models were mixed, and from no others, as steps."""
         if not self.averages_buffers or not self.model.buffers.numel():
             return
         collected = yield from self.collect(self.buffer_channel)
