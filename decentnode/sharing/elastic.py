@@ -36,8 +36,8 @@ class Elastic(Tensors, LocalSGD):
 
     u_i is the update that the round's local steps made from x_i; every x and c on the right is that of the round's
     start. There is no center node: on a complete graph with equal centers this is EASGD (arXiv 1412.6651, equations 5
-    and 6). With b = a and without local steps sum_i (x_i + c_i) is kept. The distance between the mean model and the
-    mean center contracts for a + b < 2.
+    and 6). With b = a and without local steps, sum_i (x_i + c_i) is preserved. The distance between the mean model and
+    the mean center contracts for a + b < 2.
     """
 
     Config: ClassVar[type[component.Config]] = ElasticConfig

@@ -35,8 +35,8 @@ class Hierarchical(Sharing):
     """x <- (W_between kron J_within) x: every group's exact mean, mixed with those of the neighboring groups.
 
     With L nodes in a group, node k owns shard k, one L-th of the model. A round has three phases: in the group, node k
-    gets everybody's shard k and takes the mean (reduce-scatter); node k exchanges this shard with node k of the
-    neighboring groups and mixes by W_between; in the group everybody gets the mixed shards (all-gather). Between two
+    gets shard k of all nodes and takes the mean (reduce-scatter); node k exchanges this shard with node k of the
+    neighboring groups and mixes with W_between; in the group, all nodes get the mixed shards (all-gather). Between two
     groups every byte of the model crosses once, on L links side by side; inside a group a node sends 2 (L - 1) / L
     models. W_between is the graph's W, summed over groups (graph/groups.py). The scheme is that of hierarchical
     all-reduce (BlueConnect, Cho et al. 2019) with gossip in place of its middle step.

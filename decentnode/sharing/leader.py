@@ -31,8 +31,8 @@ class Leader(LocalSGD):
     """Nodes move toward the neighbor with the lowest training loss since the last exchange (LSGD, arXiv 1905.10395).
 
     Before that they move toward the mean of their neighborhood, which LSGD does not (`average: 0`): with unequal data
-    the lowest loss belongs to the node with the easiest samples, and pulls toward leaders alone do not lead to
-    consensus. A node that leads its own neighborhood is not pulled. The mean of the models is not kept.
+    the lowest loss belongs to the node with the easiest samples, and pulls only toward leaders do not lead to
+    consensus. A node that leads its own neighborhood is not pulled. The mean of the models is not preserved.
     """
 
     Config: ClassVar[type[component.Config]] = LeaderConfig

@@ -21,8 +21,9 @@ class MoshpitConfig(SharingConfig):
 class Moshpit(Full):
     """Averages along one dimension of a virtual grid per round (Moshpit SGD, arXiv 2103.03239).
 
-    The coordinates of node u are the digits of u in base M, the smallest M with M^d >= n. In round r nodes whose
-    coordinates differ in digit r mod d alone form a group and take its mean. The graph's edges are not used.
+    The coordinates of a node are the digits of its place among the n members in base M, the smallest M with M^d >= n.
+    In round r, nodes whose coordinates differ only in digit r mod d form a group and take its mean. The graph's edges
+    are not used.
     """
 
     Config: ClassVar[type[component.Config]] = MoshpitConfig

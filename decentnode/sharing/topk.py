@@ -178,7 +178,7 @@ class TopK(Tensors, Sharing):
         return values.contiguous()
 
     def values(self, numbers: Tensor) -> Tensor:
-        """Returns the coefficients that `numbers` represent. Raises PeerFault if there are none."""
+        """Returns the coefficients that `numbers` represent. Raises PeerFault if these cannot represent any."""
         return numbers
 
     def _positions(self, coded: Tensor) -> Tensor:

@@ -41,10 +41,10 @@ class NextTokenConfig(Config):
 
 
 class NextToken(Task):
-    """Outputs [B, T, V] are a value per token of the vocabulary for every place, targets [B, T] the tokens that follow
-    it; or outputs [B, V] and targets [B], the token behind each input alone. Targets of -100 are not counted.
+    """Outputs [B, T, V] are a value per token of the vocabulary for every position, targets [B, T] the tokens that
+    follow; or outputs [B, V] and targets [B], for only the token after each input. Targets of -100 are not counted.
 
-    Perplexity and bits are those of the likelihood, also where training minimizes another loss.
+    Perplexity and bits are those of the likelihood, also if training minimizes another loss.
     """
 
     Config: ClassVar[type[Config]] = NextTokenConfig

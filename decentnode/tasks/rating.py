@@ -1,4 +1,4 @@
-"""How much a user likes an item."""
+"""The rating that a user gives an item."""
 
 from __future__ import annotations
 

@@ -39,11 +39,11 @@ class TranslationConfig(Config):
 
 
 class Translation(NextToken):
-    """Outputs [B, T, V] are a value per token of the vocabulary for every place of the target, targets [B, T] the
+    """Outputs [B, T, V] are a value per token of the vocabulary for every position of the target, targets [B, T] the
     tokens there.
 
-    BLEU (Papineni et al. 2002, section 2.3) is that of the data's words in their letter case; words that the vocabulary
-    does not have never match. It is not that of sacreBLEU, whose words are others.
+    BLEU (Papineni et al. 2002, section 2.3) compares the data's words, in their letter case; words that are not in the
+    vocabulary never match. It differs from that of sacreBLEU, which splits texts into other words.
     """
 
     Config: ClassVar[type[Config]] = TranslationConfig

@@ -19,7 +19,7 @@ class FedAvgConfig(FederatedConfig):
 
 class FedAvg(Federated):
     """x <- x + eta sum_k (n_k / n) d_k over the clients that answered (McMahan et al. 2017, arXiv 1602.05629,
-    algorithm 1), d_k what the local steps of client k made of x, n_k its samples."""
+    algorithm 1); d_k is the change that the local steps of client k made to x, n_k the number of its samples."""
 
     Config: ClassVar[type[component.Config]] = FedAvgConfig
     config: FedAvgConfig

@@ -61,7 +61,7 @@ class _Pair:
 
 class ADPSGD(Asynchronous):
     """Asynchronous decentralized parallel SGD (Lian et al. 2018, arXiv 1710.06952, algorithm 1): after its local steps
-    a node averages with one random neighbor, x_i, x_j <- (x_i + x_j) / 2, and nobody waits for anybody.
+    a node averages with one random neighbor, x_i, x_j <- (x_i + x_j) / 2, and no node waits for another.
 
     Node i offers its model x. When node j processes the offer, it adds d = (x - x_j) / 2 to its own model and answers
     d, and i subtracts d from what its model has become meanwhile. So the sum of the two models is preserved, up to
