@@ -296,8 +296,8 @@ class Node:
         timeout_seconds = self.communication.config.timeout_seconds
         # the lowest member has the greatest number
         number = cuts.number if self.uid == self.generation.members[0] else 0
-        told = torch.tensor([float(over), number], dtype=torch.float64)
-        pending = self.communication.mean("end/rounds", told, closing=True)
+        own = torch.tensor([float(over), number], dtype=torch.float64)
+        pending = self.communication.mean("end/rounds", own, closing=True)
         mean, contributors = yield from mean_of(pending, self.sharing.requirements.phases, timeout_seconds)
         (done, number), = gathered(mean.view(1, -1), contributors)
         self._ended = done > 0  # otherwise a stop was requested
@@ -399,9 +399,9 @@ class Node:
     def _record_evaluation(self, *, merged: bool) -> None:
         """merged: as for `non_finite_losses`."""
         self.record({"kind": "evaluation", "round": self.round, "time": clock.wall(), **self.evaluation})
-        if told := non_finite_losses(self.evaluation, merged=merged):
-            logger.warning("evaluation after round %d: %s", self.round, told)
-            self.communication.counters.on_event("loss_overflowed", None, f"after round {self.round}: {told}")
+        if problem := non_finite_losses(self.evaluation, merged=merged):
+            logger.warning("evaluation after round %d: %s", self.round, problem)
+            self.communication.counters.on_event("loss_overflowed", None, f"after round {self.round}: {problem}")
 
     def figures(self) -> dict[str, float | int | str]:
         """Returns the node's closing figures, with the names that they have in summary.json."""

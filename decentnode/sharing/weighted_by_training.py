@@ -62,26 +62,26 @@ class WeightedByTraining(Wrapper):
         self._sent = min(self._trained, MOST_TRAINED)
         if found:
             self._trained = 0
-        told: dict[int, Payload] = {}
-        made: dict[int, Payload] = {}
+        outgoing: dict[int, Payload] = {}
+        marked: dict[int, Payload] = {}
         for uid, payload in found.items():  # a payload shared by several neighbors stays one object
-            if id(payload) not in made:
-                made[id(payload)] = replace(payload, scalars={**payload.scalars, TRAINED: self._sent})
-            told[uid] = made[id(payload)]
-        return told
+            if id(payload) not in marked:
+                marked[id(payload)] = replace(payload, scalars={**payload.scalars, TRAINED: self._sent})
+            outgoing[uid] = marked[id(payload)]
+        return outgoing
 
     def unpack(self, payload: Payload, uid: int, view: RoundView) -> Payload:
-        told = payload.scalars[TRAINED]
+        trained = payload.scalars[TRAINED]
         inner = self.rule.unpack(_without(payload), uid, view)
-        return replace(inner, scalars={**inner.scalars, TRAINED: told})
+        return replace(inner, scalars={**inner.scalars, TRAINED: trained})
 
     def mix(self, model: Tensor, received: Mapping[int, Payload], view: RoundView) -> None:
-        self.rule.mix(model, *self._weighed(received, view))
+        self.rule.mix(model, *self._weighted(received, view))
 
     def mix_into(self, out: Tensor, model: Tensor, received: Mapping[int, Payload], view: RoundView) -> None:
-        self.rule.mix_into(out, model, *self._weighed(received, view))
+        self.rule.mix_into(out, model, *self._weighted(received, view))
 
-    def _weighed(
+    def _weighted(
         self, received: Mapping[int, Payload], view: RoundView
     ) -> tuple[dict[int, Payload], RoundView]:
         """Returns the payloads without the scalar TRAINED, and the view with the weights that follow from it."""

@@ -92,8 +92,8 @@ def evaluation_missed(node: Resumable, first_round: int) -> Steps[bool]:
         return False
     # A joining node has made no evaluation and need not make this one: it counts as if it had.
     done = node.evaluated == first_round or node.uid in generation.fresh
-    told = torch.tensor([float(done)], dtype=torch.float64)
-    pending = begin_mean(node.communication, "generation/evaluated", told)
+    own = torch.tensor([float(done)], dtype=torch.float64)
+    pending = begin_mean(node.communication, "generation/evaluated", own)
     found = yield from mean_unless_ending(node, pending, "whether an evaluation is to be made up for")
     return found is not None and float(found[0]) * found[1] < found[1] - 0.5
 
