@@ -75,7 +75,7 @@ class RoundTotals:
 
     def figures(self) -> dict[str, float | int | str]:
         """Returns the closing figures about rounds, with the names of summary.json."""
-        # leaves out sums over groups, for which no single node was waited for
+        # leaves out nodes without a wait of their own, such as those of a group of which only the sum is received
         known = [item for item in self._counters.known() if item[1].wait_seconds > 0]
         waited = max(known, key=lambda item: item[1].wait_seconds, default=None)
         ordered = sorted(self._seconds)
