@@ -402,8 +402,8 @@ def run_all(options: argparse.Namespace, report: Report, until: float) -> None:
     def run(name: str) -> None:
         missed = {row.case for row in report.rows if row.missed and row.case in PROFILES}
         extra = "mixing" in missed and shutil.which("ncu") is not None
-        with_failures = PROFILE_SECONDS * (options.patience * len(missed) + extra)
-        left = until - time.monotonic() - with_failures
+        reserved_seconds = PROFILE_SECONDS * (options.patience * len(missed) + extra)
+        left = until - time.monotonic() - reserved_seconds
         if left < 5:
             report.add(Row(name, "the case", None, note="not measured: no time left"))
         else:
