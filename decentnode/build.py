@@ -202,14 +202,15 @@ def shared_model(experiment: Experiment, module: torch.nn.Module, run_graph: Gra
 
 
 def make_attack(experiment: Experiment) -> Attack:
-    """Returns the attack of the section `attack`, as it is before its first round."""
+    """Returns a new attack of the section `attack`, in the state before the first round."""
     assert experiment.attack is not None
     made: Attack = load_class(experiment.attack.name, ATTACKS, "attack")(experiment.attack)
     return made
 
 
 def samples_of(experiment: Experiment, uid: int) -> NodeSamples:
-    """Returns what a node trains and is tested on; an attacker may train on other labels. Raises DataError."""
+    """Returns the samples that a node trains and is tested on; an attacker may train on other labels. Raises
+    DataError."""
     data = experiment.open_data()
     samples, classes = data.of(uid), data.spec.num_classes
     if uid not in experiment.attackers() or classes is None:
@@ -321,7 +322,7 @@ def build_in_process(
 
 
 def step_all(nodes: list[Node], rounds: int | None = None) -> None:
-    """Runs the nodes of `build_in_process` until all have finished, one step of each in turn by uid. Blocking.
+    """Runs the nodes of `build_in_process` until all have ended: each in turn, by uid, up to its next yield. Blocking.
 
     rounds: ask the nodes to stop after this many rounds. Raises what a node raises.
     """

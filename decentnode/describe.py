@@ -231,7 +231,7 @@ def _hint_of_path(path: str, known: Iterable[str] = KINDS) -> str:
 def _paths_elsewhere(word: str, rest: str) -> list[str]:
     """Returns the paths of the components of every kind with the name `word`, followed by `rest` if that exists too.
 
-    If no component has that name, returns the paths of all keys with that name instead.
+    If no component has that name, returns the paths of all keys with that name if `rest` is empty, else [].
     """
     components = [f"{kind}.{word}" for kind, table in TABLES.items() if word in table]
     if components or rest:

@@ -193,8 +193,8 @@ class NodeSamples:
     deal_again: Callable[[int], AnySamples] | None = None
     """Returns the node's training samples for an epoch in which all samples are dealt again; epoch 0 gives `train`."""
     deal_among: Callable[[tuple[int, ...]], tuple[AnySamples, int]] | None = None
-    """Takes the members that remain, and returns the node's training samples together with its part of the samples of
-    all other nodes, and the size of that part. None if a node cannot read the samples of others."""
+    """Takes the members of a generation, and returns the node's training samples together with its part of the samples
+    of all nodes that are not members, and the size of that part. None if a node cannot read the samples of others."""
     trains: bool = True
     """Whether the node trains at all; if not, `train` is empty."""
     pooled: bool = False

@@ -88,8 +88,7 @@ def boot_id() -> str:
 
 def process_start_time(pid: int) -> str:
     """Returns the start time of a process of this host, in clock ticks since boot; it identifies the process even if
-    the
-    system reuses its pid. Returns "" if the process has ended or the system does not provide the time."""
+    the system reuses its pid. Returns "" if the process has ended or the system does not provide the time."""
     try:
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return "" if state in "ZX" else fields[18]  # a zombie has ended; only its pid is left

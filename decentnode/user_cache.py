@@ -1,4 +1,4 @@
-"""Small files kept between runs in $XDG_CACHE_HOME/decentnode, else ~/.cache/decentnode. All of them may be deleted."""
+"""Files kept between runs in $XDG_CACHE_HOME/decentnode, else ~/.cache/decentnode. All of them may be deleted."""
 
 from __future__ import annotations
 

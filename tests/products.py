@@ -13,7 +13,7 @@ Traits = Callable[..., Iterable[Hashable]]
 
 
 def mark_omitted(items: Sequence[pytest.Item]) -> None:
-    """Marks as slow the cases that the default run omits of tests marked `sampled(one=(), of=None)`.
+    """Marks as slow those cases of tests marked `sampled(one=(), of=None)` that the default run omits.
 
     Of every such test a few cases remain, in which every value of every parameter occurs; the choice is the same in
     every run. one: parameters of which any single value is enough, such as seeds. of: a function that is called with a

@@ -143,8 +143,7 @@ def discriminated_by(key: str, known: Iterable[str]) -> pydantic.Discriminator:
     """Returns the discriminator of a union of Settings by the value of one key.
 
     It is used as `Annotated[A | B, discriminated_by("do", known)]`, where A and B have their value of the key as their
-    `Tag`.
-    A section with another value, or without the key, is an error that names `known`.
+    `Tag`. A section with another value, or without the key, is an error that names `known`.
     """
 
     def tag(value: object) -> object:

@@ -65,7 +65,7 @@ def key_hint(path: tuple[str | int, ...], tree: Item, model: type[pydantic.BaseM
         return ""
     known, known_paths = list(owner.model_fields), dict(_known_keys(tree, model))
     if any(isinstance(part, int) for part in path) and (near := nearest(str(path[-1]), known)):
-            return f"did you mean '{near}'?"  # keys of other sections are no candidates for a list entry
+        return f"did you mean '{near}'?"  # keys of other sections are no candidates for a list entry
     if near := nearest(str(path[-1]), known, MIN_SIMILARITY_MISSPELLED):
         return f"did you mean '{near}'?"
     elsewhere = [place for place, key in known_paths.items() if key == path[-1] and place != dotted(path)]

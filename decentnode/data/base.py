@@ -31,8 +31,8 @@ class DatasetConfig(Config):
     test: Literal["global", "own", "both"] | None = None
     """What a node's model is tested on. global: the whole test set, the same on all nodes. own: test samples that are
     distributed like the node's training samples, by their keys or else by class; two nodes have the same sample only if
-    their training samples have a key in common. both: both, with separate figures. Default: global,
-    or own if nodes have private files."""
+    their training samples have a key in common. both: both, with separate figures. Default: global, or own if nodes
+    have private files."""
     shard_test: bool = False
     """Test each node's own model only on every n-th sample of the global test set, with n nodes: for large test sets.
     Figures over the nodes are then those of all samples together."""

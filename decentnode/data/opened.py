@@ -88,8 +88,7 @@ class OpenedData:
 
     def private_problems(self, uids: Collection[int]) -> list[str]:
         """Returns the problems with the private files of these nodes: at most MAX_LISTED_PROBLEMS sentences, and how
-        many more
-        there are. Files of other nodes are not opened."""
+        many more there are. Files of other nodes are not opened."""
         found = []
         for group in self._groups() if self.private else ():
             if not (mine := sorted(set(uids).intersection(group))):

@@ -1,6 +1,5 @@
 """Texts in an index as rows of tokens, each with a target and a user, or as windows in which the target of each token
-is
-the next one."""
+is the next one."""
 
 from __future__ import annotations
 

@@ -271,8 +271,8 @@ def _shapes_of_ends(made: Any) -> list[Shapes]:
 def batch_hint(made: Any) -> str:
     """Returns a hint if the items of a list, which are taken for samples, look like batches; else "".
 
-    They look like batches if each has as many inputs as targets, more than one, and they are not sequences for next-
-    token prediction. A sample with a target for each of its rows looks the same.
+    They look like batches if each has as many inputs as targets, more than one, and they are not sequences whose next
+    tokens are to be predicted. A sample with a target for each of its rows looks the same.
     """
     shapes = _shapes_of_ends(made)
     if not shapes or any(not x or not y or x[0] != y[0] for x, y in shapes) or shapes[0][0] == shapes[0][1]:

@@ -59,8 +59,7 @@ def make_model(experiment: Experiment, data: DataSpec) -> nn.Module:
 
 def module_without_values(experiment: Experiment, data: DataSpec) -> nn.Module:
     """Returns the model on the meta device (shapes without memory); a user's own class that cannot be made there is
-    made
-    with values. Raises UsageError."""
+    made with values. Raises UsageError."""
     try:
         with torch.device("meta"):
             return make_module(experiment, data)

@@ -103,8 +103,7 @@ class EventLog:
 
     def record(self, kind: str, fields: dict[str, Any]) -> None:
         """Writes a record of what the node did: a key of HISTORY, with its fields. The number of records is not
-        limited,
-        because a node makes only a few per round."""
+        limited, because a node makes only a few per round."""
         with self._lock:
             if self._open:
                 self._write({"kind": kind, **fields})

@@ -61,8 +61,7 @@ def merged(earlier: object, later: object) -> str:
 
 def epochs(text: object) -> list[dict[str, Any]]:
     """Returns the entries of summary.json about a node's samples: by generation, how many whole epochs it trained and
-    how
-    many samples of the last one."""
+    how many samples of the last one."""
     return [
         {"generation": each.generation, "from_round": each.first_round, "samples": each.samples,
          "adopted": each.adopted, "trained": each.trained, "epochs": each.trained // max(1, each.samples),

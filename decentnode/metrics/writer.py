@@ -54,8 +54,7 @@ def finite(value: Any) -> Any:
 
 class MetricsWriter:
     """Writes records to a file. `write` returns after it has given the record to the operating system or, if the disk
-    is
-    full, has kept it in memory to be written later."""
+    is full, has kept it in memory to be written later."""
 
     def __init__(self, path: Path, max_pending_bytes: int = MAX_PENDING_BYTES, spared: bool = False) -> None:
         """Opens `path` for appending. Raises OSError if that fails.

@@ -71,7 +71,8 @@ def vocabulary_of(model: str, data: DataSpec) -> int:
 
 
 def tokens_of(model: str, data: DataSpec) -> tuple[int, int]:
-    """Returns (length, vocabulary). Raises UsageError unless inputs are sequences of tokens and the target is one."""
+    """Returns (length, vocabulary). Raises UsageError unless inputs are sequences of tokens and the target is one
+    token."""
     if data.vocabulary is None or data.inputs != "ids" or len(data.input_shape) != 1 or data.target_shape != ():
         raise UsageError(
             f"model {model} needs sequences of tokens with one token as target, got {data.task} of samples of shape "

@@ -30,8 +30,7 @@ class HuggingFaceConfig(ModelConfig):
     from the run's seed, by the configuration of the name. Nothing is downloaded: `hf download NAME` fills the cache."""
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Values of the configuration, such as {num_hidden_layers: 2}. The vocabulary and the number of classes are those
-    of
-    the data."""
+    of the data."""
 
 
 class HuggingFace(Model):
@@ -61,8 +60,7 @@ class HuggingFace(Model):
 
     def _settings(self, transformers: Any, kind: str, data: DataSpec) -> Any:
         """Returns the configuration of the model, from the folder, the local cache, or, without pretrained weights,
-        from
-        a type of model."""
+        from a type of model."""
         name, given = self._model_id, {**_of_data(kind, data), **self.config.arguments}
         if self.config.pretrained:  # pretrained weights determine the vocabulary and the number of positions
             given = {key: value for key, value in given.items() if key in ("num_labels", *self.config.arguments)}

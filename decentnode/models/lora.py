@@ -40,8 +40,7 @@ class LoraConfig(Settings):
 
 class LoraLinear(nn.Linear):
     """A linear layer with its adapter: x W' + bias + alpha / rank (dropout(x) A') B', where ' transposes. Weight and
-    bias
-    keep their names, so that a state_dict of the model without adapters fits."""
+    bias keep their names, so that a state_dict of the model without adapters fits."""
 
     lora_a: nn.Parameter  # [rank, inputs]
     lora_b: nn.Parameter  # [outputs, rank]

@@ -20,9 +20,9 @@ def log_weight_copies(module: nn.Module, device: torch.device) -> None:
     """Logs, once per process and instead of torch's warnings, that cuDNN copies the weights of recurrent layers before
     each forward pass.
 
-    cuDNN can use weights in place only at the beginning of their tensor, all matrices before all biases. So at most one
-    layer of a flat model could be laid out for it; and the order of parameters in the flat model is that of messages
-    and checkpoints, and must be the same on CPUs and GPUs.
+    cuDNN can use weights in place only at the beginning of their storage, all matrices before all biases. So at most
+    one layer of a flat model could be laid out for it; and the order of parameters in the flat model is that of
+    messages and checkpoints, and must be the same on CPUs and GPUs.
     """
     if device.type != "cuda":
         return

@@ -120,7 +120,7 @@ class BasicBlock(nn.Module):
     """x -> relu(shortcut(x) + two 3x3 convolutions of x)."""
 
     def __init__(self, inputs: int, outputs: int, stride: int, config: ResnetConfig, pads_with_zeros: bool) -> None:
-        """pads: whether the shortcut pads with zeros instead of having parameters."""
+        """pads_with_zeros: whether the shortcut pads with zeros instead of having parameters."""
         super().__init__()
         self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
         self.norm1 = make_norm(config.norm, outputs, config.groups)
@@ -138,7 +138,7 @@ class Bottleneck(nn.Module):
     `width`, the last expands them again to EXPANSION * width."""
 
     def __init__(self, inputs: int, width: int, stride: int, config: ResnetConfig, pads_with_zeros: bool) -> None:
-        """pads: whether the shortcut pads with zeros instead of having parameters."""
+        """pads_with_zeros: whether the shortcut pads with zeros instead of having parameters."""
         super().__init__()
         outputs = EXPANSION * width
         self.conv1 = nn.Conv2d(inputs, width, 1, bias=False)

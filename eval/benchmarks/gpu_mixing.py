@@ -180,8 +180,8 @@ def _mix_trace(node: Any, device: Any) -> list[Event]:
 
 
 def _map_neighbors(node: Any, device: Any) -> tuple[Any, Callable[[], None], int] | None:
-    """Exchanges a model among all nodes. Returns on node 0: (its model, a function that mixes it with all others in
-    place of their memory, the number of others); None on the other nodes."""
+    """Exchanges a model among all nodes. Returns on node 0: (its model, a function that mixes it with the models of all
+    others where these are in their processes' memory, the number of others); None on the other nodes."""
     import torch
 
     from decentnode.communication.shared_memory.path import SharedMemoryPath

@@ -28,7 +28,7 @@ def nccl(tiny: bool) -> Iterator[Row]:
 
 
 def _two_ranks(seconds: float = 30) -> Row:
-    """Returns whether NCCL allows two ranks on one GPU: before 2.30 it refuses them."""
+    """Returns a row that says whether NCCL allows two ranks on one GPU: before 2.30 it refuses them."""
     import torch.multiprocessing as mp
 
     what = "two ranks on one GPU, sum of their ones"

@@ -14,7 +14,7 @@ VOCABULARY, PLACES = 50257, 1024
 """GPT-2's sizes."""
 PRECISIONS = ("bfloat16 autocast", "float32", "float16, GradScaler")
 UNALIGNED = "ResNet-50 of 10 classes"
-"""The ten biases at the start of its bucket make all weights behind them start at odd multiples of eight bytes. In
+"""The ten biases at the start of its bucket make all weights after them start at odd multiples of eight bytes. In
 float32, cuDNN and the optimizer read them at these addresses."""
 
 

@@ -1,4 +1,4 @@
-"""Whether the attackers of a run are nodes of it, and can attack."""
+"""Checks that the attackers of a run are nodes of it, and that their attack is possible."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from decentnode.sharing.attacks.base import Attack, AttackConfig
 from decentnode.sharing.compressed import make_sharing
 
 ELEMENTS = 64
-"""Size of the model by which payloads are judged."""
+"""The size of the model for which the payloads of the rule are examined."""
 
 
 def check_attack_class(experiment: Experiment) -> Iterator[Problem]:
-    """An own class is derived from the base class, and its Config from that of the base class."""
+    """Checks that a user's own class is derived from Attack, and its Config from AttackConfig."""
     config = experiment.attack
     if config is None or _attack(experiment) is not None:
         return
@@ -32,7 +32,7 @@ def check_attack_class(experiment: Experiment) -> Iterator[Problem]:
 
 
 def check_attackers(experiment: Experiment) -> Iterator[Problem]:
-    """Attackers are nodes of the graph, none of them a server, and at least one node is honest."""
+    """Checks that attackers are nodes of the graph and no servers, and that at least one node is honest."""
     config, graph = _attack(experiment), graph_of(experiment)
     if config is None or graph is None:
         return
@@ -53,7 +53,8 @@ def check_attackers(experiment: Experiment) -> Iterator[Problem]:
 
 
 def check_attack(experiment: Experiment) -> Iterator[Problem]:
-    """Forged models need rounds, and wrong labels need classes."""
+    """Checks what the attack needs: nodes in the same round, whole models if it uses those of others, and classes if it
+    changes labels."""
     config = _attack(experiment)
     if config is None:
         return
@@ -73,7 +74,7 @@ def check_attack(experiment: Experiment) -> Iterator[Problem]:
 
 
 def _models_are_sent(experiment: Experiment) -> bool:
-    """Returns whether payloads are whole models; True where the rule cannot be made, which another check reports."""
+    """Returns whether payloads are whole models; True if the rule cannot be made, which another check reports."""
     try:
         rule = make_sharing(experiment.sharing)
         rule.set_parameter_shapes([(ELEMENTS,)])
@@ -83,7 +84,7 @@ def _models_are_sent(experiment: Experiment) -> bool:
 
 
 def _attack(experiment: Experiment) -> AttackConfig | None:
-    """The section; None where it is missing or does not name an attack (`check_attack_class`)."""
+    """Returns the section; None if it is missing or does not name an attack (see `check_attack_class`)."""
     config = experiment.attack
     return config if isinstance(config, AttackConfig) and _is_attack(config.name) else None
 

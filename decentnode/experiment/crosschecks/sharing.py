@@ -73,8 +73,7 @@ def check_sharing_fits_graph(experiment: Experiment) -> Iterator[Problem]:
 
 def check_groups(experiment: Experiment) -> Iterator[Problem]:
     """Checks the groups of rules that have them: equal sizes, every node in one group, and a graph in which all nodes
-    of
-    a group are connected to other groups alike."""
+    of a group give each group the same total weight and send to the same other groups."""
     mapping = mapping_of(experiment)
     if not _requirements(experiment).groups or mapping is None:
         return
@@ -203,8 +202,7 @@ def check_missing_payloads(experiment: Experiment) -> Iterator[Problem]:
 
 def check_dump_nodes(experiment: Experiment) -> Iterator[Problem]:
     """Checks the uids whose payloads are dumped: a uid that no node has would silently write nothing. Only uids that
-    are
-    written are checked, because the default may name more nodes than there are."""
+    are written are checked, because the default may name more nodes than there are."""
     config, graph = getattr(experiment.sharing, "dump", None), graph_of(experiment)
     if graph is None or not isinstance(config, DumpConfig) or "nodes" not in config.model_fields_set:
         return
@@ -217,8 +215,7 @@ def check_dump_nodes(experiment: Experiment) -> Iterator[Problem]:
 
 def check_quorum_weights(experiment: Experiment) -> Iterator[Problem]:
     """Checks that the rule accepts quorum weights by samples or tokens: they differ in every round, and their columns
-    do
-    not sum to one."""
+    do not sum to one."""
     quorum = experiment.node.quorum
     if quorum is None or quorum.weights == "neighbors":
         return

@@ -27,8 +27,7 @@ from decentnode.wire.bounds import MAX_FIGURES, MAX_SCALAR_NAME
 
 MAX_METRICS = (MAX_FIGURES - 128) // 3
 """Each metric has three figures: the node's own, the mean over the nodes, and that of the merged model. 128 are left
-for
-all other figures, of which there are some fifty."""
+for all other figures, of which there are some fifty."""
 
 
 def check_data(experiment: Experiment) -> Iterator[Problem]:
@@ -58,8 +57,8 @@ def check_augmentation(experiment: Experiment) -> Iterator[Problem]:
 def check_partition(experiment: Experiment) -> Iterator[Problem]:
     """Checks that the partition fits the numbers of classes, samples and nodes.
 
-    If every node has files of its own, they must all exist if all nodes are on this machine; with several machines,
-    each checks its own later, when it knows which machine it is.
+    Private files of the nodes must all exist if the run has one machine; with several machines, each machine checks
+    those of its own nodes later, when it knows which machine it is.
     """
     graph, spec, mapping = graph_of(experiment), spec_of(experiment), mapping_of(experiment)
     if graph is None or spec is None or mapping is None:
