@@ -27,7 +27,7 @@ if __name__ == "__main__":
 
 
 def test_workers_end_with_the_script_that_began_them(tmp_path: Path) -> None:
-    """However that ends: those of the tables went on with their runs when the script was killed."""
+    """Also if the script is killed: workers of the tables once continued with their runs then."""
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "script.py").write_text(SCRIPT)
     script = subprocess.Popen([sys.executable, tmp_path / "script.py", tmp_path / "pipe"])

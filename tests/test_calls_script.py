@@ -1,4 +1,4 @@
-"""eval/benchmarks/calls.py: what it fits, and that it runs."""
+"""eval/benchmarks/calls.py: it runs, and its fit recovers known costs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The one clock: virtual time moves when told to and serves every reader of time."""
+"""The clock: virtual time moves only when it is advanced, and no other module reads the time."""
 
 import time
 

@@ -16,12 +16,12 @@ from tests.data.files import write_image_folder
 CONFIGS = sorted((Path(__file__).parents[1] / "configs").rglob("*.yaml"))
 IMAGENET = Path(__file__).parents[1] / "configs" / "imagenet.yaml"
 WITH_FILES = [*sorted((Path(__file__).parents[1] / "configs" / "tables").glob("*.yaml")), IMAGENET]
-"""Their data lies in files, which tests/test_tables.py makes, and a test below."""
+"""Configs whose data is in files, which tests/test_tables.py and a test below make."""
 BENCHMARKS = sorted((Path(__file__).parents[1] / "eval" / "benchmarks").rglob("*.yaml"))
 RUN_HERE = [path for path in CONFIGS + BENCHMARKS if path not in WITH_FILES]
 
 MOST_NODES = 64
-"""Those with more are for simulations, and are run with 16 here."""
+"""Configs with more nodes are for simulations, and are run with 16 here."""
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +42,7 @@ def test_two_rounds(path: Path) -> None:
     nodes = build_in_process(experiment)
     before = [node.training.model.parameters.clone() for node in nodes]
     step_all(nodes)
-    alone = experiment.servers()  # of whose clients some take part in no round so early
+    alone = experiment.servers()  # some of their clients may take part in neither of the two rounds
     for node, start in zip(nodes, before, strict=True):
         assert node.round == 2
         assert (alone and node.uid not in alone) or not torch.equal(node.training.model.parameters, start)
@@ -52,7 +52,7 @@ def test_two_rounds(path: Path) -> None:
 
 @pytest.mark.slow
 def test_imagenet_in_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its own sections, on images of 32 by 32, with a narrow model."""
+    """Runs the config's sections on images of 32 by 32, with a narrow model."""
     monkeypatch.setenv("DECENTNODE_CACHE", str(tmp_path / "cache"))
     write_image_folder(tmp_path, classes=4, per_class=8, tests=4)
     nodes = build_in_process(load(IMAGENET, [

@@ -1,4 +1,4 @@
-"""What every test finds as it begins, whatever those before it have left."""
+"""The state from which every test starts, regardless of the tests before it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `list` and `explain` say: complete for every component and key, and true of the Configs."""
+"""The output of `list` and `explain`: complete for every component and key, and consistent with the Configs."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_a_key_of_many_components_is_told_with_some_of_them() -> None:
 
 @pytest.mark.parametrize("word", ["extra", "market", "danser"])
 def test_a_name_of_another_kind_is_proposed_only_where_it_is_near(word: str) -> None:
-    """There are so many that most words are a little like one of them."""
+    """There are so many names that most words are slightly similar to one of them."""
     with pytest.raises(UsageError) as caught:
         find(word)
     assert "did you mean" not in str(caught.value)

@@ -1,4 +1,4 @@
-"""Rules, schedules and optimizers give what an independent NumPy simulation of them gives, on real data."""
+"""Rules, schedules and optimizers give the results of an independent NumPy simulation, on real data."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ AFTER_20_ROUNDS = {
     "ring_d2": (64.5139, 68.8889, 0.306630), "ring_edm": (44.9167, 46.0, 0.147852),
     "ring_dadam": (17.3333, 18.4444, 0.279383), "hypercube_accumadam": (17.6389, 18.4444, 0.121124),
 }  # fmt: skip
-"""Local and merged accuracy in percent and absolute distance, seed 0, of the simulation in float64. In it, tracking
-mixes y after x has used it, as here (and in Pu and Nedic 2021), so that one exchange does for both."""
+"""Local and merged accuracy in percent and absolute consensus distance of the simulation in float64, seed 0. Its
+tracking rules mix y after x has used it, as here (and in Pu and Nedic 2021), so that one exchange suffices for both."""
 
 
 @pytest.mark.sampled(one=["arm"])

@@ -1,4 +1,4 @@
-"""The pages of docs/: what they show is run in a folder of its own, what they and the code name is there."""
+"""The pages of docs/: their commands and programs run, and what they and the code refer to exists."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ TUTORIAL = sorted((DOCS / "tutorial").glob("*.rst"))
 
 
 def blocks(page: Path) -> list[tuple[str, str, str]]:
-    """(language, name, text) of a page's code blocks in their order."""
+    """Returns (language, name, text) of a page's code blocks in order."""
     found = []
     lines = page.read_text().splitlines()
     for number, line in enumerate(lines):
@@ -64,7 +64,7 @@ def test_keys_that_pages_name_with_a_value_are_there() -> None:
 
 
 def shortened(words: list[str]) -> list[str]:
-    """A command of a page as the tests run it: this Python's modules, two rounds where it trains."""
+    """Returns a command of a page as the tests run it: with this Python's modules, and two rounds if it trains."""
     run = words[0] == ".venv/bin/decentnode" and words[1] in ("run", "simulate")
     programs = {".venv/bin/decentnode": ["-m", "decentnode"], ".venv/bin/python": [],
                 ".venv/bin/torchrun": ["-m", "torch.distributed.run", "--standalone"]}  # fmt: skip
@@ -72,17 +72,17 @@ def shortened(words: list[str]) -> list[str]:
 
 
 def run_in_calling_process(words: list[str], leaves: bool) -> None:
-    """A command of decentnode in this process, which has torch already; where it trains, two rounds in one process.
+    """Runs a command of decentnode in this process, which has imported torch; if it trains, two rounds in one process.
 
-    leaves: whether a run has to leave its folder, as other commands of the page look into it.
+    leaves: whether a run must leave its folder, because other commands of the page read it.
     """
     if words[0] == "run" and not leaves:
         overrides = [value for key, value in itertools.pairwise(words) if key == "--set"]
         nodes = run_in_process(load(words[1], [*overrides, "node.rounds=2", "communication=inproc", "faults=[]"]))
-        rounds = [node.round for node in nodes]  # the first that has made all of them ends an asynchronous run
+        rounds = [node.round for node in nodes]  # an asynchronous run ends when the first node has made all rounds
         assert max(rounds) == 2 and (min(rounds) == 2 or nodes[0].schedule.asynchronous)
         return
-    if words[0] == "dashboard":  # which serves until somebody ends it
+    if words[0] == "dashboard":  # it would serve until it is stopped
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("decentnode.dashboard.serve.serve", lambda listening, *_: listening.close())
             assert not main.main(words, prog_name="decentnode", standalone_mode=False)
@@ -93,7 +93,7 @@ def run_in_calling_process(words: list[str], leaves: bool) -> None:
 
 
 def run_program(path: Path) -> None:
-    """A Python program of the page in this process, and so are its runs where it does not say otherwise."""
+    """Runs a Python program of the page in this process, with its runs in this process unless it says otherwise."""
     run = decentnode.Experiment.run
 
     def here(self: Any, **options: Any) -> Any:
@@ -106,7 +106,7 @@ def run_program(path: Path) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The current folder, with the configs in it; modules that are imported from it are forgotten afterwards."""
+    """Yields a new current folder with the configs in it; modules imported from it are removed afterwards."""
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -118,7 +118,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def tutorial_command(line: str, folder: Path) -> None:
-    """A line of a console in a tutorial. What trains has processes of its own, as it has for a reader."""
+    """Runs a console line of a tutorial. Commands that train have processes of their own, as for a reader."""
     assert line.startswith("$ "), line
     words = shlex.split(line[2:])
     path = str(ROOT)
@@ -179,14 +179,14 @@ def test_the_how_to_pages_run(page: Path, folder: Path) -> None:
         entries = re.findall(r"^   \* - (``.*)$", page.read_text(), re.M)
         named = {name for entry in entries for name in re.findall(r"``([\w./-]+)``", entry)}
         missing = {name for name in named if not (folder / "runs" / "quickstart" / "latest" / name).exists()}
-        # no module of its own, no other machine, no transport that has events, and it is over
+        # absent here: own modules, other machines, transports with events, and files of running runs only
         absent = {"code/", "machines/1/", "checkpoints/", "nodes/000/events.jsonl", "faults.jsonl", "supervisor.json"}
         assert len(named) > 10 and missing <= absent, missing
 
 
 @pytest.mark.slow
 def test_the_tutorial_s_rule_passes_the_contract(folder: Path) -> None:
-    """It learns, and holds what every rule has to hold."""
+    """It learns, and passes the checks for every rule."""
     (text,) = [text for _, name, text in blocks(DOCS / "tutorial" / "own_sharing_rule.rst") if name == "lazy.py"]
     (folder / "lazy.py").write_text(text)
     sys.path.insert(0, str(folder))
@@ -228,7 +228,7 @@ def test_pages_and_sections_that_the_code_names_exist() -> None:
 
 @pytest.mark.parametrize("page", WRITTEN, ids=lambda p: str(p.relative_to(DOCS)))
 def test_keys_that_pages_name_exist(page: Path) -> None:
-    """Also of sections that are shown alone: they load, laid over the quickstart."""
+    """Also in sections that are shown alone: they must load, laid over the quickstart."""
     text = page.read_text()
     for kind, key in re.findall(r"``(communication|node|training|sharing|data|mapping)\.([a-z_]+)(?:``|: )", text):
         known = {each.name.partition(".")[0] for name in names(kind) for each in describe(kind, name).keys}
@@ -240,7 +240,7 @@ def test_keys_that_pages_name_exist(page: Path) -> None:
 
 
 def module_of(name: str) -> Any:
-    """A module of docs/, which is no package."""
+    """Returns a module of docs/, which is not a package."""
     spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -256,7 +256,7 @@ def test_every_drawing_is_on_a_page(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not scale(0, 1), reason="docs/build.sh does the same in half a minute, which CI runs before")
 def test_the_pages_build_without_a_warning(tmp_path: Path) -> None:
-    """What docs/build.sh runs, where what it needs (extra `docs`) is installed."""
+    """Runs the command of docs/build.sh, if its packages (extra `docs`) are installed."""
     for needed in ("sphinx", "furo", "sphinxcontrib.bibtex", "sphinx_copybutton"):
         pytest.importorskip(needed)
     command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", str(DOCS), str(tmp_path)]

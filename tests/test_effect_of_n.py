@@ -1,4 +1,4 @@
-"""The script behind the picture of the effect of n."""
+"""The script that makes the picture of the effect of the number of nodes (eval/benchmarks/effect_of_n.py)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.slow
 def test_every_graph_is_run_and_drawn(script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--nodes", "4", "9", "--docs", str(tmp_path), "--set", "node.rounds=30", "--set", "data.test_samples=50"]
-    graphs = [graph for graph in script.GRAPHS if graph not in ("regular", "el")]  # which need more than 4 nodes
+    graphs = [graph for graph in script.GRAPHS if graph not in ("regular", "el")]  # these need more than 4 nodes
     script.main([*graphs, *words])
     assert (tmp_path / "pictures" / "effect_of_n.png").read_bytes().startswith(b"\x89PNG")
     lines = (tmp_path / "tables" / "effect_of_n.txt").read_text().splitlines()

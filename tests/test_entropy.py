@@ -1,4 +1,4 @@
-"""The one source of randomness that no seed decides: a simulation may put another in its place."""
+"""The source of randomness that no seed determines: a simulation may replace it."""
 
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +16,7 @@ from tests.linter import check_banned
 
 
 def drawn_by_a_node() -> list[object]:
-    """All that a node draws: the id of its run, the origin of its proposals, credentials for bulk."""
+    """Returns everything that a node draws: the id of its run, the origin of its proposals, credentials for bulk."""
     node = ZeroMQ(ZeroMQConfig(), TransportParts(
         uid=0, machine_of={0: 0, 1: 0}, schemas=flat_schema(4), digest="d", bind=BindPlan(),
         limits=Limits(1.0, 1.0, 1),

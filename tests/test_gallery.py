@@ -1,4 +1,4 @@
-"""bash eval/gallery.sh: every line of every figure can be run, and a figure and its table come out of it."""
+"""bash eval/gallery.sh: every line of every figure can be run, and figures and tables are made."""
 
 from __future__ import annotations
 

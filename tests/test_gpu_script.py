@@ -1,4 +1,4 @@
-"""The script that measures a GPU (eval/benchmarks/gpu.py), which is lent for minutes and may be taken away."""
+"""The GPU benchmarks (eval/benchmarks/gpu.py), which may be stopped at any time."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ FAILED tests/gpu/test_x.py::test_b - RuntimeError: CUDA error
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The script as a module, by another name than the folder of tests has."""
+    """Returns the script as a module, under another name than that of the folder tests/gpu."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     spec = importlib.util.spec_from_file_location("gpu_script", BENCHMARKS / "gpu.py")
     assert spec is not None and spec.loader is not None
@@ -81,7 +81,7 @@ def test_a_case_that_hangs_or_dies_leaves_its_rows_and_says_so(
 
 
 def test_what_fails_in_a_case_leaves_the_rest_of_it(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As memory that does not suffice for some of its sizes."""
+    """For example, if the memory does not suffice for one of its sizes."""
 
     def simulated(nodes: int, tiny: bool) -> Iterator[Any]:
         yield gpu.Row("simulator", f"{nodes} nodes: node-updates", 1.0)
@@ -103,7 +103,7 @@ def test_a_case_knows_how_long_it_has(gpu: ModuleType, tmp_path: Path, monkeypat
 
 
 def files_of_tests(folder: Path, monkeypatch: pytest.MonkeyPatch, **texts: str) -> list[str]:
-    """What the case of the tests tells of these files, in the seconds that are left."""
+    """Returns the rows, as text, of the case `tests` for these files."""
     for name, text in texts.items():
         (folder / f"{name}.py").write_text(f"import pytest, time\npytestmark = pytest.mark.gpu\n{text}")
     module = sys.modules["gpu_tests"]
@@ -128,7 +128,7 @@ def test_without_a_gpu_one_process_has_all_files(gpu: ModuleType) -> None:
 def test_files_of_tests_are_told_before_their_case_is_stopped(
     gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However short it is: what `gpu.sh --seconds` leaves."""
+    """However short it is: it depends on `gpu.sh --seconds`."""
     monkeypatch.setenv(gpu.CASE_UNTIL, str(until := time.monotonic() + 40))
     text = "def test_passes(): pass\n\n@pytest.mark.timeout(600)\ndef test_hangs(): time.sleep(600)\n"
     found = files_of_tests(tmp_path, monkeypatch, test_a=text)
@@ -140,7 +140,7 @@ def test_files_of_tests_are_told_before_their_case_is_stopped(
 def test_kernels_are_timed_behind_work_that_keeps_the_gpu_busy(
     gpu: ModuleType, queued: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else the time that the host takes to launch them counts."""
+    """Otherwise the time that the host takes to launch them would be measured, too."""
     told: list[str] = []
 
     class Event:
@@ -168,7 +168,7 @@ def test_kernels_are_timed_behind_work_that_keeps_the_gpu_busy(
 def test_what_a_cache_keeps_of_the_last_bytes_is_no_part_of_a_bandwidth(
     gpu: ModuleType, moved: int, works: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A copy of 25 M elements would seem a third faster than memory is, and mixing would miss its target beside it."""
+    """Otherwise a copy of 25 M elements would seem a third faster than the memory, and mixing would miss its target."""
     module, called = sys.modules["gpu_mixing"], list[int]()
 
     def milliseconds(work: Callable[[], object], gpu: bool, queued: bool) -> float:
@@ -225,7 +225,7 @@ def test_what_pytest_said_is_told_though_it_was_cut_off(
 
 
 def test_what_holds_a_pipe_after_its_case_holds_nothing_up(gpu: ModuleType) -> None:
-    """As processes do that began a session of their own."""
+    """For example, processes that started a session of their own."""
     script = ("import subprocess, sys\nprint('row', flush=True)\n"
               "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(40)'], start_new_session=True)\n")
     said: list[str] = []
@@ -383,7 +383,7 @@ def test_the_models_whose_steps_are_measured(gpu: ModuleType) -> None:
 
 
 def test_weights_behind_an_odd_number_of_classes_are_measured(gpu: ModuleType) -> None:
-    """As the model's name says: no vector of 16 bytes begins where they do."""
+    """The model `UNALIGNED` has weights that start at odd multiples of 8 bytes, so not at multiples of 16."""
     steps = importlib.import_module("gpu_steps")
     whats = [what for what, _, _ in steps._wrapped_cases(False, False)]
     assert len(whats) == 7 and [what for what in whats if steps.UNALIGNED in what] == [whats[4]]

@@ -1,4 +1,4 @@
-"""The rules of the house that a machine can check: who imports whom, and what never stands in the code."""
+"""Rules of the code base that can be checked automatically: the direction of imports, and forbidden constructs."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ def text_of(path: Path) -> str:
 
 @functools.cache
 def parsed(path: Path) -> tuple[list[ast.Import | ast.ImportFrom], list[str]]:
-    """The imports of a file, also in functions, and where it has functions that do nothing."""
+    """Returns the imports of a file, also those in functions, and the locations of functions that do nothing."""
     nodes: list[ast.AST] = [ast.parse(text_of(path))]
-    for node in nodes:  # statements alone, as expressions hold none: a fifth of the time of ast.walk
+    for node in nodes:  # only statements, as expressions contain no imports: a fifth of the time of ast.walk
         for block in ("body", "orelse", "finalbody", "handlers", "cases"):
             inside = getattr(node, block, [])
-            nodes += inside if isinstance(inside, list) else []  # not that of a conditional expression or a lambda
+            nodes += inside if isinstance(inside, list) else []  # `body` of a lambda is no list
     empty = [f"{path}:{node.lineno}: {node.name} does nothing" for node in nodes
              if isinstance(node, ast.FunctionDef) and len(node.body) == 1 and isinstance(node.body[0], ast.Pass)]
     return [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)], empty
@@ -60,7 +60,7 @@ def parsed(path: Path) -> tuple[list[ast.Import | ast.ImportFrom], list[str]]:
 
 @functools.cache
 def imports_of(path: Path) -> set[str]:
-    """Rooms that a file imports, in functions and under TYPE_CHECKING too."""
+    """Returns the rooms of decentnode that a file imports, also in functions and under TYPE_CHECKING."""
     found = set()
     for node in parsed(path)[0]:
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
@@ -83,12 +83,12 @@ def test_imports_go_down() -> None:
 
 READS_THE_WORLD = {"asyncio", "multiprocessing", "os", "random", "secrets", "select", "socket", "subprocess",
                    "tempfile", "time", "zmq"}  # fmt: skip
-"""Modules by which code learns what its arguments do not say, or acts on what its results do not show."""
+"""Modules with which code can read inputs besides its arguments, or have effects besides its results."""
 
 
 @pytest.mark.parametrize("path", sorted((PACKAGE / "wire").rglob("*.py")), ids=lambda p: p.stem)
 def test_the_protocol_knows_of_the_world_what_it_is_given(path: Path) -> None:
-    """Bytes, messages, the time and random bytes are arguments: the same calls lead to the same state."""
+    """Bytes, messages, the time and random bytes are arguments, so that the same calls lead to the same state."""
     names = {alias.name for node in parsed(path)[0] if isinstance(node, ast.Import) for alias in node.names}
     names |= {str(node.module) for node in parsed(path)[0] if isinstance(node, ast.ImportFrom)}
     assert not {name.split(".")[0] for name in names} & READS_THE_WORLD
@@ -184,8 +184,8 @@ INSIDE: dict[str, list[list[str]]] = {
         ["page"],
     ],
 }
-"""Floors inside the largest folders: paths know nothing of the transport that opens them, what is said nothing of the
-sockets that carry it, a schedule nothing of the node that it is part of."""
+"""Layers inside the largest folders, from low to high. For example, paths do not import the transport that opens them,
+messages not the sockets that carry them, and schedules not the node that they are part of."""
 
 
 @pytest.mark.parametrize("folder", INSIDE)
@@ -212,7 +212,7 @@ def test_a_folder_with_rooms_has_not_many_files_beside_them(folder: str) -> None
 
 @pytest.mark.parametrize("folder", ["graph", "parallel", "sharing"])
 def test_no_file_of_a_folder_imports_itself_through_others(folder: str) -> None:
-    """In functions and for types alone neither: each can be read after those that it is made of."""
+    """Not even in functions or only for types, so that each file can be read after the files that it imports."""
     files = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path
              for path in sorted((PACKAGE / folder).rglob("*.py"))}  # fmt: skip
     imported = {name: set[str]() for name in files}
@@ -242,14 +242,15 @@ DRIVEN = [
     "communication/receive/partial_payload.py", "communication/receive/chunking.py",
     "communication/zeromq/protocol/*.py",
 ]  # fmt: skip
-"""Driven by calls, with the time in them: a simulation runs these files as they are."""
+"""Files without I/O that get the time as an argument, so that a simulation can run them unchanged."""
 NO_THREADS = ["communication/receive/exchange.py"]
-"""Driven by calls; they ask the one clock."""
+"""Files without I/O or threads that read the time from decentnode.clock."""
 IO_MODULES = {"zmq", "threading", "socket", "select", "time", "queue", "asyncio", "concurrent", "multiprocessing"}
 
 
 def modules_of(path: Path) -> set[str]:
-    """Top-level names of all modules that a file imports, and "clock"."""
+    """Returns the top-level names of all modules that a file imports, and the names that it imports from decentnode,
+    such as "clock"."""
     found = set()
     for node in parsed(path)[0]:
         if isinstance(node, ast.Import):

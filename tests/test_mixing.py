@@ -58,7 +58,7 @@ def test_threads_share_a_large_model(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_pieces_of_tensors_and_gaps() -> None:
-    """What starts anywhere is mixed all the same, and what has gaps goes the other way."""
+    """Tensors may start at any offset; tensors with gaps are mixed without the compiled loop."""
     whole, received = case(3001, 2)
     pieces = [(r[1:], w) for r, w in received]
     expected = chained(whole[1:], 0.3, pieces)
@@ -76,7 +76,7 @@ def test_against_float64() -> None:
 
 @pytest.mark.parametrize(("out", "arrived"), [(999, 1000), (1001, 1000), (1000, 999), (1000, 1001), (1000, 1)])
 def test_tensors_of_another_size_are_refused(out: int, arrived: int) -> None:
-    """The compiled loop read behind shorter arrivals, and wrote behind a shorter result."""
+    """The compiled loop once read past the end of shorter arrivals, and wrote past the end of a shorter result."""
     with pytest.raises(ValueError, match=r"must be \[1000\], got"):
         mix_into(torch.zeros(out), torch.zeros(1000), 0.5, [(torch.zeros(1000), 0.2), (torch.zeros(arrived), 0.3)])
 
@@ -162,7 +162,8 @@ for dtype, size in (("fp32", 4), ("bf16", 2)):
             assert under_way >= DELAY_BYTES, (dtype, arrivals, registers, ahead)
             print(dtype, arrivals, integer, registers, "registers", blocks, "blocks", under_way, "bytes")
 """
-"""DELAY_BYTES: what a multiprocessor must have under way to read at full speed, 3.35 TB/s / 132 for some 1.2 us."""
+"""DELAY_BYTES: the bytes that a multiprocessor must have in flight to read at full speed: 3.35 TB/s / 132 for about
+1.2 us."""
 
 
 @pytest.mark.slow
@@ -180,7 +181,7 @@ def test_the_compiled_kernel_reads_16_bytes_at_a_time_whatever_the_size(tmp_path
 def test_where_triton_launches_nothing_the_sums_are_made_without_it(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Whoever has Triton may yet lack the C compiler, or Python's headers, with which it makes its launchers."""
+    """A machine with Triton may lack the C compiler or Python's headers, with which Triton makes its launchers."""
     kernel_that_cannot_launch(monkeypatch)
     for _ in range(2):
         assert mix._load_kernel(torch.device("cpu")) is None
@@ -189,7 +190,7 @@ def test_where_triton_launches_nothing_the_sums_are_made_without_it(
 
 
 def kernel_that_cannot_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As Triton's is where gcc finds no Python.h."""
+    """Replaces the kernel by one that cannot be launched, as if gcc did not find Python.h."""
 
     def launch_once(_device: torch.device) -> None:
         raise subprocess.CalledProcessError(1, ["gcc", "cuda_utils.c"])

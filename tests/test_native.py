@@ -1,4 +1,4 @@
-"""Loops spread over threads, in a process that forks; loops under sanitizers."""
+"""C loops: spread over threads in a forked process, and run with sanitizers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests import sanitized
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_child_spreads_its_loops_over_threads_of_its_own() -> None:
-    """The parent's pool has none in the child: what is handed to it would wait for ever."""
+    """The parent's pool has no threads in the child, where work submitted to it would wait forever."""
     both = threading.Barrier(2)
     native.spread(lambda _: both.wait(20), [(1,), (2,)], threads=2)  # now both threads are there, and idle
     child = os.fork()

@@ -1,4 +1,4 @@
-"""The ports that tests are given."""
+"""The ports that `free_ports` returns to tests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.conftest import BLOCK, Ports
 
 
 def test_ports_that_are_not_bound_yet_are_given_to_nobody_else() -> None:
-    """Two that take ports as two processes do, each several before any is bound."""
+    """Two objects take ports as two processes would, each several before any is bound."""
     one, other = Ports(), Ports()
     firsts = [each.take(4) for each in (one, other) for _ in range(40)]
     ports = [port for first in firsts for port in range(first, first + 4)]

@@ -1,4 +1,4 @@
-"""docs/queues.rst: its bounds are those of the code, and no queue of the code is missing there."""
+"""docs/queues.rst: its bounds are those of the code, and it lists every queue of the code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the README shows is run; what it lists is all there is."""
+"""The README: its commands and programs run, and its lists are complete."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def block(language: str) -> str:
 
 
 def commands() -> list[str]:
-    """Indented lines that start like a shell command, without comments."""
+    """Returns the indented lines that start like a shell command, without comments."""
     lines = [line.strip() for line in README.splitlines() if line.startswith("    ")]
     found = [line for line in lines if re.match(r"(bash|python|\.venv/bin/)", line)]
     return [line.split("  #")[0].strip() for line in found]
@@ -68,7 +68,7 @@ def test_its_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_its_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In their order, each in this process; of those that train, two rounds."""
+    """Runs them in order in this process, with two rounds if they train."""
     (tmp_path / "mine.yaml").write_text(block("yaml"))
     monkeypatch.chdir(tmp_path)
     ran = 0
@@ -79,7 +79,7 @@ def test_its_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             continue
         assert words[0] == ".venv/bin/decentnode"
         more = ["--plain", "--set", "node.rounds=2", "--set", "communication=inproc"] if words[1] == "run" else []
-        if words[1] == "status":  # of a run in one process there is none
+        if words[1] == "status":  # a run in one process has no status
             main.main([words[1], "--help"], standalone_mode=False)
         else:
             assert not main.main([*words[1:], *more], standalone_mode=False), command

@@ -14,7 +14,7 @@ def test_equal_arguments_give_equal_draws() -> None:
 
 
 def test_draws_are_the_same_for_ever() -> None:
-    """Golden figures: another NumPy, machine or version of this package must not change a run."""
+    """Golden values: another NumPy, machine or version of this package must not change a run."""
     assert rng.stream(1, rng.GLOBAL, "partition").integers(0, 2**31, 3).tolist() == [63661140, 332357972, 426445428]
     assert rng.torch_seed(1, 0, "training", 0) == 4948436300586715134
 

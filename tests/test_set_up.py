@@ -1,4 +1,4 @@
-"""eval/_env.sh with a Python and a pip that only pretend."""
+"""eval/_env.sh with a fake Python and a fake pip."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_set_up_that_fails_shows_what_pip_said_and_is_tried_again(tmp_path: Pa
 def test_what_the_type_checks_find_beside_the_tests_is_said_last(
     types: int, tests: int, code: int, tmp_path: Path
 ) -> None:
-    """tests/run.sh with a Python that only pretends; with an argument it leaves the list of failed tests alone."""
+    """Runs tests/run.sh with a fake Python, and with an argument, so that it does not use the list of failed tests."""
     made = hashlib.sha256((ROOT / "pyproject.toml").read_bytes() + (ROOT / "constraints.txt").read_bytes()).hexdigest()
     (tmp_path / ".stamp").write_text(f"{made[:16]}\n")
     python = tmp_path / "bin" / "python"

@@ -1,4 +1,4 @@
-"""Files that are replaced at once: whole or not at all, and nothing beside them."""
+"""Files are replaced atomically, and no temporary files are left."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_the_boot_has_a_name() -> None:
 
 
 def test_names_of_files_are_written_with_their_own_bytes(tmp_path: Path) -> None:
-    """In a locale of ASCII Python has the bytes of a name as surrogates."""
+    """In an ASCII locale, Python represents other bytes of a file name as surrogates."""
     name = "Größe".encode().decode("ascii", "surrogateescape")
     system.write_atomic(tmp_path / "x", f"run {name}")
     assert (tmp_path / "x").read_text(encoding="utf-8") == "run Größe"

@@ -22,7 +22,7 @@ CONFIGS = sorted((ROOT / "configs" / "tables").glob("*.yaml"))
 
 @pytest.fixture(scope="module")
 def modules() -> Iterator[tuple[ModuleType, ModuleType]]:
-    """eval/benchmarks/tables.py and table_data.py, which are no package."""
+    """Yields eval/benchmarks/tables.py and table_data.py, which are not in a package."""
     sys.path.insert(0, str(ROOT / "eval" / "benchmarks"))
     import table_data
     import tables

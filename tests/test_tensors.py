@@ -14,7 +14,7 @@ from decentnode.tensors import BLOCK_ELEMENTS, GPU_BLOCK_ELEMENTS, FlatModel, as
 
 
 class _Odd(nn.Module):
-    """Tied and frozen parameters, channels_last weights, integer and float buffers."""
+    """A module with tied and frozen parameters, channels_last weights, integer and float buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ def test_blocks_cover_and_are_cut_at_multiples(start: int, length: int) -> None:
 
 
 def test_a_gpu_gets_large_blocks() -> None:
-    """Each is a launch of every kernel, which takes the host as long as a GPU takes for a million elements."""
+    """Each block costs a launch of every kernel, which takes the host as long as a GPU takes for a million elements."""
     gpu = torch.device("cuda", 0)
     assert list(blocks(5, 25_000_000, gpu)) == [(5, 25_000_000)]
     assert [b for _, b in blocks(0, 3 * GPU_BLOCK_ELEMENTS, gpu)] == [k * GPU_BLOCK_ELEMENTS for k in (1, 2, 3)]

@@ -1,4 +1,4 @@
-"""What is kept between runs, and whom it is taken from."""
+"""Files kept between runs are read only if no other user can have written them."""
 
 from __future__ import annotations
 

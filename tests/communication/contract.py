@@ -1,4 +1,4 @@
-"""Runs the same story over every transport: n nodes as threads of this process, or stepped for the in-process twin."""
+"""Makes and connects nodes of every transport for tests: threads of this process, or stepped nodes for inproc."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from decentnode.payload import Payload, TensorSpec
 from decentnode.wire.generation import Limits
 
 BATCHED = "batched"
-"""gloo, made to match by order alone as NCCL does: a silent node holds up its clique, so that not all tests suit it."""
+"""gloo with operations matched only by their order, as in NCCL: a silent node blocks its clique, so some tests cannot
+use it."""
 TRANSPORTS = ("inproc", "shared_memory", "ipc", "tcp", "tcp+curve", "tcp+aes-gcm", "collective", "hybrid", "own")
 NETWORKED = TRANSPORTS[1:]
 
@@ -34,11 +35,11 @@ def make(
     transport: str, n: int, schemas: tuple[Schema, ...], folder: Path, digests: Sequence[str] = (),
     device: torch.device | None = None, limits: Limits | None = None, **options: object,
 ) -> list[ZeroMQ]:
-    """n nodes that are not bound yet; with "tcp+BULK" they have keys, and bulk is protected that way. limits: with
-    generations of members.
+    """Returns n nodes that are not bound yet.
 
-    "hybrid": nodes 0 and 1 are a gloo clique, 1 and 2 use ZeroMQ, all other pairs shared memory. "own": every edge
-    takes a path that is no part of the package (unix_path.py).
+    transport: with "tcp+BULK" the nodes have keys and bulk_security BULK. "hybrid": nodes 0 and 1 are a gloo clique, 1
+    and 2 use ZeroMQ, all other pairs shared memory. "own": every edge takes a path that is not part of the package
+    (unix_path.py). limits: for nodes with generations of members.
     """
     way, _, bulk = transport.partition("+")
     keys = folder / "keys"
@@ -72,7 +73,7 @@ def flat_schema(elements: int, dtype: torch.dtype = torch.float32) -> tuple[Sche
 
 
 def folder_prefix() -> str:
-    """How the names of `nodes`' folders begin, and with them those of its shared memory: another process's differ."""
+    """Returns the prefix of the names of the folders and the shared memory of `nodes`, which differs by process."""
     return f"dn{os.getpid()}-"
 
 
@@ -88,7 +89,7 @@ def nodes(
     limits: Limits | None = None,
     **options: object,
 ) -> Iterator[list[Communication]]:
-    """n started nodes; closed at the end."""
+    """Yields n started nodes (not started if not `start`), and closes them at the end."""
     with tempfile.TemporaryDirectory(prefix=folder_prefix()) as folder:
         if transport == "inproc":
             hub = Hub(n)
@@ -103,7 +104,7 @@ def nodes(
 
 @contextlib.contextmanager
 def connected(made: Sequence[Communication], start: bool = True) -> Iterator[None]:
-    """Nodes that know where the others listen, and have started unless told otherwise; closed at the end."""
+    """Binds nodes, tells each the addresses of the others and, if `start`, starts them; closes them at the end."""
     addresses = {node.uid: bound for node in made if (bound := node.bind()) is not None}
     for node in made:
         node.set_peers(addresses)
@@ -116,7 +117,7 @@ def connected(made: Sequence[Communication], start: bool = True) -> Iterator[Non
 
 
 def check_cannot_bind(plan: BindPlan, says: str, *, machine: int = 0) -> None:
-    """A lone node on `machine` that cannot listen as planned says so as a fault of its environment."""
+    """Checks that a single node on `machine` that cannot bind as planned raises EnvironmentFault matching `says`."""
     node = ZeroMQ(ZeroMQConfig(), TransportParts(
         uid=0, machine_of={0: machine}, schemas=flat_schema(4), digest="d", bind=plan,
     ))
@@ -130,7 +131,8 @@ def check_cannot_bind(plan: BindPlan, says: str, *, machine: int = 0) -> None:
 def together(
     made: Sequence[Communication], work: Callable[[Communication], object], limit_seconds: float = 200
 ) -> dict[int, object]:
-    """work(node) for all nodes: at once for networked ones, in uid order otherwise. Raises the first error."""
+    """Calls work(node) for all nodes, concurrently if they are networked, in the given order otherwise. Returns the
+    results by uid. Raises the first error."""
     results: dict[int, object] = {}
     errors: list[BaseException] = []
 
@@ -173,7 +175,8 @@ def gossip(
     rounds: int,
     work: Callable[[int, int], None] = lambda u, r: None,
 ) -> list[Tensor]:
-    """Rounds of x <- (x + sum of neighbors) / 3 on a ring, or a plain sum for integers; the final x of every node."""
+    """Makes rounds of x <- (x + sum of neighbors) / 3 on a ring, or of the plain sum for integers. Returns the final x
+    of every node."""
     n = len(made)
     models = [values(elements, dtype, u) for u in range(n)]
     exchanges = {}

@@ -1,4 +1,4 @@
-"""What every codec must do. A codec of one's own passes by being added to CODECS."""
+"""Checks for every codec. To check another codec, add it to CODECS."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ ERRORS = {"float16": 1e-3, "bfloat16": 8e-3, "truncate": 1e-4, "int8": 0.01, "in
           "zlib": 0.0, "zstd": 0.0, "lz4": 0.0, "int8 unbiased": 0.02, "int4 unbiased": 0.3,
           "qsgd of three levels": 4.0, "truncate to 13 bits": 0.1, "zstd of int4": 0.2, "zlib of truncate": 8e-3,
           "lz4 of sign": 0.7}  # fmt: skip
-"""Largest norm of the error relative to that of Gaussian values."""
+"""The largest norm of the error, relative to that of the values, for Gaussian values."""
 ERRORS_OF = {"qsgd": 4.0, "sign": 0.7, "int4": 0.3, "lz4": 0.7, "zstd": 0.3}
-"""As ERRORS for values that are evenly spread, by the codec's name; .05 where there is none."""
+"""As ERRORS, for evenly spaced values, by the name of the codec; .05 for all others."""
 SIZES = (0, 1, 2, 7, 63, 1000, 1025, 300_001)
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -79,7 +79,7 @@ def check_repeats_bit_for_bit(make: Make) -> None:
 
 
 def check_unbiased(make: Make) -> None:
-    """The mean of many draws goes to the value; a reference in float64."""
+    """Checks that the mean of many encodings approaches the value; the mean is computed in float64."""
     each, given = make(), values(500)
     if not each.unbiased:
         return
@@ -91,7 +91,7 @@ def check_unbiased(make: Make) -> None:
 
 
 def check_odd_values(make: Make) -> None:
-    """Zeros stay zero; what is not finite does not come back finite."""
+    """Checks that zeros stay zero, and that values that are not finite do not become finite."""
     each = make()
     zeros = torch.zeros(1500)
     assert torch.equal(each.decode(each.encode(zeros, draws()), 1500, zeros.dtype), zeros)
@@ -103,7 +103,7 @@ def check_odd_values(make: Make) -> None:
 
 
 def check_finite_values_come_back_finite(make: Make) -> None:
-    """Up to the largest of each dtype, alone and among others, whole blocks of it, both signs."""
+    """Checks values up to the largest of each dtype, among others and in whole blocks, with both signs."""
     each = make()
     for dtype in DTYPES:
         largest = torch.finfo(dtype).max
@@ -119,7 +119,7 @@ def check_finite_values_come_back_finite(make: Make) -> None:
         alone[3] = float("inf")
         assert not bool(each.decode(each.encode(alone, draws()), 1500, dtype)[3].isfinite())
     if each.config.name == "float16":
-        return  # has no such range
+        return  # float16 does not have this range
     for scale in (1e-30, 1e18, 1e21, 3e38):
         steps = torch.linspace(-1, 1, 1500, dtype=torch.float64) * scale
         error = each.decode(each.encode(steps.float(), draws()), 1500, torch.float32).double() - steps

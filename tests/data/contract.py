@@ -1,4 +1,4 @@
-"""What every dataset and every partition must hold."""
+"""Checks for every dataset and every partition."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def check_dataset(dataset: Dataset) -> None:
 
 
 def made(samples: AnySamples) -> Samples:
-    """Those that are made when they are taken, too."""
+    """Returns the samples as `Samples`, fetching them if they are lazy."""
     return samples if isinstance(samples, Samples) else samples.fetch(np.arange(len(samples)))
 
 
@@ -69,7 +69,7 @@ def check_samples(samples: Samples, dataset: Dataset) -> None:
 
 
 def check_rows(samples: Samples, dataset: Dataset) -> None:
-    """What holds of rows, each of which may be shorter than the longest."""
+    """Checks samples whose inputs are rows of unequal length."""
     spec, inputs, targets = dataset.spec, samples.inputs, samples.targets
     assert isinstance(inputs, Rows) and len(inputs) == len(targets) and inputs.longest <= spec.input_shape[0]
     assert samples.ids and spec.inputs == "ids" and spec.vocabulary is not None
@@ -85,7 +85,8 @@ def same(one: np.ndarray | Rows, other: np.ndarray | Rows) -> bool:
 def check_split(
     partition: Partition, targets: np.ndarray, num_nodes: int, covers: bool = True, keys: np.ndarray | None = None
 ) -> list[np.ndarray]:
-    """Disjoint, sorted, seeded, every node with something, all samples dealt (when it `covers`)."""
+    """Checks that the parts are disjoint, sorted, not empty and determined by the seed, and that they contain all
+    samples if `covers`. Returns them."""
     parts = list(partition.split(targets, num_nodes, np.random.default_rng(3), keys))
     again = partition.split(targets, num_nodes, np.random.default_rng(3), keys)
     assert len(parts) == num_nodes

@@ -1,4 +1,4 @@
-"""What every graph must do, whatever its family."""
+"""Checks for every family of graphs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CASES: list[tuple[str, dict[str, object]]] = [
     ("grouped", {"nodes": 8, "between": {"name": "directed_one_peer_exponential", "nodes": 4}}),
 ]  # fmt: skip
 MEAN_IN_EXPECTATION = {"el_local"}
-"""Families that keep the mean of all models in expectation alone."""
+"""Families that keep the mean of all models only in expectation."""
 
 
 def make(name: str, seed: int = 1, weights: object = None, **options: object) -> Topology:
@@ -46,7 +46,8 @@ def rounds_of(graph: Topology) -> range:
 
 
 def check_lists(graph: Topology) -> None:
-    """No self-loops, ascending, sources mirror neighbors, and both ends agree when undirected."""
+    """Checks that lists are ascending and without self-loops, that every neighbor has the node as a source, and that
+    sources and neighbors are the same if the graph is undirected."""
     n = graph.num_nodes
     for r in rounds_of(graph):
         for uid in range(n):
@@ -58,8 +59,8 @@ def check_lists(graph: Topology) -> None:
 
 
 def check_weights(graph: Topology) -> None:
-    """Rows sum to one over the sources and the node itself; columns too where the mean is kept; out-weights sum to
-    one."""
+    """Checks that rows, over the sources and the node itself, and out-weights sum to one; columns too, unless the mean
+    is only kept in expectation."""
     for r in rounds_of(graph):
         matrix = graph.matrix(r)
         np.testing.assert_allclose(matrix.sum(1), 1, atol=1e-12)
@@ -73,7 +74,7 @@ def check_weights(graph: Topology) -> None:
 
 
 def check_connected(graph: Topology) -> None:
-    """Over a period (or some rounds) everybody hears of everybody."""
+    """Checks that information from every node reaches every other within 40 periods (40 rounds without a period)."""
     n = graph.num_nodes
     reach = np.eye(n, dtype=bool)
     for r in range(40 * (graph.period or 1)):
@@ -84,7 +85,8 @@ def check_connected(graph: Topology) -> None:
 
 
 def check_partners(graph: Topology) -> None:
-    """Who ever meets is told at both ends, whatever the round and whoever is left; nobody else is."""
+    """Checks that `partners` is exactly the set of nodes that a node ever exchanges with, with all members or without
+    one, on both ends; None for graphs without a period."""
     met: dict[int, set[int]] = {uid: set() for uid in range(graph.num_nodes)}
     for r in range(2 * (graph.period or 1)):
         for uid, others in met.items():
@@ -98,7 +100,7 @@ def check_partners(graph: Topology) -> None:
 
 
 def check_same_everywhere(graph: Topology, again: Topology) -> None:
-    """A second object with the same parameters answers alike, asked in any order."""
+    """Checks that a second object with the same parameters gives the same results, in any order of calls."""
     for r in reversed(rounds_of(graph)):
         for uid in range(graph.num_nodes):
             assert graph.neighbors(uid, r) == again.neighbors(uid, r)
@@ -106,7 +108,7 @@ def check_same_everywhere(graph: Topology, again: Topology) -> None:
 
 
 def check_members(graph: Topology) -> None:
-    """Dead ends vanish on both sides and their weight goes back to the receiver."""
+    """Checks that edges to an absent node disappear on both ends, and that its weight goes to the receiver itself."""
     alive = set(range(graph.num_nodes)) - {0}
     for uid in sorted(alive):
         full, row = graph.weights(uid, 0), graph.weights(uid, 0, alive)

@@ -1,4 +1,4 @@
-"""What every model must hold."""
+"""Checks for every model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def check_model(model: Model, data: DataSpec) -> None:
     assert outputs.shape == shape and outputs.dtype == torch.float32
     assert torch.equal(inputs, kept)
     if any(isinstance(part, nn.BatchNorm2d | nn.Dropout) for part in module.modules()):
-        module.eval()  # where a sample's outputs are its own matter, too
+        module.eval()  # in training mode, outputs depend on the other samples or on random numbers
     together, alone = module(inputs), torch.cat([module(one[None]) for one in inputs])
     assert torch.allclose(together, alone, rtol=1e-4, atol=1e-5)
     module.train()

@@ -1,4 +1,4 @@
-"""What every sharing rule must do. A rule of one's own passes by being added to RULES."""
+"""Checks for every sharing rule. To check another rule, add it to RULES."""
 
 from __future__ import annotations
 
@@ -62,24 +62,25 @@ RULES["trimmed_mean most"] = rule("trimmed_mean", byzantine="most")
 RULES["choco of random ones"] = rule("choco", choose="random", fraction=0.3)
 KEEPS_NO_MEAN = ("leader", "noloco", "diloco", "slowmo", "elastic", "relaysgd", "topk", "fft", "wavelet", "jwins",
                  "subsample", "clipped_gossip", "trimmed_mean", *WITH_SERVERS)  # fmt: skip
-"""Rules whose models alone have another mean after a round; what each keeps instead has a test of its own."""
+"""Rules that do not keep the mean of the models in a round; the invariant of each has a test of its own."""
 NOT_CONVEX = ("fft", "wavelet", "jwins", "choco", "beer", "qsgd", "sign", "stc", "deepsqueeze",
               "powergossip")
-"""Rules that go in the direction of others without ending among them."""
+"""Rules whose models move toward those of others, but may end outside of their range."""
 
 OWN_MOMENTUM = ("qg_momentum", "momentum_tracking", "decentlam", "slowmo", "diloco", "noloco", "elastic")
 
 
 def by_rule(name: str, **others: object) -> set[tuple[str, str]]:
-    """What a sample of tests of all RULES covers: every rule, every codec, and every value of the other parameters."""
+    """Returns what a case covers, for samples of tests of all RULES: its rule, its codec and its other parameters."""
     made, _, codec = name.partition("+")
     return {("rule", made.partition(" ")[0]), *({("codec", codec)} if codec else ()),
             *((key, repr(value)) for key, value in others.items())}  # fmt: skip
 
 
 def by_needs(**params: str) -> set[tuple[str, str]]:
-    """What a sample of tests of nodes covers, which know rules by their requirements alone: every value of each of
-    these, and of the other parameters. params: `name` or `rule` is a key of RULES."""
+    """Returns what a case covers, for samples of tests of nodes, which see only the requirements of a rule: the value
+    of each requirement, whether there is a codec, and the other parameters. params: `name` or `rule` is a key of
+    RULES."""
     made = RULES[params.pop("name" if "name" in params else "rule")]()
     needs = {(each.name, repr(getattr(made.requirements, each.name))) for each in fields(made.requirements)}
     return {*needs, ("codec", str(codec_of(made) is not None)), *((key, repr(value)) for key, value in params.items())}
@@ -92,7 +93,7 @@ def codec_of(each: Sharing) -> Codec | None:
 
 
 def noise_of(each: Sharing) -> float:
-    """How far a value may be off after being coded, relative to the largest around it."""
+    """Returns the largest error of a coded value, relative to the largest value near it."""
     if not isinstance(each, Compressed) or (isinstance(each.codec, Lossless) and each.codec.inner is None):
         return 0.0
     name = each.codec.inner.config.name if isinstance(each.codec, Lossless) else each.codec.config.name
@@ -102,14 +103,14 @@ def noise_of(each: Sharing) -> float:
 def gossip(
     make_rule: Make, graph: Topology, models: list[Tensor], rounds: int, missing: frozenset[int] = frozenset()
 ) -> None:
-    """Rounds of a rule without local steps, in place, by hand."""
+    """Makes rounds of a rule without local steps and without nodes, in place."""
     rules = bound(make_rule, models)
     for r in range(rounds):
         one_round(rules, models, graph, r, 0.0, missing)
 
 
 def bound(make_rule: Make, models: list[Tensor]) -> list[Sharing]:
-    """A rule per model, told what nodes tell it before the first round."""
+    """Returns a rule per model, set up as nodes do before the first round."""
     rules = [make_rule() for _ in models]
     n = len(models)
     machines = [range(n // 2), range(n // 2, n)] if n % 2 == 0 else [range(u, u + 1) for u in range(n)]
@@ -121,7 +122,8 @@ def bound(make_rule: Make, models: list[Tensor]) -> list[Sharing]:
 
 
 def shapes_of(elements: int) -> list[tuple[int, ...]]:
-    """A vector, a matrix that is wider than high, and a kernel of three dimensions, where there are enough for them."""
+    """Returns the shapes of a vector, of a wide matrix and of a kernel of three dimensions with this many elements
+    together, without those that would be empty."""
     third = elements // 3
     rows = max(1, math.isqrt(third // 2))
     columns, depth = third // rows, third // 6
@@ -131,8 +133,8 @@ def shapes_of(elements: int) -> list[tuple[int, ...]]:
 
 
 def suited(each: Sharing, nodes: int, otherwise: str = "ring", **options: object) -> Topology:
-    """A graph that a rule takes: a star for one with servers, a line for relays, one that treats machines alike for
-    groups, else `otherwise`."""
+    """Returns a graph that meets the rule's requirements: a star for servers, a line for a tree, a complete graph for
+    many neighbors or groups, else `otherwise`."""
     if each.requirements.star:
         return make("star", nodes=nodes)
     if each.requirements.min_neighbors > 2:
@@ -168,7 +170,7 @@ def check_identical_stay_identical(make_rule: Make) -> None:
 
 
 def name_of(make_rule: Make) -> str:
-    """The rule's name in the table, also within a compression; of a class that is not there, the class's own."""
+    """Returns the rule's name in SHARINGS, also if the rule is compressed; for other classes, the name of the class."""
     each = make_rule()
     each = each.rule if isinstance(each, Compressed) else each
     where = f"{type(each).__module__}:{type(each).__qualname__}"
@@ -195,7 +197,7 @@ def check_alone_nothing_happens(make_rule: Make) -> None:
 
 
 def check_alone_is_local_training(make_rule: Make) -> None:
-    """T5: without neighbors what remains is the local steps, but for rules with a momentum or a center of their own."""
+    """Checks that without neighbors only the local steps change the model, except for rules in OWN_MOMENTUM."""
     if name_of(make_rule) in OWN_MOMENTUM:
         pytest.skip("has a momentum or a center of its own")
     if make_rule().requirements.star:
@@ -265,7 +267,7 @@ def check_missing_neighbors_leave_a_convex_combination(make_rule: Make) -> None:
 
 
 def check_a_missing_neighbor_does_not_last(make_rule: Make) -> None:
-    """Without one node's payloads in one round the others go on, and come as close as without that."""
+    """Checks that the models come about as close to each other if one node's payloads are missing in one round."""
     graph, spreads = suited(make_rule(), 6), []
     for missing in (frozenset({2}), frozenset[int]()):
         models = draw(6, 40)
@@ -279,7 +281,7 @@ def check_a_missing_neighbor_does_not_last(make_rule: Make) -> None:
 
 
 def check_nan_stays_visible(make_rule: Make) -> None:
-    """NaN in one model raises nothing, and does not come back as a number."""
+    """Checks that NaN in one model raises nothing, and that the model does not become finite again."""
     if make_rule().requirements.star:
         pytest.skip("clients take the model of the server")
     models = draw(6, 33)
@@ -300,8 +302,8 @@ def check_repeats_bit_for_bit(make_rule: Make) -> None:
 
 
 def check_state_round_trip(make_rule: Make) -> None:
-    """Cut after three of six rounds, saved, and loaded into new rules as plain tensors and numbers, the run gives the
-    same bits."""
+    """Checks that a run gives the same bits if the rules' states are saved after three of six rounds, and loaded into
+    new rules as plain tensors and numbers."""
     each = make_rule()
     graph = suited(each, 6)
     straight, cut = draw(6, 30), draw(6, 30)
@@ -333,7 +335,8 @@ def one_round(
     rules: list[Sharing], models: list[Tensor], graph: Topology, r: int, pull: float = 0.1,
     missing: frozenset[int] = frozenset(), step: Callable[[int, Tensor], object] | None = None, lr: float = 1.0,
 ) -> None:
-    """One round in place, by hand. missing: sent nothing. step: local work; else toward a target of each node."""
+    """Makes one round in place. missing: nodes whose payloads are lost. step: the local step; by default `pull` toward
+    a target that differs by node."""
     phases = [
         [each.plan(replace(rule_view(each, graph, uid, r, 1), phase=phase, lr=lr)) for uid, each in enumerate(rules)]
         for phase in range(rules[0].requirements.phases)
@@ -364,7 +367,7 @@ def _local_steps(
 def one_phase(
     rules: list[Sharing], models: list[Tensor], views: list[RoundView], missing: frozenset[int] = frozenset()
 ) -> None:
-    """One exchange of all nodes, mixed in place."""
+    """Makes one exchange of all nodes and mixes it in place."""
     sent = [
         {to: _copy(p, each) for to, p in each.outgoing(model, seen).items()}
         for each, model, seen in zip(rules, models, views, strict=True)
@@ -378,7 +381,7 @@ def one_phase(
 
 
 def matrix_reference(graph: Topology, models: list[Tensor], rounds: int) -> np.ndarray:
-    """W(r) ... W(0) X in float64."""
+    """Returns W(r) ... W(0) X in float64."""
     x = torch.stack(models).double().numpy()
     for r in range(rounds):
         x = graph.matrix(r) @ x
@@ -386,7 +389,8 @@ def matrix_reference(graph: Topology, models: list[Tensor], rounds: int) -> np.n
 
 
 def check_other_neighbors_than_the_graphs_are_declared(make_rule: Make) -> None:
-    """Transports connect the graph's neighbors alone, unless a rule says that it overrides the topology."""
+    """Checks that rules exchange only with neighbors in the graph, because transports connect no others, unless their
+    requirements declare `overrides_topology`."""
     rules = bound(make_rule, draw(6, 30))
     needs = rules[0].requirements
     graph, strangers = make("line" if needs.tree else "ring", nodes=6), set()

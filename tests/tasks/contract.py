@@ -1,4 +1,4 @@
-"""What every task must hold: sums over any shares give the metrics of the whole, whatever the metric is."""
+"""Checks for every task, among others that sums over any division of the samples give the metrics of the whole."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from decentnode.training.losses import Loss, LossConfig
 
 @dataclass(frozen=True)
 class Case:
-    """A task with batches that it takes, and ones that it refuses."""
+    """A task with batches that it accepts and batches that it refuses."""
 
     task: Task
     draw: Callable[[int], tuple[Tensor, Tensor]]
-    """So many samples -> (outputs of a model, targets)."""
+    """Number of samples -> (outputs of a model, targets)."""
     perfect: Callable[[Tensor], Tensor]
-    """Targets -> outputs that could not be better."""
+    """Targets -> the best possible outputs."""
     refused: tuple[tuple[Tensor, Tensor], ...]
 
 
 def sums_of(task: Task, outputs: Tensor, targets: Tensor) -> dict[str, float]:
-    """As training sums up one batch."""
+    """Returns the sums of one batch as training computes them."""
     loss = Loss(LossConfig(name=task.loss))
     units = task.units(targets)
     aligned = task.align(outputs, targets)
@@ -76,7 +76,7 @@ def check_shares_add_up(case: Case) -> None:
 
 
 def check_the_loss(case: Case) -> None:
-    """The loss that is trained is the mean that is evaluated."""
+    """Checks that the training loss is the mean loss that is evaluated."""
     outputs, targets = case.draw(16)
     mean = Loss(LossConfig(name=case.task.loss)).mean(*case.task.align(outputs, targets))
     found = case.task.evaluated(sums_of(case.task, outputs, targets))["loss"]
@@ -84,7 +84,7 @@ def check_the_loss(case: Case) -> None:
 
 
 def check_better(case: Case) -> None:
-    """A perfect model is better than a random one in every metric, in the direction that the metric says."""
+    """Checks that a perfect model is better than a random one in every metric, as the metric's `better` defines it."""
     outputs, targets = case.draw(32)
     worse = case.task.evaluated(sums_of(case.task, outputs, targets))
     best = case.task.evaluated(sums_of(case.task, case.perfect(targets), targets))

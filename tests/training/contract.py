@@ -1,4 +1,4 @@
-"""What every training must hold."""
+"""Checks for every training."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from decentnode.training.base import Training
 
 MakeTraining = Callable[[int], Training]
-"""A fresh training of a uid; equal uids give equal trainings."""
+"""Makes a new training for a uid; equal uids give equal trainings."""
 
 
 def check_training(make: MakeTraining) -> None:
@@ -76,7 +76,7 @@ def check_resume(make: MakeTraining) -> None:
     first = make(0)
     middle = run(first, range(4))
     state = copy.deepcopy(first.state_dict())
-    run(first, range(4, 6))  # what was saved is not touched by what follows
+    run(first, range(4, 6))  # later steps must not change the saved state
     second = make(0)
     second.model.parameters.copy_(middle)
     second.load_state_dict(state)
