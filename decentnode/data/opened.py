@@ -21,7 +21,8 @@ PLACEHOLDERS = ("{uid}", "{machine}")
 MAX_LISTED_PROBLEMS = 5
 """How many problems with private files are described; further ones are only counted."""
 MAX_CACHED_DEALS = 3
-"""How many epochs' shares are kept: the first epoch's, and those of nodes that are in different epochs."""
+"""How many epochs' shares are kept, the most recently dealt ones: enough for the first epoch and for the epochs that
+different nodes are in."""
 
 
 class OpenedData:
@@ -45,7 +46,7 @@ class OpenedData:
         self._dealt: dict[tuple[tuple[str, ...], int], dict[int, np.ndarray]] = {}
         """By group of nodes and epoch: the shares of the nodes, for the most recently dealt epochs."""
         self._shares_among_members: dict[tuple[int, ...], dict[int, np.ndarray]] = {}
-        """By members: their shares including those of absent nodes, for the most recently used sets of members."""
+        """By members: their shares including those of absent nodes, for the sets of members that were computed last."""
         self._test: AnySamples | None = None
         self._own_parts: dict[tuple[str, ...], dict[int, np.ndarray]] = {}
         self._paths = [name for name, value in config if isinstance(value, Path) and _has_placeholder(value)]

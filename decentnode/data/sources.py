@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 TIMEOUT_SECONDS = 30.0
 """A connection that delivers no byte for this long is closed, and the download resumed."""
 ATTEMPTS = 5
-"""The number of consecutive connections without data after which a download fails."""
+"""The number of consecutive connections without data, per address of the file, after which a download fails."""
 BLOCK = 1 << 20
 MAX_UNPACKED = 8 << 30
 """The maximum number of bytes that an archive may unpack to."""

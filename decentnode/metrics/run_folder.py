@@ -35,8 +35,8 @@ def create(
 
     folder: its name, if processes on several machines have agreed on one; then the folder may exist already. Machine 0
     owns `latest`; the others have `latest-machine<n>`, because machines may share a file system. fill: writes the first
-    files. If it or the file system raises, a folder without an agreed name is removed again, and `latest` stays.
-    Raises EnvironmentFault if the folder cannot be created.
+    files. Raises EnvironmentFault if the folder cannot be created, or if `fill` raises that or OSError; then a folder
+    without an agreed name is removed again, and `latest` stays.
     """
     suffix = f"-machine{machine}" if machine else ""
     path = runs / name / (folder or f"{folder_name(clock.wall(), entropy.word(2))}{suffix}")

@@ -122,8 +122,9 @@ def check_timeouts(experiment: Experiment) -> Iterator[Problem]:
 
 
 def check_generations(experiment: Experiment) -> Iterator[Problem]:
-    """Checks that the run can have generations (node.missing: regroup): the transport supports them, and min_nodes is
-    at most the number of nodes."""
+    """Checks that the run can have generations (node.missing: regroup): the transport supports them, min_nodes is at
+    most the number of nodes, and the rule and the other sections suit `repair` and `on_partition`. Without generations,
+    checks that no key of `node` needs them."""
     node, graph, config = experiment.node, graph_of(experiment), experiment.communication
     if node.missing != "regroup":
         keys = {"restarts": node.restarts, "min_nodes": node.min_nodes is not None, "orphans": node.orphans != "lost",

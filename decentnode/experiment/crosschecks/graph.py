@@ -50,8 +50,8 @@ def check_fragment_graphs(experiment: Experiment) -> Iterator[Problem]:
 
 
 def check_newcomers(experiment: Experiment) -> Iterator[Problem]:
-    """Checks that newcomers (node.newcomers) can join: the graph can grow, and members have ports that newcomers on
-    machines outside of the mapping can connect to."""
+    """Checks that newcomers (node.newcomers) can join: the graph can grow, members have ports that newcomers on
+    machines outside of the mapping can connect to, and no other section supports only nodes in the mapping."""
     max_newcomers, graph, mapping = experiment.node.newcomers, graph_of(experiment), mapping_of(experiment)
     if not max_newcomers and getattr(experiment.communication, "invitations", None) is not None:
         yield Problem(("communication", "invitations"), ": the run admits no newcomers; set node.newcomers",
