@@ -67,7 +67,7 @@ class AmazonReviewsConfig(CachedConfig):
 
 
 class AmazonReviews(UserDataset):
-    """Inputs are the tokens of a review, rows of unequal length with padding behind their end; the target is its stars,
+    """Inputs are the tokens of a review, rows of unequal length that are padded at the end; the target is its stars,
     0 to 4 for one to five. The key of a sample is its user: the column or key `reviewerID` or `user_id`, else the name
     of the file."""
 

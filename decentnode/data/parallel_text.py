@@ -45,7 +45,7 @@ class ParallelTextConfig(CachedConfig):
     test_target: Path
     """Their translations."""
     words: Literal["marked", "spaced"] = "marked"
-    """marked: words and single punctuation marks, in lower case. spaced: whatever stands between blanks, unchanged, for
+    """marked: words and single punctuation marks, in lower case. spaced: everything between blanks, unchanged, for
     texts that another program has split; a piece that ends in @@ is continued by the next one."""
     vocabulary_size: int = Field(10_000, ge=FIRST_WORD + 1, le=MOST_WORDS)
     """Size of the vocabulary of both languages together: the most frequent words of the training texts, padding, the

@@ -37,7 +37,7 @@ class RedditConfig(LeafTextConfig):
 
 
 class Reddit(LeafText):
-    """Inputs [10] are numbers of words, the target is the last word of what LEAF gives as the sequence behind them; a
+    """Inputs [10] are numbers of words, the target is the last word of the sequence that follows them in LEAF's file; a
     sample without one is left out, as decentralizepy does. The key of a sample is its user."""
 
     Config: ClassVar[type[Config]] = RedditConfig

@@ -11,7 +11,7 @@ from decentnode.experiment.virtual_time import ComputeConfig, LinksConfig
 
 
 class SimulatedNewcomerConfig(Settings):
-    """A node that is in no mapping and comes to a simulated run, as with `decentnode join` to one on machines."""
+    """A node that is not in the mapping and joins a simulated run, as nodes join a real run by `decentnode join`."""
 
     at_seconds: float = Field(ge=0)
     """When the node asks to be admitted, in virtual seconds since the start of the run."""

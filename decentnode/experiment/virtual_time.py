@@ -99,7 +99,7 @@ class ComputeConfig(Settings):
 
 
 class LinkConfig(Settings):
-    """What a connection passes in each direction."""
+    """The bandwidth and latency of a connection in each direction."""
 
     mbit_per_second: float | None = Field(None, gt=0)
     """Bandwidth in Mbit/s. Default: unlimited."""
@@ -138,7 +138,7 @@ class EdgeLinkConfig(LinkConfig):
 
 
 class UplinkConfig(Settings):
-    """What one machine sends, and what it receives, to and from all others together."""
+    """The bandwidth of one machine to all others together, and of all others to it."""
 
     machine: int = Field(ge=0)
     """Number of the machine."""
@@ -147,9 +147,9 @@ class UplinkConfig(Settings):
 
 
 class CallCostsConfig(Settings):
-    """What operations of torch.distributed cost beside the bytes on the links, where nodes of a clique exchange by them
-    (``communication: collective``, or ``cliques``). What is not given is taken for the backend, as the guide on plans
-    says."""
+    """The costs of torch.distributed's operations in addition to the bytes on the links, if nodes of a clique exchange
+    with them (``communication: collective``, or ``cliques``). A key that is not given has the value of the backend, as
+    the guide on plans says."""
 
     call_seconds: float | None = Field(None, ge=0)
     """Seconds of one batch or collective call; a payload takes one call per ``chunk_bytes``."""
@@ -166,7 +166,7 @@ class CallCostsConfig(Settings):
 
 
 class LinksConfig(Settings):
-    """What connects the nodes. Every transfer passes all that applies to it, and gets a max-min fair share of each."""
+    """The connections between nodes. A transfer uses all that apply to it, and gets a max-min fair share of each."""
 
     between_machines: LinkConfig = UNBOUNDED
     """Connections between machines that `machines` does not list; every pair of machines has its own."""

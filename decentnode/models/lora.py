@@ -22,7 +22,7 @@ MAX_LISTED = 6
 
 
 class LoraConfig(Settings):
-    """Adapters beside linear layers, whose own parameters are frozen: they neither move nor leave a node.
+    """Adapters beside linear layers, whose own parameters are frozen: they are neither trained nor sent.
 
     Patterns are those of file names, as in `parameters`."""
 

@@ -45,8 +45,8 @@ class ResnetConfig(ModelConfig):
     groups: int = Field(2, ge=1)
     """Groups of norm: group."""
     widths: tuple[PositiveInt, ...] | None = None
-    """Channels of the stages, instead of the depth's; of bottlenecks those of their 3x3 convolutions, a fourth of what
-    they give."""
+    """Channels of the stages, instead of the depth's; of bottlenecks those of their 3x3 convolutions, a fourth of
+    their outputs."""
     stem: Literal["small", "large"] = "small"
     """small: one 3x3 convolution, for images up to 64x64. large: a 7x7 convolution and max pooling, which divide each
     side by four, for ImageNet; the default at depths 50, 101 and 152."""

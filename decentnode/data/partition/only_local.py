@@ -26,9 +26,9 @@ class OnlyLocalConfig(Config):
 
 
 class OnlyLocal(Partition):
-    """Shares are disjoint within a machine, and machines of as many nodes deal alike: nodes of one rank on different
-    machines have the same samples (decentralizepy's only_local). For machines that each hold a copy of the data, where
-    nothing else is to be dealt."""
+    """Shares are disjoint within a machine, and machines with the same number of nodes divide the data in the same way:
+    nodes of one rank on different machines have the same samples (decentralizepy's only_local). For machines that each
+    have a copy of the data."""
 
     Config: ClassVar[type[Config]] = OnlyLocalConfig
     needs_machines = True
