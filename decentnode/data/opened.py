@@ -82,8 +82,8 @@ class OpenedData:
         wanted = getattr(self.config, "sample_test", None)
         if wanted is not None and self.test == "own":
             raise DataError("data.sample_test draws from the global test set, which is not used with data.test: own")
-        if wanted is not None and wanted > (there := self.dataset().num_test()):
-            raise DataError(f"data.sample_test must be at most the {there} test samples, got {wanted}")
+        if wanted is not None and wanted > (available := self.dataset().num_test()):
+            raise DataError(f"data.sample_test must be at most the {available} test samples, got {wanted}")
         if self.private:
             self.dataset().check_private()
 
@@ -364,9 +364,9 @@ def own_parts(dataset: Dataset, shares: Mapping[int, np.ndarray], seed: int) -> 
     found: dict[int, list[np.ndarray]] = {uid: [] for uid in shares}
     for label in np.unique(labels):
         members = draw.permutation(np.flatnonzero(labels == label))
-        held = np.array([np.count_nonzero(of_train[mine] == label) for mine in shares.values()], dtype=np.float64)
-        if held.sum():
-            stops = np.round(np.cumsum(held) / held.sum() * len(members)).astype(np.int64)
+        num_train = np.array([np.count_nonzero(of_train[mine] == label) for mine in shares.values()], dtype=np.float64)
+        if num_train.sum():
+            stops = np.round(np.cumsum(num_train) / num_train.sum() * len(members)).astype(np.int64)
             for uid, part in zip(shares, np.split(members, stops[:-1]), strict=True):
                 found[uid].append(part)
     return {uid: np.sort(np.concatenate([np.empty(0, np.int64), *parts])) for uid, parts in found.items()}

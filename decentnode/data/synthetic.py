@@ -14,9 +14,10 @@ from decentnode.config.component import Config
 from decentnode.data.base import Dataset, DatasetConfig, Samples, checked_indices
 from decentnode.errors import DataError
 
-MOST_SAMPLES = 10**8
+MAX_SAMPLES = 10**8
 """The maximum number of samples; with more, the labels take a gigabyte in every process."""
-MOST_PIXELS = 1 << 31
+MAX_PIXELS = 1 << 31
+"""The maximum number of pixels of the mean images of all classes together, one byte each."""
 TEST_START = 1 << 40
 """The number of the first test sample, far from that of any training sample."""
 
@@ -47,13 +48,13 @@ class Synthetic(Dataset):
     Config: ClassVar[type[Config]] = SyntheticConfig
 
     def __init__(self, config: SyntheticConfig, base_dir: Path) -> None:  # noqa: ARG002
-        for key, most in (("train_samples", MOST_SAMPLES), ("test_samples", MOST_SAMPLES)):
+        for key, most in (("train_samples", MAX_SAMPLES), ("test_samples", MAX_SAMPLES)):
             if getattr(config, key) > most:
                 raise DataError(f"data.{key} must be at most {most:,}, got {getattr(config, key):,}")
         pixels = config.num_classes * math.prod(config.input_shape)
-        if pixels > MOST_PIXELS:
+        if pixels > MAX_PIXELS:
             raise DataError(f"data.input_shape must leave room for {config.num_classes} mean images of at most "
-                            f"{MOST_PIXELS:,} bytes in all, got {pixels:,}")  # fmt: skip
+                            f"{MAX_PIXELS:,} bytes in all, got {pixels:,}")  # fmt: skip
         self.config = config
         self.input_shape = config.input_shape
         self.num_classes = config.num_classes

@@ -34,7 +34,8 @@ class TextConfig(DatasetConfig):
 
 
 class Text(Dataset):
-    """Samples are windows of one sequence that is held once. Where what a speaker says ends, they are shorter."""
+    """Samples are windows of one sequence that is held once. At the end of a speaker's
+    text, they may be shorter."""
 
     Config: ClassVar[type[Config]] = TextConfig
 

@@ -315,9 +315,9 @@ def _arrays(samples: Samples) -> tuple[np.ndarray, np.ndarray]:
 def _targets_of(samples: LazySamples) -> np.ndarray:
     if isinstance(samples, DatasetSamples):
         for name in ("targets", "labels"):
-            told = getattr(samples.dataset, name, None)
-            if told is not None and len(told) == len(samples.dataset):
-                return _array(told).astype(np.int64)[samples.indices]
+            found = getattr(samples.dataset, name, None)
+            if found is not None and len(found) == len(samples.dataset):
+                return _array(found).astype(np.int64)[samples.indices]
     if isinstance(samples, InMemorySamples):
         return _arrays(samples.samples)[1]
     blocks = (np.arange(start, min(start + 1024, len(samples))) for start in range(0, len(samples), 1024))

@@ -66,9 +66,9 @@ def _machine(folder: Path, number: int | None) -> Machine | None:
     if not environment and not commits:
         return None
     changes = hashlib.sha256(_text(folder / "git.diff").encode()).hexdigest()[:8]
-    told = ", ".join(f"{commit[:12]}{f' with changes {changes}' if changed else ''}" for commit, changed in commits)
+    shown = ", ".join(f"{commit[:12]}{f' with changes {changes}' if changed else ''}" for commit, changed in commits)
     own = environment.get("machine")
-    return Machine(own if number is None and isinstance(own, int) else number or 0, environment, told)
+    return Machine(own if number is None and isinstance(own, int) else number or 0, environment, shown)
 
 
 def _text(path: Path) -> str:
@@ -79,7 +79,7 @@ def _text(path: Path) -> str:
         return ""
 
 
-MOST_LINES = 100
+MAX_LINES = 100
 """How many differences are listed; texts from other machines are not trusted to be short."""
 
 
@@ -89,20 +89,20 @@ def differences(found: list[Machine]) -> list[str]:
     if len(found) < 2:
         return []
     packages = dict.fromkeys(str(name) for each in found for name in each.versions)
-    told: dict[str, Callable[[Machine], str]] = {
+    compared: dict[str, Callable[[Machine], str]] = {
         **{name: lambda each, name=name: str(each.versions.get(name, "")) for name in packages},  # type: ignore[misc]
         "decentnode's code": lambda each: str(each.environment.get("source", ""))[:12],
         "git commit": lambda each: each.commit,
         "own modules": _modules,
     }
     lines: list[str] = []
-    for what, value in told.items():
+    for what, value in compared.items():
         numbers_by_text: dict[str, list[int]] = {}
         for each in found:
             text = _printable(value(each)[:200])
             if text or value is not _modules:  # modules are known only after a run; those of a newcomer never are
                 numbers_by_text.setdefault(text or UNKNOWN, []).append(each.number)
-        if len(numbers_by_text) > 1 and len(lines) < MOST_LINES:
+        if len(numbers_by_text) > 1 and len(lines) < MAX_LINES:
             values = "; ".join(f"{text} on machine {names(numbers)}" for text, numbers in numbers_by_text.items())
             lines.append(f"{_printable(what[:80])}: {values}")
     return lines

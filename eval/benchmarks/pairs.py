@@ -77,25 +77,25 @@ def ddp_seconds(checkout: Path) -> dict[str, float]:
 OWN_BENCHES: dict[str, Callable[[Path], dict[str, float]]] = {"link": link_seconds, "ddp": ddp_seconds}
 
 
-def told(seconds: float) -> str:
+def time_text(seconds: float) -> str:
     return f"{1e3 * seconds:.1f} ms" if seconds >= 1e-3 else f"{1e6 * seconds:.1f} us"
 
 
-def pairs_of_bench(name: str, here: Path, before: Path, pairs: int, as_json: bool) -> None:
+def pairs_of_bench(name: str, this_checkout: Path, before: Path, pairs: int, as_json: bool) -> None:
     """Prints a row for each figure of a checkout's own benchmark."""
     first, last = interval(pairs)
-    runs: dict[Path, list[dict[str, float]]] = {here: [], before: []}
+    runs: dict[Path, list[dict[str, float]]] = {this_checkout: [], before: []}
     for pair in range(pairs):
-        for checkout in (here, before) if pair % 2 else (before, here):
+        for checkout in (this_checkout, before) if pair % 2 else (before, this_checkout):
             runs[checkout].append(OWN_BENCHES[name](checkout))
-    for what in runs[here][0]:
+    for what in runs[this_checkout][0]:
         values = {checkout: [run[what] for run in found] for checkout, found in runs.items()}
-        ratios = sorted(a / b for a, b in zip(values[here], values[before], strict=True))
+        ratios = sorted(a / b for a, b in zip(values[this_checkout], values[before], strict=True))
         if as_json:
-            print(json.dumps({"case": f"{name}: {what}", "ratios": ratios, "this": values[here],
+            print(json.dumps({"case": f"{name}: {what}", "ratios": ratios, "this": values[this_checkout],
                               "before": values[before]}))  # fmt: skip
             continue
-        medians = [told(statistics.median(values[checkout])) for checkout in (before, here)]
+        medians = [time_text(statistics.median(values[checkout])) for checkout in (before, this_checkout)]
         print(f"{what:44} {medians[0]:>10} {medians[1]:>10} {statistics.median(ratios):6.3f} "
               f"[{ratios[first]:.3f}, {ratios[last]:.3f}]", flush=True)  # fmt: skip
 

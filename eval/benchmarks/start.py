@@ -103,7 +103,7 @@ def floor_cost(case: Case) -> Cost:
         return cost(command, HERE, folder)
 
 
-def told(costs: list[Cost]) -> str:
+def cost_text(costs: list[Cost]) -> str:
     walls = sorted(cost.wall for cost in costs)
     return (f"{statistics.median(walls):7.2f} s [{walls[0]:.2f}, {walls[-1]:.2f}]   "
             f"CPU {statistics.median(cost.cpu for cost in costs):7.2f} s")  # fmt: skip
@@ -137,7 +137,7 @@ def main() -> None:
                 print(json.dumps({"case": name, "way": who, "wall": [cost.wall for cost in found],
                                   "cpu": [cost.cpu for cost in found]}), flush=True)  # fmt: skip
             else:
-                print(f"{name:12} {who:10} {told(found)}", flush=True)
+                print(f"{name:12} {who:10} {cost_text(found)}", flush=True)
 
 
 if __name__ == "__main__":

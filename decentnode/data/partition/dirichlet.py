@@ -74,10 +74,11 @@ class Dirichlet(Partition):
     def _counts(self, sizes: np.ndarray, num_nodes: int, generator: np.random.Generator) -> np.ndarray:
         """Returns [C, n], the number of samples of each class for each node; row c sums to sizes[c]."""
         counts = np.zeros((len(sizes), num_nodes), dtype=np.int64)
-        held = np.zeros(num_nodes, dtype=np.int64)
+        num_samples = np.zeros(num_nodes, dtype=np.int64)
         full = sizes.sum() / num_nodes if self.config.balanced else np.inf
         for c in generator.permutation(len(sizes)):
-            open_nodes = np.flatnonzero(held < full)  # never empty before the last class: held sums to less than N
+            # Never empty before the last class: num_samples sums to less than N
+            open_nodes = np.flatnonzero(num_samples < full)
             shares = generator.dirichlet(np.full(num_nodes, self.config.alpha))[open_nodes]
             total = shares.sum()
             if not np.isfinite(total) or total <= 0:  # all mass fell on full nodes, or a tiny alpha underflowed
@@ -86,5 +87,5 @@ class Dirichlet(Partition):
             ends = np.round(np.cumsum(shares / total) * sizes[c]).astype(np.int64)
             ends[-1] = sizes[c]
             counts[c, open_nodes] = np.diff(ends, prepend=0)
-            held += counts[c]
+            num_samples += counts[c]
         return counts

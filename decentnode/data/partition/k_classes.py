@@ -43,12 +43,12 @@ class KClasses(Partition):
                 f"partition.classes must be at most {len(present)}, the number of classes in the data, got {each}"
             )
         holders: list[list[int]] = [[] for _ in present]
-        held = np.zeros(len(present), dtype=np.int64)
+        num_holders = np.zeros(len(present), dtype=np.int64)
         for uid in range(num_nodes):
             # The classes with the fewest holders first, ties at random: balanced, and a node's classes are distinct.
-            for c in np.lexsort((generator.random(len(present)), held))[:each]:
+            for c in np.lexsort((generator.random(len(present)), num_holders))[:each]:
                 holders[c].append(uid)
-                held[c] += 1
+                num_holders[c] += 1
         parts: list[list[np.ndarray]] = [[] for _ in range(num_nodes)]
         for c, label in enumerate(present):
             if holders[c]:

@@ -45,8 +45,8 @@ class OnlyLocal(Partition):
         self, targets: np.ndarray, num_nodes: int, generator: np.random.Generator, keys: np.ndarray | None = None
     ) -> list[np.ndarray]:
         machines = self._machines if self._machines is not None else [range(num_nodes)]
-        if (held := sum(map(len, machines))) != num_nodes:
-            raise DataError(f"partition only_local needs a mapping of {num_nodes} nodes, got one of {held}")
+        if (num_mapped := sum(map(len, machines))) != num_nodes:
+            raise DataError(f"partition only_local needs a mapping of {num_nodes} nodes, got one of {num_mapped}")
         parts: dict[int, np.ndarray] = {}
         for uids in machines:
             same = copy.deepcopy(generator)

@@ -72,7 +72,7 @@ def check_partition(experiment: Experiment) -> Iterator[Problem]:
         return
     data = experiment.open_data()
     if data.private and mapping.num_machines == 1:
-        yield from (Problem(("data",), f": {told}") for told in data.private_problems(range(mapping.num_nodes)))
+        yield from (Problem(("data",), f": {text}") for text in data.private_problems(range(mapping.num_nodes)))
         return
     try:
         data.shares()
