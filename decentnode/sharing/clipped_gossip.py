@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar, Literal
 
 import torch
@@ -56,19 +56,25 @@ class ClippedGossip(Full):
 
     def mix_into(self, out: Tensor, model: Tensor, received: Mapping[int, Payload], view: RoundView) -> None:
         arrived = {uid: payload.tensors["x"] for uid, payload in received.items()}
-        distances = {uid: distance(model, x) for uid, x in arrived.items()}
+        distances = dict(zip(arrived, distances_from(model, [*arrived.values()]), strict=True))
         finite = {uid: each for uid, each in distances.items() if math.isfinite(each)}
         weights = clipped_weights(finite, view.weights, self.config)
         own = 1.0 - sum(weights.values())
         mix_into(out, model, own, [(arrived[uid], weight) for uid, weight in weights.items()])
 
 
-def distance(x: Tensor, y: Tensor) -> float:
-    """Returns |x - y|, summed in float64 block by block. x, y: [P]. Blocks the host until a GPU has computed it."""
-    total = torch.zeros((), dtype=torch.float64, device=x.device)
+def distances_from(x: Tensor, others: Sequence[Tensor]) -> list[float]:
+    """Returns |y - x| for every y, summed in float64 block by block; not finite where y is not. x, y: [P]. The host
+    waits for a GPU once."""
+    if not others:
+        return []
+    squares = torch.zeros(len(others), dtype=torch.float64, device=x.device)
     for start, stop in blocks(0, x.numel(), x.device):
-        total += (y[start:stop].double() - x[start:stop].double()).square_().sum()
-    return math.sqrt(total) if torch.isfinite(total) else math.inf
+        own = x[start:stop].double()
+        for index, y in enumerate(others):
+            squares[index] += (y[start:stop].double() - own).square_().sum()
+    found: list[float] = squares.sqrt_().tolist()
+    return found
 
 
 def clipped_weights(

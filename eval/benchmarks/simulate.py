@@ -85,7 +85,7 @@ class Engine:
         exchange, at = self.engine.exchange, self.engine.round
         assert isinstance(exchange, StackedExchange)
         exchange.begin(at, 0.05)
-        plan = exchange._planned()[0][0]
+        plan = exchange._round_edges()[0][0]
         with torch.no_grad():
             mixing = mean_cost(lambda: plan(self.engine.population.rows), seconds)
         return mean_cost(lambda: self.engine.steps.run(at), seconds), mixing

@@ -37,7 +37,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def experiment(*changed: dict[str, Any]) -> decentnode.Experiment:
     given = decentnode.Experiment.from_config(BASE)
     for sections in changed:
-        given = given._with(sections)
+        given = given._merged_with(sections)
     return given
 
 

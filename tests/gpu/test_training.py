@@ -342,7 +342,7 @@ def test_what_cudnn_says_of_recurrent_layers_is_said_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The pretended GPU has no cuDNN: the test says it in its place."""
-    monkeypatch.setattr(recurrent, "_told", set())
+    monkeypatch.setattr(recurrent, "_logged_kinds", set())
     (tmp_path / "play.txt").write_text("ANNA:\nWho is there? It is only the wind.\n\nBERT:\nIt is me again.\n\n" * 20)
     config = "configs/tasks/next_character.yaml"
     texts = [f"data={{name: text, file: {tmp_path}/play.txt, window: 8, partition: iid}}", "node.rounds=1"]

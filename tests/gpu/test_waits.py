@@ -32,6 +32,8 @@ OF_A_ROUND = {
     "jwins+zstd": INDICES + LOSSLESS,
     **dict.fromkeys(["qsgd", "sign", "deepsqueeze of all"], 2),  # headers of indices, which say "all of them"
     **dict.fromkeys(["powergossip", "powergossip of rank 1"], 2),  # whether a neighbor's difference has full rank
+    **dict.fromkeys(["clipped_gossip", "clipped_gossip he", "clipped_gossip nearest", "clipped_gossip of a radius"],
+                    1),  # the distances of all neighbors
     "fedstc": 5,  # three clients and a server, which codes for all of them
 }  # fmt: skip
 """By rule, per node; 0 for all others."""

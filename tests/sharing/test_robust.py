@@ -17,7 +17,7 @@ from decentnode.experiment import load
 from decentnode.experiment.crosschecks.sharing import unmet_requirements
 from decentnode.graph.base import view
 from decentnode.payload import Payload
-from decentnode.sharing.clipped_gossip import ClippedGossipConfig, clipped_weights, distance
+from decentnode.sharing.clipped_gossip import ClippedGossipConfig, clipped_weights, distances_from
 from tests.graph.contract import make
 from tests.sharing.contract import bound, draw, one_round, rule
 from tests.sharing.test_requirements import QUICKSTART
@@ -26,6 +26,11 @@ ROBUST: list[dict[str, Any]] = [
     {"name": "clipped_gossip"}, {"name": "clipped_gossip", "form": "he"}, {"name": "clipped_gossip", "form": "nearest"},
     {"name": "trimmed_mean"},
 ]  # fmt: skip
+
+def distance(x: Tensor, y: Tensor) -> float:
+    return distances_from(x, [y])[0]
+
+
 ARBITRARY = st.sampled_from([0.0, 1.0, -3.0, 1e30, -1e38, math.inf, -math.inf, math.nan])
 N, SIZE = 7, 5
 

@@ -86,13 +86,17 @@ def test_a_graph_that_does_not_suit_is_refused_with_one_that_would(sharing: str,
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in AMONG_EQUALS if name != "full"])
 def test_every_rule_trains_the_quickstart_on_a_ring(name: str) -> None:
-    """With default options; relays are refused on a ring and take a line."""
+    """With default options; relays are refused on a ring and take a line, robust rules a graph of more neighbors."""
     sets = [f"sharing={{name: {name}}}", "graph={name: ring, nodes: 8}", "mapping.nodes_per_machine=8",
             "node={rounds: 30, evaluate_every: 0}"]  # fmt: skip
     if name == "relaysgd":
         with pytest.raises(ConfigError, match="needs a tree"):
             load(ROOT / "configs" / "quickstart.yaml", sets)
         sets[1] = "graph={name: line, nodes: 8}"
+    if name in ("clipped_gossip", "trimmed_mean"):
+        with pytest.raises(ConfigError, match="needs at least 3 neighbors"):
+            load(ROOT / "configs" / "quickstart.yaml", sets)
+        sets[1] = "graph={name: regular, nodes: 8, degree: 4}"
     experiment = load(ROOT / "configs" / "quickstart.yaml", sets)
     nodes = build_in_process(experiment)
     step_all(nodes)
