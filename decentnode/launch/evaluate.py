@@ -129,12 +129,13 @@ class _Evaluation:
         kept = merged is not None and self._has_private_parameters(merged)
         samples, nodes = dict[int, int](), dict[int, dict[str, float]]()
         of_merged, of_pooled, attackers = _Sums(self.task), _Sums(self.task), self.experiment.attackers()
-        for uid in range(self.count):
+        honest = [uid for uid in range(self.count) if uid not in attackers]
+        for index, uid in enumerate(honest):
             own = _read(self._path(uid)) if uid in self.saved else None
             if own is None and (merged is None or kept):
                 continue
             training = self._training(uid)
-            if own is not None and uid not in attackers:
+            if own is not None:
                 self._load(own, self._path(uid))
                 nodes[uid] = {}
                 for split in training.evaluated:
@@ -146,9 +147,9 @@ class _Evaluation:
             if merged is not None:  # on each node's part of shared test data, as in the run
                 self._load({**(own or {}), **merged} if kept else merged, merged_file)
                 for split in training.evaluated:
-                    part = (uid, self.count) if split.shared else (0, 1)
+                    part = (index, len(honest)) if split.shared else (0, 1)
                     of_merged.add(split.prefix, training.evaluate(split.name, part).sums)
-        missing = tuple(uid for uid in range(self.count) if uid not in self.saved)
+        missing = tuple(uid for uid in honest if uid not in self.saved)
         found_merged = of_merged.metrics() if merged is not None else None
         return EvaluatedModels(self.run, self.experiment.measured(), samples, nodes, of_pooled.metrics(), found_merged,
                                missing)  # fmt: skip

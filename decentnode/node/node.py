@@ -385,7 +385,9 @@ class Node:
         self.doing, started = "evaluation", clock.now()
         members = self.generation.members
         key = EVALUATION + ("closing" if closing else f"round-{self.round}")
-        found = yield from self._evaluator.evaluate(key, closing, (members.index(self.uid), len(members)))
+        counted = [uid for uid in members if uid not in self._attackers]
+        share = (counted.index(self.uid), len(counted)) if self.uid in counted else (0, 1)
+        found = yield from self._evaluator.evaluate(key, closing, share)
         self.merged, self.evaluation, self.evaluated = found.merged, found.figures, self.round
         self.averages = None if found.average is None else (found.average, found.merged_average)
         self._record_evaluation(merged=self.uid == members[0])

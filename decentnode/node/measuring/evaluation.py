@@ -47,7 +47,8 @@ class Evaluator:
         recompute`). phases: the number of phases in a round, which is how many steps other nodes may be behind this
         one. shared: the number of shared parameters, which come first. weight: the weight of this node's model in the
         merged model and in the consensus distance; None: all nodes have the same weight.
-        counts: whether this node's own model is evaluated and counts in the means over the nodes."""
+        counts: whether this node evaluates models and measures statistics, and so counts in the means over the
+        nodes."""
         self._counts = counts
         self._training, self._communication = training, communication
         self._recompute, self._phases, self._shared, self._weight = recompute, phases, shared, weight
@@ -60,7 +61,7 @@ class Evaluator:
         that are not shared never leave the node, not even within a mean: in the merged model that a node evaluates, it
         uses its own values for them, and the consensus distance covers only the shared parameters. key: the name of the
         evaluation, the same on all nodes. closing: as for `Communication.mean`. share: (index, count) of this node's
-        part of the test set.
+        part of the test set, among the nodes that count.
         """
         training, communication = self._training, self._communication
         timeout = communication.config.timeout_seconds
@@ -85,7 +86,7 @@ class Evaluator:
         merged = yield from self._merged_model(mean[: own.numel()], None, f"{key}/statistics", closing)
         merged_evaluations = self._evaluate_merged(merged, share, splits)
         distance, norm = squared_distance(own[: self._shared], merged[: self._shared])
-        distance *= weight
+        distance = weight * distance if weight else 0.0  # without weight, the model may hold NaN
         merged_average = None
         if average is not None:
             mean_of_averages = mean[own.numel() :]
@@ -100,7 +101,7 @@ class Evaluator:
         pending = begin_mean(communication, f"{key}/figures", sums, closing)
         mean, _ = yield from mean_of(pending, self._phases, timeout)
         figures = figures_of(split_figures, local_evaluations, mean.tolist(), contributors, norm)
-        if training.has_validation:
+        if training.has_validation and self._counts:
             validation = training.evaluate("validation")
             figures |= {f"validation_{name}": value for name, value in validation.metrics.items()}
         return EvaluationResult(merged, figures, average, merged_average)
@@ -129,9 +130,10 @@ class Evaluator:
 
     def _evaluate_own(self, split: str) -> Evaluation:
         """Returns the evaluation of the local model, or one of no samples if the model does not count."""
-        if not self._counts:
-            return Evaluation(0, dict.fromkeys(self._training.task.all_sums, 0.0), {})
-        return self._training.evaluate(split)
+        return self._training.evaluate(split) if self._counts else self._nothing()
+
+    def _nothing(self) -> Evaluation:
+        return Evaluation(0, dict.fromkeys(self._training.task.all_sums, 0.0), {})
 
     def evaluate_locally(self) -> dict[str, float]:
         """Evaluate the local model without communication. Returns its figures."""
@@ -185,6 +187,8 @@ class Evaluator:
             moments = self._measure_statistics()
         if not moments.numel():
             return merged
+        if not self._counts:
+            moments = torch.zeros_like(moments)
         pending = begin_mean(self._communication, key, moments, closing)
         mean, _ = yield from mean_of(pending, self._phases, self._communication.config.timeout_seconds)
         with self._model_replaced_by(merged):
@@ -195,8 +199,10 @@ class Evaluator:
     def _evaluate_merged(
         self, merged: Tensor, share: tuple[int, int], splits: Sequence[EvaluatedSplit]
     ) -> list[Evaluation]:
-        """Returns the evaluations of the merged model by split; of splits that all nodes have, only on this node's
-        part."""
+        """Returns the evaluations of the merged model by split, of no samples if this node does not count; of splits
+        that all nodes have, only on this node's part."""
+        if not self._counts:
+            return [self._nothing() for _ in splits]
         with self._model_replaced_by(merged):
             return [self._training.evaluate(split.name, share if split.shared else (0, 1)) for split in splits]
 

@@ -21,7 +21,7 @@ class AlieConfig(AttackConfig):
 
 class Alie(Attack):
     """A little is enough (Baruch, Baruch and Goldberg 2019, arXiv 1902.06156): sends mean - z std of the models that it
-    received in the round before and of its own, entry by entry.
+    received in the exchange before and of its own, entry by entry.
 
     All attackers move to the same side where they see the same neighbors. Attackers do not tell each other their honest
     models, unlike in the paper: each knows its neighbors' only.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -41,7 +41,8 @@ class Attacked(Wrapper):
         return schema
 
     def outgoing(self, model: Tensor, view: RoundView) -> dict[int, Payload]:
-        if view.uid not in self._attackers or view.round < self.attack.config.first_round:
+        attacks = view.uid in self._attackers and view.round >= self.attack.config.first_round
+        if not attacks or not view.neighbors:  # the rounds of a periodic rule without an exchange
             return self.rule.outgoing(model, view)
         return self.rule.outgoing(self.attack.forged(model, self._received, view), view)
 
@@ -54,10 +55,16 @@ class Attacked(Wrapper):
         self.rule.mix_into(out, model, received, view)
 
     def _keep(self, received: Mapping[int, Payload], view: RoundView, dtype: torch.dtype) -> None:
-        """Copies the models that an attacker received: their memory is the transport's."""
+        """Copies the models that an attacker received: their memory is the transport's. Those of the last exchange are
+        kept in rounds in which none arrives."""
         if view.uid in self._attackers and self.attack.NEEDS_MODELS:
-            self._received = [payload.tensors["x"].to(dtype, copy=True)
-                              for uid, payload in received.items() if uid != view.uid]  # fmt: skip
+            arrived = [payload.tensors["x"] for uid, payload in received.items() if uid != view.uid]
+            self._received = [each.to(dtype, copy=True) for each in arrived] or self._received
+
+    def succeed(self, former: Self) -> None:
+        """An attacker goes on in a new membership generation with what it knows."""
+        super().succeed(former)
+        self.attack, self._received = former.attack, former._received
 
     def own_contribution(self, model: Tensor, view: RoundView) -> Payload | None:  # noqa: ARG002
         return None

@@ -55,9 +55,9 @@ class Attack(Component):
     def forged(self, model: Tensor, received: Sequence[Tensor], view: RoundView) -> Tensor:  # noqa: ARG002
         """Returns the model [P] that the sharing rule sends in place of `model`, or `model` itself.
 
-        model: [P] the attacker's own, which must not be modified. received: models [P] that the attacker mixed in the
-        round before, in ascending order of uid; empty in the first round, and where the sharing rule does not send
-        whole models.
+        Called once per exchange with neighbors, in each of its phases. model: [P] the attacker's own, or a fragment of
+        it, which must not be modified. received: models [P] that the attacker mixed in the last round in which any
+        arrived, in ascending order of uid; empty before the first, and if NEEDS_MODELS is False.
         """
         return model
 

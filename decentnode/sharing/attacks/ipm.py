@@ -16,14 +16,14 @@ from decentnode.sharing.attacks.base import Attack, AttackConfig
 
 class InnerProductManipulationConfig(AttackConfig):
     epsilon: PositiveFloat = 0.5
-    """How far the model that is sent goes back, as a multiple of the mean progress in a round."""
+    """How far the model that is sent goes back, as a multiple of the mean progress between two exchanges."""
 
 
 class InnerProductManipulation(Attack):
     """Inner product manipulation (Xie, Koyejo and Gupta 2019, arXiv 1903.03936) on models: sends m - epsilon d, where
-    m is the mean of the models received two rounds before, and d is how far that mean moved in the round after.
+    m is the mean of the models received two exchanges before, and d is how far that mean moved to the next exchange.
 
-    In its first two rounds an attacker sends its own model.
+    In its first two exchanges an attacker sends its own model.
     """
 
     Config: ClassVar[type[component.Config]] = InnerProductManipulationConfig
@@ -33,7 +33,7 @@ class InnerProductManipulation(Attack):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self._before: Tensor | None = None
-        """[P] mean of the models that were received in the round before the last."""
+        """[P] mean of the models that were received in the exchange before the last."""
 
     def forged(self, model: Tensor, received: Sequence[Tensor], view: RoundView) -> Tensor:  # noqa: ARG002
         if not received:

@@ -123,6 +123,35 @@ def test_models_that_an_attacker_received_are_in_its_state() -> None:
         torch.testing.assert_close(one.outgoing(models[0], later)[1].tensors["x"], expected)
 
 
+@pytest.mark.parametrize("name", ["local_sgd", "slowmo", "diloco"])
+@pytest.mark.parametrize("kind", ["alie", "ipm"])
+def test_models_are_kept_from_one_exchange_to_the_next(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In rounds of periodic rules without an exchange nothing arrives, and nothing is forged."""
+    made = load_class(kind, ATTACKS, "attack")
+    plain, calls = made.forged, []
+
+    def noting(self: Attack, model: Tensor, received: Sequence[Tensor], view: RoundView) -> Tensor:
+        found: Tensor = plain(self, model, received, view)
+        calls.append((view.round, not torch.equal(found, model)))
+        return found
+
+    monkeypatch.setattr(made, "forged", noting)
+    run(small(f"attack={{name: {kind}, nodes: [2]}}", f"sharing={{name: {name}, every: 2}}", "node.rounds=8"))
+    first = 1 if kind == "alie" else 2
+    assert calls == [(round, index >= first) for index, round in enumerate((1, 3, 5, 7))]
+
+
+def test_a_new_generation_keeps_what_an_attacker_knows() -> None:
+    models, seen = draw(3, 8), view(make("complete", nodes=3), 0, 0)
+    former, later = (bound(lambda: Attacked(RULES["full"](), attack("ipm"), [0]), models)[0] for _ in range(2))
+    for _ in range(2):
+        former.mix(models[0].clone(), {uid: Payload({"x": models[uid]}) for uid in (1, 2)}, seen)
+        former.outgoing(models[0], seen)
+    later.succeed(former)
+    sent = later.outgoing(models[0], seen)[1].tensors["x"]
+    torch.testing.assert_close(sent, (models[1] + models[2]) / 2)
+
+
 class Silly(Attack):
     """Sends ones, as a user's own class."""
 
@@ -158,6 +187,34 @@ def test_attackers_are_in_no_figure_over_the_nodes() -> None:
     for each in last.values():
         assert each["accuracy_mean"] == pytest.approx(mean) and each["accuracy_merged"] > 0.2
         assert each["consensus_distance"] == pytest.approx(spread, rel=1e-4)
+
+
+def test_layers_that_an_attacker_keeps_are_in_no_figure() -> None:
+    """The merged model is evaluated with each node's private layers, and those of an attacker are trained on wrong
+    labels: honest nodes share the whole test set among them."""
+    private = "parameters={share: ['1.*']}"
+    nodes, records = run(small("attack={name: label_flip, nodes: [0]}", private, "training.validation={fraction: .2}"))
+    last = {uid: evaluated(records[uid]) for uid in range(6)}
+    assert not [key for key in last[0] if key.startswith("validation")] and "validation_accuracy" in last[1]
+    correct = 0.0
+    for index, uid in enumerate(range(1, 6)):
+        training, merged = nodes[uid].training, nodes[uid].merged
+        assert merged is not None
+        training.model.parameters.copy_(merged[: training.model.num_parameters])
+        correct += training.evaluate("test", (index, 5)).sums["correct"]
+    assert last[1]["accuracy_merged"] == pytest.approx(correct / 360)
+
+
+def test_an_attacker_without_a_finite_model_is_in_no_figure() -> None:
+    """Its distance from the merged model has no weight, also if it is NaN."""
+    nodes, records = run(small("attack={name: sign_flip, nodes: [1]}", "sharing=trimmed_mean", "node.rounds=2"))
+    nodes[1].training.model.parameters.fill_(float("nan"))
+    steps = [node.evaluate() for node in nodes]
+    while any([next(each, "over") != "over" for each in steps]):  # noqa: C419, a list: every node makes a step
+        pass
+    for uid in range(6):
+        last = evaluated(records[uid])
+        assert 0 < last["consensus_distance"] < 1 and last["accuracy_merged"] > 0.2
 
 
 def test_an_own_class_attacks_and_robust_rules_learn_all_the_same() -> None:
