@@ -81,10 +81,11 @@ def clipped_weights(
     distances: Mapping[int, float], weights: Mapping[int, float], config: ClippedGossipConfig
 ) -> dict[int, float]:
     """Returns the weights with which the neighbors' models are mixed after clipping, by uid in the order of
-    `distances`; the node's own model has the rest.
+    `distances`, without neighbors of no weight; the node's own model has the rest.
 
     distances: |x_j - x_i| of every neighbor. weights: the node's row of W.
     """
+    distances = {uid: each for uid, each in distances.items() if weights[uid] > 0}  # the others must set no radius
     largest = sorted((weights[uid] for uid in distances), reverse=True)
     bound = sum(largest[: config.byzantine])
     nearest_first = sorted(distances, key=lambda uid: (distances[uid], uid))

@@ -40,6 +40,8 @@ class Requirements:
     model is theirs: clients' models have no weight in means over the nodes."""
     min_neighbors: int = 0
     """Every node must receive from at least this many neighbors in every round."""
+    unweighted: bool = False
+    """`mix` does not use the weights of `view`, so that weights by samples or tokens would have no effect."""
     overrides_topology: bool = False
     """`plan` chooses neighbors other than the graph's."""
 

@@ -19,6 +19,8 @@ from decentnode.sharing.requirements import Requirements
 
 BLOCK_ELEMENTS = 1 << 14
 """On a CPU so many entries are sorted at a time, so that they and their copies stay in a cache."""
+GPU_BLOCK_ELEMENTS = 1 << 22
+"""The same on a GPU, where sorting takes 16 bytes of memory per entry and neighbor."""
 
 
 class TrimmedMeanConfig(SharingConfig):
@@ -40,13 +42,13 @@ class TrimmedMean(Full):
 
     Config: ClassVar[type[component.Config]] = TrimmedMeanConfig
     config: TrimmedMeanConfig
-    requirements = Requirements(elementwise=True, min_neighbors=3)
+    requirements = Requirements(elementwise=True, unweighted=True, min_neighbors=3)
     STACKED = ASYNCHRONOUS = False
 
     def __init__(self, config: TrimmedMeanConfig) -> None:
         super().__init__(config)
         least = 0 if config.byzantine in ("most", 0) else 2 * int(config.byzantine) + 1
-        self.requirements = Requirements(elementwise=True, min_neighbors=least)
+        self.requirements = Requirements(elementwise=True, unweighted=True, min_neighbors=least)
 
     def mix_into(self, out: Tensor, model: Tensor, received: Mapping[int, Payload], view: RoundView) -> None:  # noqa: ARG002
         arrived = [payload.tensors["x"] for uid, payload in received.items()]
@@ -56,7 +58,7 @@ class TrimmedMean(Full):
             if out is not model:
                 out.copy_(model)
             return
-        step = BLOCK_ELEMENTS if model.device.type == "cpu" else max(1, model.numel())
+        step = BLOCK_ELEMENTS if model.device.type == "cpu" else GPU_BLOCK_ELEMENTS
         for start in range(0, model.numel(), step):
             part = slice(start, start + step)
             stacked = torch.stack([x[part].to(model.dtype) for x in arrived])

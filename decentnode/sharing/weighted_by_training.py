@@ -25,6 +25,8 @@ def reason_against_weights(needs: Requirements) -> str:
     """Returns the reason why a rule cannot be combined with weights by samples or tokens; "" if it can."""
     if needs.star:
         return "has weights of its own (weighted_by)"
+    if needs.unweighted:
+        return "uses no weights"
     if needs.overrides_topology or needs.phases > 1:
         return "chooses neighbors and weights itself"
     if needs.symmetric or needs.doubly_stochastic or needs.column_stochastic or needs.static or needs.tree:

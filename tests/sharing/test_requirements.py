@@ -196,7 +196,7 @@ def test_former_attributes_set_the_fields() -> None:
 
 
 def test_all_former_attributes_are_known() -> None:
-    newer = {"min_neighbors"}
+    newer = {"min_neighbors", "unweighted"}
     assert set(FORMER.values()) == {each.name for each in fields(Requirements)} - newer
     for name, field in FORMER.items():
         assert getattr(Full, name) == getattr(Full.requirements, field)

@@ -128,6 +128,15 @@ def test_no_weight_grows(distances: list[float], weights: list[float], form: Any
     assert all(0 <= found[uid] <= weight * (1 + 1e-9) for uid, weight in given_.items())
 
 
+@pytest.mark.parametrize("form", ["cs_plus", "he", "nearest"])
+def test_a_neighbor_without_weight_sets_no_radius(form: Any) -> None:
+    """Such as one that says it has trained on no samples (`node.quorum.weights`), while another attacks."""
+    config = ClippedGossipConfig(name="clipped_gossip", form=form)
+    distances, weights = {1: 1.0, 2: 2.0, 3: 3.0, 4: 1e9}, dict.fromkeys(range(1, 5), 0.2)
+    found = clipped_weights({**distances, 5: 1e12}, {**weights, 5: 0.0}, config)
+    assert found == clipped_weights(distances, weights, config) and found[4] < 1e-8
+
+
 def test_a_radius_limits_the_step() -> None:
     models = [torch.zeros(2, dtype=torch.float64), torch.tensor([30.0, 40.0]).double()]
     found = mixed_at_0({"name": "clipped_gossip", "radius": 5.0}, models)
@@ -163,5 +172,8 @@ def test_graphs_with_too_few_neighbors_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"trimmed_mean needs at least 3 neighbors of every node in every round, "
                        r"node 0 has 2 in round 0; use \{name: regular, nodes: 16, degree: 4\}"):  # fmt: skip
         load(QUICKSTART, ["sharing=trimmed_mean", "graph={name: ring, nodes: 16}"])
+    with pytest.raises(ConfigError, match="trimmed_mean uses no weights, got samples; use weights: neighbors"):
+        load(QUICKSTART, ["sharing=trimmed_mean", "node.quorum={share: 0.5, weights: samples}",
+                          "node.missing=return_weight"])  # fmt: skip
     with pytest.raises(ConfigError, match="has 1 in round 0"):
         load(QUICKSTART, ["sharing=clipped_gossip", "graph={name: one_peer_exponential, nodes: 16}"])

@@ -126,7 +126,8 @@ def test_rules_that_need_other_weights_do_not_get_them(name: str) -> None:
         made = weighed(name)()
         assert not made.requirements.elementwise and not made.requirements.linear
     else:
-        needs_more = needs.symmetric or needs.doubly_stochastic or needs.column_stochastic or needs.star
+        needs_more = needs.symmetric or needs.doubly_stochastic or needs.column_stochastic or needs.star \
+            or needs.unweighted  # fmt: skip
         assert needs_more or needs.overrides_topology or not needs.tolerates_missing
 
 
