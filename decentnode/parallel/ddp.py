@@ -240,6 +240,7 @@ class DecentralizedDataParallel(Module, IdleJoinable):
             graph = self._make_topology(topology, num_ranks(), local_world_size)
             rank = dist.get_rank() if dist.is_initialized() else 0
             plan = Plan(graph, make_sharing(sharing), rank, delayed)
+            plan.check_neighbors()
         if dist.is_initialized():
             with collective_operation("compare what they wrap"):
                 check_wrapper_consistency(model, plan, options, device_of_group())

@@ -195,7 +195,9 @@ class WrapperParticipant:
         local = self._local if world_size % self._local == 0 else 1
         rule, delayed = make_sharing(self._sharing), self._steps.plan.delayed
         try:
-            return Plan(self._make_topology(self._topology, world_size, local), rule, rank, delayed)
+            plan = Plan(self._make_topology(self._topology, world_size, local), rule, rank, delayed)
+            plan.check_neighbors()
+            return plan
         except (ValueError, GraphError) as error:
             logger.warning("topology %s cannot be made for %d ranks (%s): complete is used instead", self._topology,
                            world_size, error)  # fmt: skip

@@ -70,6 +70,17 @@ class Plan:
             raise ValueError(f"topology must repeat after {MAX_PHASES} steps at most for choco, which keeps a copy of "
                              "the model for each of them and for each neighbor")  # fmt: skip
 
+    def check_neighbors(self) -> None:
+        """Raises ValueError if a rank has fewer neighbors in a step than the rule needs; a single rank needs none."""
+        graph, least = self.graph, self.rule.requirements.min_neighbors
+        rounds = range(min(graph.period or 4, CHECKED_ROUNDS)) if least else ()
+        counts = [(len(graph.sources(rank, r)), rank) for r in rounds for rank in range(graph.num_nodes)]
+        if graph.num_nodes > 1 and counts and min(counts)[0] < least:
+            fewest, rank = min(counts)
+            raise ValueError(f"topology must give every rank at least {least} neighbors in every step for "
+                             f"{type(self.rule).__name__}, rank {rank} has {fewest}; use topology='complete', or a "
+                             "smaller byzantine")  # fmt: skip
+
     def describe(self) -> str:
         """Returns the rule and its configuration in one line, for comparison between ranks."""
         text = f"{type(self.rule).__name__} {getattr(self.rule, 'config', '')!r}".replace("\n", " ")

@@ -98,6 +98,17 @@ def test_a_rule_says_what_it_needs_of_the_topology() -> None:
     assert Plan(make_topology("complete", 4, 4), make_sharing(AdaptiveConsensus), 0).view(0, 0.5).weights[0] == 0.625
 
 
+def test_robust_rules_need_neighbors() -> None:
+    """Without enough of them, every rank would train alone, and nothing would say so."""
+    for topology in ("ring", "one-peer-exp"):
+        with pytest.raises(ValueError, match="at least 3 neighbors in every step for TrimmedMean, rank 0 has 1; use "
+                           "topology='complete'"):  # fmt: skip
+            Plan(make_topology(topology, 4, 4), make_sharing("trimmed_mean"), 0).check_neighbors()
+    for topology, ranks in (("complete", 4), ("complete", 1)):
+        Plan(make_topology(topology, ranks, ranks), make_sharing("trimmed_mean"), 0).check_neighbors()
+    Plan(make_topology("ring", 4, 4), make_sharing({"name": "trimmed_mean", "byzantine": "most"}), 0).check_neighbors()
+
+
 def test_choco_is_one_rule_by_name_class_and_object() -> None:
     config = ChocoConfig(name="choco", choose="all", compression={"name": "int8"})  # type: ignore[arg-type]
     for given in (Choco, Choco(config), config.model_dump()):
