@@ -92,6 +92,13 @@ def test_a_run_that_one_node_ended_with_its_last_round_was_not_stopped() -> None
     assert not Ledger(own_rounds=True).stopped
 
 
+def test_the_summary_names_the_attackers() -> None:
+    """Which nodes they are may follow from the seed alone."""
+    of_run, honest = (summary(facts, Ledger(), 0, None, Durations(1.0, 2.0))
+                      for facts in (replace(FACTS, attackers=[1, 2]), FACTS))  # fmt: skip
+    assert of_run["attackers"] == [1, 2] and "attackers" not in honest
+
+
 def test_the_summary_tells_which_newcomers_came_and_went() -> None:
     ledger = Ledger()
     courses = [(1, 4, [0, 1, 2, 3, 4]), (2, 9, [0, 1, 2, 4]), (3, 12, [0, 1, 2, 3, 4]), (4, 15, [0, 1, 4])]

@@ -12,7 +12,12 @@ from decentnode.experiment.crosschecks.asynchronous import (
     check_asynchronous_schedule,
     check_weights_are_used,
 )
-from decentnode.experiment.crosschecks.attack import check_attack, check_attack_class, check_attackers
+from decentnode.experiment.crosschecks.attack import (
+    check_attack,
+    check_attack_class,
+    check_attack_is_of_use,
+    check_attackers,
+)
 from decentnode.experiment.crosschecks.communication import (
     check_edges_and_cliques,
     check_generations,
@@ -107,6 +112,7 @@ CHECKS: tuple[Check, ...] = (
     check_attack_class,
     check_attackers,
     check_attack,
+    check_attack_is_of_use,
     check_clients,
     check_model_fits_server,
     check_control_variates,

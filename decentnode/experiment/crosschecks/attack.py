@@ -67,10 +67,33 @@ def check_attack(experiment: Experiment) -> Iterator[Problem]:
         yield Problem(("attack",), f": {config.name} uses the models that an attacker receives, but with this section "
                       "sharing nodes do not send whole models; use full, clipped_gossip or trimmed_mean without "
                       "compression", other=("sharing",))  # fmt: skip
+    if kind.forged is not Attack.forged and getattr(experiment.sharing, "force", None) == "before":  # of elastic
+        yield Problem(("attack",), ": has no effect with force: before, with which nodes send what follows from the "
+                      "model before their local steps; use force: after", other=("sharing",))  # fmt: skip
     spec = spec_of(experiment)
     if kind.labels is not Attack.labels and spec is not None and (spec.num_classes is None or spec.target_shape):
         yield Problem(("attack",), f": {config.name} changes labels, but this data has no classes; use an attack that "
                       "forges models, such as sign_flip", other=("data",))  # fmt: skip
+
+
+def check_attack_is_of_use(experiment: Experiment) -> Iterator[Problem]:
+    """Warns about an attack that begins after the end of the run, and about more attackers than a robust rule
+    tolerates."""
+    config, graph, rounds = _attack(experiment), graph_of(experiment), experiment.node.rounds
+    if config is None or graph is None:
+        return
+    if 0 < rounds <= config.first_round:
+        yield Problem(("attack", "first_round"), f": the run has only rounds 0 to {rounds - 1}, so that nobody attacks",
+                      other=("node", "rounds"), is_warning=True)  # fmt: skip
+    tolerated, attackers = getattr(experiment.sharing, "byzantine", None), {*experiment.attackers()}
+    if not isinstance(tolerated, int) or getattr(experiment.sharing, "radius", None) is not None:
+        return
+    honest = [uid for uid in range(graph.num_nodes) if uid not in attackers]
+    most, r, uid = max(((len(attackers.intersection(graph.sources(uid, r))), -r, -uid)
+                        for r in range(min(graph.period or 4, 16)) for uid in honest), default=(0, 0, 0))  # fmt: skip
+    if most > tolerated:
+        yield Problem(("sharing", "byzantine"), f"is {tolerated}, but node {-uid} has {most} attackers among its "
+                      f"neighbors in round {-r}", other=("attack",), is_warning=True)  # fmt: skip
 
 
 def _models_are_sent(experiment: Experiment) -> bool:

@@ -95,6 +95,8 @@ class Facts:
     """The least number of nodes of a generation."""
     newcomers: int = 0
     """How many nodes the run admits that are not in the mapping."""
+    attackers: list[int] = field(default_factory=list)
+    """Nodes that attack the others (`Experiment.attackers`)."""
     trackers: list[dict[str, Any]] = field(default_factory=list)
     """The sections of `run.trackers`."""
     finished: str = ""

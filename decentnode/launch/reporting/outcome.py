@@ -310,6 +310,7 @@ def summary(
         **_end(ledger.figures(), status),
         "exit_code": exit_code,
         "num_nodes": facts.num_nodes,
+        **({"attackers": facts.attackers} if facts.attackers else {}),
         "rounds_planned": facts.rounds,
         **({"own_rounds": True} if facts.own_rounds else {}),
         "start_seconds": durations.start,

@@ -177,6 +177,7 @@ def facts(experiment: Experiment, request: Request) -> Facts:
         checks_records=bool(experiment.faults) and experiment.run.record is not False,
         min_nodes=limits_of(experiment).min_nodes,
         newcomers=experiment.node.newcomers,
+        attackers=[*experiment.attackers()],
         trackers=[each.model_dump(mode="json") for each in experiment.run.trackers],
         resume=None if request.resume is None else [] if resumable is None else [*map(str, resumable.folders)],
         resume_runs=[] if resumable is None else list(resumable.runs),

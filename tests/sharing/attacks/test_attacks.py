@@ -252,11 +252,28 @@ def test_labels_that_are_read_with_each_batch_cannot_be_changed() -> None:
     (["attack={name: ipm, count: 1}", "sharing={name: full, compression: {name: int8}}"], "do not send whole models"),
     (["attack={name: noise, count: 1}", "node.schedule=gossip_async"], "needs nodes that are in the same round"),
     (["attack={name: noise, nodes: [0]}", "graph={name: star, nodes: 6}", "sharing=fedavg"], "node 0 is a server"),
+    (["attack={name: noise, count: 1}", "sharing=elastic"], "no effect with force: before.*use force: after"),
     (["attack='decentnode.models.mlp:Mlp'"], "must name a class derived from"),
 ])  # fmt: skip
 def test_mistakes_are_told_at_their_place(changes: list[str], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         small(*changes)
+
+
+@pytest.mark.parametrize(("changes", "warning"), [
+    (["attack={name: noise, count: 1, first_round: 4}"], "attack.first_round: the run has only rounds 0 to 3, so that"),
+    (["attack={name: noise, nodes: [1, 4]}", "sharing=trimmed_mean"],
+     "sharing.byzantine is 1, but node 0 has 2 attackers among its neighbors in round 0"),
+    (["attack={name: noise, nodes: [1, 4]}", "sharing={name: clipped_gossip, byzantine: 2}"], ""),
+    (["attack={name: noise, nodes: [1, 4]}", "sharing={name: clipped_gossip, radius: 1}"], ""),
+    (["attack={name: noise, nodes: [1, 4]}", "sharing={name: trimmed_mean, byzantine: most}"], ""),
+    (["attack={name: noise, nodes: [1, 2]}", "graph={name: regular, nodes: 6, degree: 4, seed: 1}",
+      "sharing={name: clipped_gossip, form: he}"], "sharing.byzantine is 1, but node "),
+    (["attack={name: label_flip, count: 1}", "sharing=elastic"], ""),
+])  # fmt: skip
+def test_attacks_that_show_little_are_warned_about(changes: list[str], warning: str) -> None:
+    found = [each for each in small(*changes).config_warnings if "weights" not in each]
+    assert (warning in found[0] and len(found) == 1) if warning else not found
 
 
 def test_labels_of_data_without_classes_cannot_be_flipped() -> None:
