@@ -34,7 +34,7 @@ class AttackConfig(Config):
     @model_validator(mode="after")
     def _names_attackers(self) -> Self:
         if (self.nodes is None) == (self.count is None):
-            raise ValueError("an attack must have either nodes or count")
+            raise ValueError("must have either nodes or count")
         return self
 
 
