@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import shutil
+import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -222,6 +226,26 @@ def test_an_own_class_attacks_and_robust_rules_learn_all_the_same() -> None:
     for sharing, low, high in (("full", 0.0, 0.6), ("clipped_gossip", 0.7, 1.0), ("trimmed_mean", 0.7, 1.0)):
         _, records = run(small(mine, f"sharing={sharing}", "node.rounds=20"))
         assert low <= evaluated(records[0])["accuracy_mean"] <= high, sharing
+
+
+def test_the_own_class_of_the_page_attacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As its commands do: in the folder above that of the YAML file and the module."""
+    root, folder = QUICKSTART.parents[1], tmp_path / "configs"
+    page = (root / "docs" / "howto" / "attacks.rst").read_text()
+    shown = re.search(r":caption: (configs/my_attack\.py)\n\n((?:   .*\n|\n)+)", page)
+    given_ = re.search(r"run (configs/byzantine\.yaml) --set '(attack=.*my_attack:Zeros.*)'", page)
+    assert shown is not None and given_ is not None
+    folder.mkdir()
+    for name in ("quickstart.yaml", "byzantine.yaml"):
+        shutil.copy(QUICKSTART.parent / name, folder)
+    (tmp_path / shown[1]).write_text(textwrap.dedent(shown[2]))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])  # loading adds the folder of the YAML file
+    experiment = load(Path(given_[1]), [given_[2], *SMALL, "node.rounds=2", "sharing.byzantine=2"])
+    nodes, _ = run(experiment)
+    sent = [each.sharing.outgoing(each.training.model.parameters, view(each.graph, each.uid, 2)) for each in nodes]
+    zeros = [uid for uid, found in enumerate(sent) if not any(payload.tensors["x"].any() for payload in found.values())]
+    assert zeros == [*experiment.attackers()] and len(zeros) == 2
 
 
 def test_flipped_labels_are_those_of_the_attacker_alone() -> None:
