@@ -53,6 +53,16 @@ def test_the_figures_are_those_of_the_run(kind: str, tmp_path: Path) -> None:
     assert found["nodes"]["2"]["loss"] == pytest.approx(run.summary["nodes"]["2"]["loss"], rel=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["global", "own"])
+def test_attackers_are_left_out_as_in_the_run(kind: str, tmp_path: Path) -> None:
+    """Also of the merged model, which is evaluated with each node's private layers."""
+    run = ran(tmp_path, data=DATA[kind], attack={"name": "label_flip", "nodes": [0]}, parameters={"share": ["1.*"]})
+    found = evaluate(run.path)
+    assert 0 not in found.nodes and not found.missing
+    for key in ("accuracy_mean", "accuracy_min", "accuracy_max", "accuracy_merged"):
+        assert found.summary[key] == pytest.approx(run.summary[key], abs=1e-9), key
+
+
 def test_more_samples_than_there_are_cannot_be_drawn(tmp_path: Path) -> None:
     run = ran(tmp_path)
     assert evaluate(run.path, overrides=["data.sample_test=90"]).samples[0] == 90
