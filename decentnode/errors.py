@@ -132,7 +132,7 @@ def own_frames(error: BaseException) -> list[traceback.FrameSummary]:
             if not frame.filename.startswith((*_NOT_USER_CODE, "<"))]  # fmt: skip
 
 
-def told(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Returns the type and text of an exception in one line, followed by the innermost line of the user's own code that
     is in its traceback, if any: "ValueError: no such file (net.py:12)"."""
     text = " ".join(traceback.format_exception_only(error)[-1].split())

@@ -160,7 +160,7 @@ def _run_to_end(
     granted = admission.granted
     uid = granted.uid
     directory = run_dirs.create(run_dir.absolute(), "joined", 0, [uid])
-    config = directory / "told.yaml"
+    config = directory / "experiment.yaml"
     write_atomic(config, text)
     experiment = load(str(config), overrides, start.environ(), False)
     newcomer = newcomer_of(experiment, granted, address, samples_of, device_and_threads)

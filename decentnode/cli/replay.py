@@ -183,7 +183,7 @@ def _compare_models(world: ReplayWorld, folder: Path) -> int:
 
 
 def _text(facts: dict[str, Any]) -> str:
-    from decentnode.launch.reporting.checked import told as sentence
+    from decentnode.launch.reporting.checked import summarize_check as sentence
 
     generations = facts["generations"] + 1
     processes = facts["processes"] - facts["nodes"]

@@ -11,7 +11,7 @@ import pydantic
 
 from decentnode import clock
 from decentnode.cli.run_names import run_names
-from decentnode.errors import DecentnodeError, EnvironmentFault, UsageError, told
+from decentnode.errors import DecentnodeError, EnvironmentFault, UsageError, describe_error
 
 POLL_SECONDS = 1.0
 
@@ -42,7 +42,7 @@ def command(run: str, tracker: str, follow: bool) -> None:
         problems = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
         raise UsageError(f"--to {section['name']}: {problems}") from error
     except Exception as error:  # the tracker's library may raise anything
-        raise EnvironmentFault(f"tracker {section['name']}: {told(error)}") from error
+        raise EnvironmentFault(f"tracker {section['name']}: {describe_error(error)}") from error
     if connected.place:
         click.echo(connected.place)
     refused: list[str] = []

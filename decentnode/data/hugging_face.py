@@ -16,7 +16,7 @@ from decentnode.data.base import CachedConfig, Dataset, checked_indices, checked
 from decentnode.data.cache import Writer, indexed
 from decentnode.data.token_rows import TokenRows, TokenRowsWriter, TokenWindows, TokenWindowsWriter
 from decentnode.data.tokens import FrequentWords, Tokenizer, TransformersTokenizer, WordPiece
-from decentnode.errors import DataError, told
+from decentnode.errors import DataError, describe_error
 from decentnode.samples import DataSpec, Samples
 from decentnode.system import hub_offline
 
@@ -283,7 +283,7 @@ def _load(config: HuggingFaceConfig, base_dir: Path) -> dict[str, Any]:
     except Exception as error:
         how = f"datasets.load_dataset({name!r}) downloads it on a machine with a network"
         raise DataError(f"data: {config.name} is neither in the local cache nor a folder of save_to_disk; {how}: "
-                        f"{told(error)[:300]}") from error  # fmt: skip
+                        f"{describe_error(error)[:300]}") from error  # fmt: skip
     return {str(key): found[key] for key in found} if hasattr(found, "keys") else {config.train_split: found}
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from decentnode.data.vocabulary import count_words
-from decentnode.errors import DataError, told
+from decentnode.errors import DataError, describe_error
 
 MAX_WORD_LENGTH = 100
 """The maximum length of a word; longer words are unknown, as in BERT's own code."""
@@ -110,7 +110,7 @@ class TransformersTokenizer(Tokenizer):
         except Exception as error:
             raise DataError(f"data.tokenizer: {name} is neither in the local cache nor a folder with a tokenizer; "
                             f"`hf download {name}` downloads it on a machine with a network: "
-                            f"{told(error)[:300]}") from error
+                            f"{describe_error(error)[:300]}") from error
         if self._tokenizer.pad_token_id is None and padded:
             raise DataError(f"data.tokenizer: {name} has no token for padding")
         self.padding, self.size = int(self._tokenizer.pad_token_id or 0), len(self._tokenizer)

@@ -16,7 +16,7 @@ from decentnode.config.component import Config
 from decentnode.config.signature import arguments, config_of, parameters_of
 from decentnode.data.base import Dataset, DatasetConfig
 from decentnode.data.transforms import ARGUMENTS, transform_of
-from decentnode.errors import DataError, SampleFailed, told
+from decentnode.errors import DataError, SampleFailed, describe_error
 from decentnode.samples import AnySamples, DataSpec, LazySamples, Samples
 
 FILLED = frozenset({"train", "split"})
@@ -81,7 +81,7 @@ class TorchData(Dataset):
         except DataError:
             raise
         except Exception as error:  # a user's own constructor may raise anything
-            raise DataError(f"data {self.config.name}: making {name} raised {told(error)}") from error
+            raise DataError(f"data {self.config.name}: making {name} raised {describe_error(error)}") from error
         return found
 
     @property
@@ -193,7 +193,7 @@ class DatasetSamples(LazySamples):
         except Exception as error:
             of = type(self.dataset)
             raise SampleFailed(
-                f"data {of.__module__}:{of.__qualname__}: {of.__name__}[{index}] raised {told(error)}"
+                f"data {of.__module__}:{of.__qualname__}: {of.__name__}[{index}] raised {describe_error(error)}"
             ) from error
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from decentnode.config.component import imported, number
-from decentnode.errors import UsageError, told
+from decentnode.errors import UsageError, describe_error
 
 ARGUMENTS = ("transform", "target_transform", "transforms")
 """The names of constructor arguments for transforms in torchvision's datasets, and in those written like them."""
@@ -65,7 +65,7 @@ def _instantiate(name: str, given: Mapping[str, Any], key: str) -> Callable[...,
     try:
         made = found(**given) if isinstance(found, type) else functools.partial(found, **given) if given else found
     except Exception as error:  # a constructor may raise anything
-        raise UsageError(f"{key}: making {name} raised {told(error)}") from error
+        raise UsageError(f"{key}: making {name} raised {describe_error(error)}") from error
     if not callable(made):
         raise UsageError(f"{key} {name!r} must be something to call with a sample, got {type(made).__name__}")
     return made

@@ -9,7 +9,7 @@ from torch import nn
 
 from decentnode import rng
 from decentnode.config.component import load_class
-from decentnode.errors import UsageError, told
+from decentnode.errors import UsageError, describe_error
 from decentnode.experiment.tree import Experiment
 from decentnode.models import MODELS
 from decentnode.models.lora import add_adapters
@@ -30,7 +30,7 @@ def make_module(experiment: Experiment, data: DataSpec) -> nn.Module:
     except UsageError:
         raise
     except Exception as error:  # impossible tensor sizes, and whatever a user's own model raises
-        raise UsageError(f"making {name} raised {told(error)}") from error
+        raise UsageError(f"making {name} raised {describe_error(error)}") from error
     if not isinstance(module, nn.Module):
         raise UsageError(f"{name} must make a torch.nn.Module, got {type(module).__name__}")
     if (lora := getattr(experiment.model, "lora", None)) is not None:

@@ -90,7 +90,7 @@ class Fault(Settings):
         raise NotImplementedError
 
     @property
-    def told(self) -> str:
+    def as_json(self) -> str:
         """The fault as JSON, without fields that are None."""
         return self.model_dump_json(exclude_none=True)
 

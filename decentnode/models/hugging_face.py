@@ -9,7 +9,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from decentnode.config.component import Config
-from decentnode.errors import UsageError, told
+from decentnode.errors import UsageError, describe_error
 from decentnode.models.base import Model, ModelConfig
 from decentnode.models.libraries import call_library, import_library
 from decentnode.samples import DataSpec
@@ -74,7 +74,7 @@ class HuggingFace(Model):
             known = "" if self.config.pretrained else ", nor a type of model such as bert or gpt2"
             text = f"{self.config.name} is neither in the local cache nor a folder with config.json{known}; "
             how = f"`hf download {name}` downloads it on a machine with a network"
-            raise UsageError(f"{text}{how}: {told(error)[:300]}") from error
+            raise UsageError(f"{text}{how}: {describe_error(error)[:300]}") from error
         longest = data.input_shape[0] if kind != "image" else 0
         places = getattr(settings, "max_position_embeddings", None)
         if isinstance(places, int) and longest > places:
@@ -90,7 +90,7 @@ class HuggingFace(Model):
         except (OSError, ValueError) as error:
             text = f"model.pretrained: the weights of {self._model_id} are not in the local cache as safetensors; "
             how = f"`hf download {self._model_id}` downloads them on a machine with a network"
-            raise UsageError(f"{text}{how}: {told(error)[:300]}") from error
+            raise UsageError(f"{text}{how}: {describe_error(error)[:300]}") from error
         return found
 
 

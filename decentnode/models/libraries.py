@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from decentnode.errors import UsageError, told
+from decentnode.errors import UsageError, describe_error
 
 
 def import_library(module: str, model: str, extra: str = "") -> Any:
@@ -18,11 +18,11 @@ def import_library(module: str, model: str, extra: str = "") -> Any:
     except ModuleNotFoundError as error:
         package = module.partition(".")[0]
         if error.name != package:
-            raise UsageError(f"model {model}: importing {module} raised {told(error)}") from error
+            raise UsageError(f"model {model}: importing {module} raised {describe_error(error)}") from error
         install = f"'decentnode[{extra}]' has it" if extra else package
         raise UsageError(f"model {model} needs {package}, which is not installed; pip install {install}") from error
     except Exception as error:  # torchvision raises RuntimeError with another build of torch than its own
-        raise UsageError(f"model {model}: importing {module} raised {told(error)}") from error
+        raise UsageError(f"model {model}: importing {module} raised {describe_error(error)}") from error
 
 
 def call_library(model: str, make: Callable[[], nn.Module]) -> nn.Module:
@@ -32,4 +32,4 @@ def call_library(model: str, make: Callable[[], nn.Module]) -> nn.Module:
     except UsageError:
         raise
     except Exception as error:
-        raise UsageError(f"making {model} raised {told(error)}") from error
+        raise UsageError(f"making {model} raised {describe_error(error)}") from error

@@ -9,7 +9,7 @@ from torch import nn
 
 from decentnode.config import component
 from decentnode.config.signature import arguments, config_of, parameters_of
-from decentnode.errors import UsageError, told
+from decentnode.errors import UsageError, describe_error
 from decentnode.models.base import Model, ModelConfig
 from decentnode.samples import FACTS, DataSpec
 
@@ -39,7 +39,7 @@ class OwnModel(Model):
             module: nn.Module = made(**given)
         except Exception as error:  # a user's own constructor may raise anything
             written = ", ".join(f"{key}={value!r}" for key, value in given.items())
-            raise UsageError(f"making {made.__name__}({written}) raised {told(error)}") from error
+            raise UsageError(f"making {made.__name__}({written}) raised {describe_error(error)}") from error
         return module
 
 

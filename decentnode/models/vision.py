@@ -11,7 +11,7 @@ from pydantic import Field
 from torch import nn
 
 from decentnode.config.component import Config
-from decentnode.errors import UsageError, told
+from decentnode.errors import UsageError, describe_error
 from decentnode.models.base import Model, ModelConfig, image_shape, outputs_of
 from decentnode.models.libraries import call_library, import_library
 from decentnode.samples import DataSpec
@@ -58,7 +58,7 @@ class Timm(Model):
                     chosen, pretrained=config.pretrained, num_classes=outputs, in_chans=channels, **config.arguments)
             except Exception as error:
                 why = "model.pretrained: its weights are not in the local cache; " if config.pretrained else ""
-                raise UsageError(f"{why}making {name} raised {told(error)}") from error
+                raise UsageError(f"{why}making {name} raised {describe_error(error)}") from error
         return module
 
 
@@ -111,7 +111,8 @@ def _load_pretrained(module: nn.Module, weights: Any, name: str, outputs: int) -
     except FileNotFoundError as error:
         raise UsageError(f"model.pretrained: {path} does not exist; download it from {url}") from error
     except Exception as error:
-        raise UsageError(f"model.pretrained: {path} cannot be read as weights: {told(error)[:300]}") from error
+        reason = describe_error(error)[:300]
+        raise UsageError(f"model.pretrained: {path} cannot be read as weights: {reason}") from error
     found = {OLDER_KEY.sub(r"\1\2", key): value for key, value in found.items()}
     own = module.state_dict()
     fitting = {key: value for key, value in found.items() if key in own and own[key].shape == value.shape}

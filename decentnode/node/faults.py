@@ -96,7 +96,7 @@ class NodeFaults:
         time of day."""
         unreported, self._unreported = self._unreported, []
         for each in unreported:
-            self._communication.counters.on_event("fault", None, each.fault.told)
+            self._communication.counters.on_event("fault", None, each.fault.as_json)
 
     def _disk_is_full(self) -> bool:
         with self._lock:

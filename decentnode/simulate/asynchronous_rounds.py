@@ -126,7 +126,7 @@ class AsynchronousRounds(Hub):
             del self._rounds[round]
         return [first]
 
-    def told(self, uid: int, record: Mapping[str, Any]) -> dict[str, Any]:
+    def add_virtual_time(self, uid: int, record: Mapping[str, Any]) -> dict[str, Any]:
         """Returns a node's record with `virtual_seconds` added. For a round, or an evaluation of the node alone, this
         is when the node finished its last round; for an evaluation of all nodes together, when all had finished
         theirs."""

@@ -132,7 +132,7 @@ class VirtualTime:
         """Returns the same as `finished`, for one node; `AsynchronousRounds` has a method of this name, too."""
         return self.finished(rounds, uid)
 
-    def told(self, uid: int, record: Mapping[str, Any]) -> dict[str, Any]:
+    def add_virtual_time(self, uid: int, record: Mapping[str, Any]) -> dict[str, Any]:
         """Returns a node's record with `virtual_seconds` added: for a round, when the node finished it; for an
         evaluation, when all nodes had finished the rounds before it."""
         if record.get("kind") == "round":

@@ -15,7 +15,7 @@ from decentnode.launch.files.run_dir import node_dir
 from decentnode.launch.one_process.in_process import run_nodes
 from decentnode.launch.one_process.world_run import WorldRun, needs_world
 from decentnode.launch.reporting.checked import check
-from decentnode.launch.reporting.checked import told as sentence_of
+from decentnode.launch.reporting.checked import summarize_check as sentence_of
 from decentnode.launch.supervising.prepare import facts
 from decentnode.metrics.reader import read_kind
 from decentnode.simulate.world.records import check_generations, check_payloads, read_lives, unseen

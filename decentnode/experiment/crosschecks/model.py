@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from decentnode.config.problems import Problem, problem_from_error
-from decentnode.errors import UsageError, told
+from decentnode.errors import UsageError, describe_error
 from decentnode.experiment.crosschecks.parts import spec_of
 from decentnode.experiment.initial_model import make_model, module_without_values
 from decentnode.experiment.tree import Experiment
@@ -153,7 +153,7 @@ def _aligned(task: Task, module: nn.Module, inputs: Tensor, targets: Tensor, wha
         article = "an" if type(outputs).__name__[0] in "aeiou" else "a"
         gives = shape_of(outputs) if isinstance(outputs, Tensor) else f"{article} {type(outputs).__name__}"
         text = f"{what} gives {gives} for a batch, which task {task.config.name} cannot use"
-        why = f": {told(error)}" if isinstance(outputs, Tensor) else "; it takes a tensor"
+        why = f": {describe_error(error)}" if isinstance(outputs, Tensor) else "; it takes a tensor"
         raise Unsuitable(Problem(("model",), f": {text}{why}", other=("task",))) from error
     return found[0]
 
@@ -200,7 +200,8 @@ def _check_sparse(experiment: Experiment, module: nn.Module) -> None:
     try:
         try_step(config, [*sparse.values()])
     except Exception as error:
-        text = f": optimizer {config.name} does not take sparse gradients, as {next(iter(sparse))} has ({told(error)})"
+        text = (f": optimizer {config.name} does not take sparse gradients, as {next(iter(sparse))} has "
+                f"({describe_error(error)})")  # fmt: skip
         hint = "make the layer without sparse=True; sgd and adagrad take them with foreach: false"
         raise Unsuitable(Problem(("model",), text, hint, other=("training", "optimizer"))) from error
 
@@ -237,5 +238,5 @@ def _blame(path: Path, what: str, other: str = "") -> Iterator[None]:
     except Exception as error:
         if isinstance(error, NotImplementedError | RuntimeError) and "meta" in str(error):
             raise NeedsValues from error
-        raise Unsuitable(Problem(path, f": {what} {told(error)}", other=see)) from error
+        raise Unsuitable(Problem(path, f": {what} {describe_error(error)}", other=see)) from error
 

@@ -100,7 +100,7 @@ class BatchedOutput(Sink):
         self._report()  # an evaluation is shown together with the loss and the bytes of its round
         self._format()
         if self._virtual is not None:
-            record = self._virtual.told(uid, record)
+            record = self._virtual.add_virtual_time(uid, record)
         self._lines[uid].append(encode(record))
         self.send(Progress(uid, finite(record)))
         if record["kind"] == "evaluation" and (problem := non_finite_losses(record, merged=uid == self.task.uids[0])):

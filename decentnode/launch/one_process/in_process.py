@@ -150,7 +150,7 @@ def run_nodes(
     files = StepwiseOutput(task, experiment, send)
 
     def record(uid: int, found: dict[str, Any]) -> None:
-        files.reporters[uid].record(found if virtual is None else virtual.told(uid, found))
+        files.reporters[uid].record(found if virtual is None else virtual.add_virtual_time(uid, found))
 
     try:
         files.open()

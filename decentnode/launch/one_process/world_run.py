@@ -176,7 +176,7 @@ class WorldRun:
         process = self._admitted.get(host)
         if process is not None and process.alive:
             process.node.ask_leave()
-            process.shell.settle()
+            process.io.settle()
 
     def ask_stop(self) -> None:
         """As `Stoppable.ask_stop`."""
@@ -211,7 +211,7 @@ class WorldRun:
         if self._stop_asked and not self._stop_passed_on and process.alive:
             self._stop_passed_on = True
             process.node.ask_stop()
-            process.shell.settle()
+            process.io.settle()
 
     def run(self) -> int:
         """Runs all nodes to the end, and saves and reports their results. Returns the exit code. Blocking; raises the

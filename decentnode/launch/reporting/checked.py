@@ -31,9 +31,10 @@ def check_run(
         return None
     result = check(run_dir, facts)
     if "violation" in result:
-        ledger.failures.append(Failed(facts.local[0], NodeFailed.exit_code, told(result), told(result)))
+        text = summarize_check(result)
+        ledger.failures.append(Failed(facts.local[0], NodeFailed.exit_code, text, text))
     else:
-        observer.notice(told(result))
+        observer.notice(summarize_check(result))
     return result
 
 
@@ -62,7 +63,7 @@ def check(run_dir: Path, facts: Facts) -> dict[str, Any]:
     return {"payloads": payloads, "generations": generations, **({"unseen": elsewhere} if elsewhere else {})}
 
 
-def told(checked: dict[str, Any]) -> str:
+def summarize_check(checked: dict[str, Any]) -> str:
     """Returns the result of `check` as a sentence."""
     if "violation" in checked:
         return f"a payload or a generation is wrong: {checked['violation']}"

@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from decentnode import clock
-from decentnode.errors import told
+from decentnode.errors import describe_error
 from decentnode.system import boot_id, process_start_time
 
 END_KEY = "decentnode/ended"
@@ -45,7 +45,7 @@ def report_end() -> None:
     error = getattr(sys, "last_value", None)  # set before an uncaught exception is printed
     if hasattr(sys, "ps1") or not _is_store_usable() or (error is None and not _store_outlives_ranks()):
         return
-    message = "" if error is None else told(error)
+    message = "" if error is None else describe_error(error)
     text = f"{dist.get_rank()} {message}".encode(errors="replace")[:MAX_BYTES].decode(errors="ignore")
     _with_timeout(lambda store: store.compare_set(END_KEY, "", text))
 

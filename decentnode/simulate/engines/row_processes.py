@@ -140,7 +140,7 @@ def _serve(end: Connection, work: Callable[[str, Any], list[Any]]) -> NoReturn:
             try:
                 answer: Answer = {"results": work(job, argument)}
             except Exception as error:
-                answer = {"failed": type(error).__name__, "text": str(error), "told": errors.told(error),
+                answer = {"failed": type(error).__name__, "text": str(error), "told": errors.describe_error(error),
                           "uid": getattr(error, "uid", None)}  # fmt: skip
             end.send_bytes(json.dumps({"number": number, **answer}).encode())
     except (EOFError, OSError):

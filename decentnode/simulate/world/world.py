@@ -75,10 +75,10 @@ class Process:
         self.world, self.uid, self.life, self.granted = world, uid, life, granted
         self.heap = world.heap
         self.node = world.make_node(uid, self._transport)
-        self.shell, self.facts = self.transport.io, self.transport.facts
+        self.io, self.facts = self.transport.io, self.transport.facts
         self.facts.notified = self._notified
         self.facts.on_wait_began = lambda _since: None  # not needed: the timer is set anew after every event
-        self.shell.settled = self._settled
+        self.io.settled = self._settled
         self.error: Exception | None = None
         """The error with which it failed."""
         self.over = False
@@ -143,15 +143,15 @@ class Process:
         self._is_scheduled = False
         if not self.alive:
             return
-        if self.heap.now < self.shell.suspended_until:
+        if self.heap.now < self.io.suspended_until:
             self._is_scheduled = True
-            self.heap.at(self.shell.suspended_until, self._resume)
+            self.heap.at(self.io.suspended_until, self._resume)
             return
         self._is_stepping = True
         while self.alive and self._step():
             pass
         if not self.dead:
-            self.shell.settle()
+            self.io.settle()
         self._is_stepping = False
 
     def _step(self) -> bool:
@@ -252,9 +252,9 @@ class World:
         assert reconfiguration is not None
         knock = Knock(NO_RUN, 0, 0, PROTOCOL_VERSION, f"tcp://{at}:7000", f"tcp://{at}:7001", REACH_DIRECT, "")
         answer: Granted | Described | Declined | None = None
-        if process.alive and self.heap.now >= process.shell.suspended_until:
+        if process.alive and self.heap.now >= process.io.suspended_until:
             answer = reconfiguration.knocked(knock, Caller(), self.heap.now)
-            process.shell.settle()
+            process.io.settle()
         if isinstance(answer, Granted):
             self.happened["admitted"] += 1
             made = self.processes[answer.uid] = Process(self, answer.uid, 0, answer)
@@ -310,7 +310,7 @@ class World:
                     if process.dead:
                         self._begin(process.uid, process.life + 1).begin()
                 elif process.alive and isinstance(fault, Pause):
-                    process.shell.suspend(now + fault.seconds)
+                    process.io.suspend(now + fault.seconds)
                 elif process.alive and isinstance(fault, Kill):
                     process.kill()
 

@@ -199,7 +199,7 @@ def test_a_run_that_is_stopped_is_stopped_again(missing: str, plan: tuple[Kill, 
 
     def stop() -> None:
         made.nodes[0].ask_stop()
-        world.processes[0].shell.settle()
+        world.processes[0].io.settle()
 
     world.heap.at(stopped_at, stop)
     assert world.run(1e4) and not any(process.error for process in world.lives if not process.dead)

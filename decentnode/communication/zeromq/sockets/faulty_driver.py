@@ -97,7 +97,7 @@ class FaultyDriver(LinkDriver):
 
     def _fault_began(self, found: ActiveFault) -> None:
         fault = found.fault
-        self._counters.on_event("fault", None, fault.told)
+        self._counters.on_event("fault", None, fault.as_json)
         if isinstance(fault, Break | HalfOpen) and fault.source == self._uid:
             to = fault.to, CONTROL if fault.plane == "control" else BULK
             if isinstance(fault, HalfOpen):
