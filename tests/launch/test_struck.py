@@ -15,7 +15,7 @@ import decentnode
 from decentnode import clock, system
 from decentnode.communication.inproc import Inproc
 from decentnode.errors import EnvironmentFault, NodeFailed, UsageError
-from decentnode.launch.reporting.checked import told
+from decentnode.launch.reporting.checked import summarize_check
 from decentnode.launch.reporting.outcome import Outcome
 from decentnode.launch.supervising.deadlines import REJOIN_SECONDS
 from decentnode.metrics.reader import read_kind
@@ -113,8 +113,9 @@ def test_where_no_payload_was_mixed_no_check_is_claimed(tmp_path: Path) -> None:
 
 
 def test_what_a_check_finds_is_said_in_a_sentence() -> None:
-    assert told({"payloads": 1234, "generations": 1}) == "checked: 1,234 payloads were mixed as their sources sent them"
-    assert told({"unchecked": "they lie elsewhere"}) == "not checked: they lie elsewhere"
+    found = summarize_check({"payloads": 1234, "generations": 1})
+    assert found == "checked: 1,234 payloads were mixed as their sources sent them"
+    assert summarize_check({"unchecked": "they lie elsewhere"}) == "not checked: they lie elsewhere"
 
 
 def test_what_has_no_processes_refuses_faults_of_processes(tmp_path: Path) -> None:

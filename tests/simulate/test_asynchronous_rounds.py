@@ -56,7 +56,11 @@ def experiment(factor: float = 3.0, *more: str, **node: Any) -> Experiment:
 def simulated(made: Experiment) -> tuple[list[Node], Records]:
     records: Records = defaultdict(list)
     own = AsynchronousRounds(make_clock(made))
-    nodes = run_in_process(made, lambda uid, record: records[uid].append(own.told(uid, record)), own_rounds=own)
+
+    def keep(uid: int, record: dict[str, Any]) -> None:
+        records[uid].append(own.add_virtual_time(uid, record))
+
+    nodes = run_in_process(made, keep, own_rounds=own)
     return nodes, records
 
 

@@ -232,7 +232,7 @@ def test_the_own_class_of_the_page_attacks(tmp_path: Path, monkeypatch: pytest.M
     """As its commands do: in the folder above that of the YAML file and the module."""
     root, folder = QUICKSTART.parents[1], tmp_path / "configs"
     page = (root / "docs" / "howto" / "attacks.rst").read_text()
-    shown = re.search(r":caption: (configs/my_attack\.py)\n\n((?:   .*\n|\n)+)", page)
+    shown = re.search(r":name: (configs/my_attack\.py)\n\n((?:   .*\n|\n)+)", page)
     given_ = re.search(r"run (configs/byzantine\.yaml) --set '(attack=.*my_attack:Zeros.*)'", page)
     assert shown is not None and given_ is not None
     folder.mkdir()
