@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # bash eval/attacks.sh [--alpha A] [--seeds N] [--rounds N]: every robust sharing rule of configs/byzantine.yaml, and
-# plain gossip, under every attack: makes the table of docs/howto/attacks.rst (docs/tables/attacks.txt; it is only
-# printed with other values than the defaults). Takes about five minutes on two idle cores. After an interruption, the
-# same command continues with the runs that are not finished yet.
+# plain gossip, under every attack: makes the tables of docs/howto/attacks.rst, docs/tables/attacks.txt and with --alpha
+# 0.3 attacks_unequal.txt; with other values the table is only printed. Takes about three minutes on two idle cores.
+# After an interruption, the same command continues with the runs that are not finished yet.
 set -euo pipefail
 . "$(dirname "$0")/_env.sh"
 cd "$root"

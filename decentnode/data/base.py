@@ -99,7 +99,7 @@ class Dataset(Component, abc.ABC):
         return self.test().take(indices)
 
     def check_private(self) -> None:
-        """Raises DataError if nodes that each read files of their own might get different `spec`s."""
+        """Raises DataError if nodes that each read files of their own might get a different `spec`."""
         known = getattr(getattr(self, "config", None), "num_classes", 0)
         if known is None and self.spec.num_classes is not None:
             raise DataError("data.num_classes must be given where each node has private files: those of one need not "
