@@ -89,20 +89,18 @@ def clipped_weights(
     largest = sorted((weights[uid] for uid in distances), reverse=True)
     bound = sum(largest[: config.byzantine])
     nearest_first = sorted(distances, key=lambda uid: (distances[uid], uid))
+    kept = _kept(nearest_first, weights, 2 * bound if config.form == "cs_plus" else bound)
+    whole = [uid for uid in nearest_first if kept[uid] >= weights[uid] * (1 - 1e-9)]
     if config.radius is not None:
         radius = config.radius
     elif not bound:
         return {uid: weights[uid] for uid in distances}
     elif config.form == "nearest":
-        kept = _kept(nearest_first, weights, bound)
         return {uid: kept[uid] for uid in distances}
     elif config.form == "he":
-        kept = _kept(nearest_first, weights, bound)
-        whole = [uid for uid in nearest_first if kept[uid] >= weights[uid] * (1 - 1e-9)]
         radius = math.sqrt(sum(weights[uid] * distances[uid] ** 2 for uid in whole) / bound)
     else:
-        kept = _kept(nearest_first, weights, 2 * bound)
-        radius = max((distances[uid] for uid in nearest_first if kept[uid] >= weights[uid] * (1 - 1e-9)), default=0.0)
+        radius = max((distances[uid] for uid in whole), default=0.0)
     return {uid: weights[uid] * min(1.0, radius / distances[uid]) if distances[uid] else weights[uid]
             for uid in distances}  # fmt: skip
 

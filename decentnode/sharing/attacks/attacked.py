@@ -62,7 +62,7 @@ class Attacked(Wrapper):
             self._received = [each.to(dtype, copy=True) for each in arrived] or self._received
 
     def succeed(self, former: Self) -> None:
-        """An attacker goes on in a new membership generation with what it knows."""
+        """An attacker keeps what it knows in a new membership generation."""
         super().succeed(former)
         self.attack, self._received = former.attack, former._received
 

@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from decentnode.config import component
 from decentnode.config.component import Component, Config
+from decentnode.faults.vocabulary import SomeUids
 from decentnode.graph.base import RoundView
-
-
-def _distinct(uids: tuple[int, ...] | None) -> tuple[int, ...] | None:
-    for index, uid in enumerate(uids or ()):
-        if uid in (uids or ())[:index]:
-            raise ValueError(f"must name each node once, got {uid} twice")
-    return uids
 
 
 class AttackConfig(Config):
     """Keys that every attack has."""
 
-    nodes: Annotated[tuple[int, ...] | None, Field(min_length=1), AfterValidator(_distinct)] = None
+    nodes: SomeUids | None = None
     """Uids of the attackers."""
     count: int | None = Field(None, ge=1)
     """Number of attackers, which are drawn with the run's seed. Give this or `nodes`."""
