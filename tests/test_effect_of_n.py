@@ -34,3 +34,21 @@ def test_every_graph_is_run_and_drawn(script: Any, tmp_path: Path, capsys: pytes
 def test_more_nodes_of_a_ring_are_further_apart(script: Any) -> None:
     near, far = (script.run("ring", nodes, ["node.rounds=30", "data.test_samples=50"]) for nodes in (4, 32))
     assert near.distance < 0.5 * far.distance and near.megabytes == far.megabytes > 0
+
+
+def test_a_part_of_the_measurement_does_not_replace_the_table_of_the_whole(
+    script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(script, "ROOT", tmp_path)
+    figures = {"rounds": 3, "local": 0.9, "merged": 0.9, "distance": 0.1, "megabytes": 1.0, "seconds": 1.0}
+    monkeypatch.setattr(script, "run", lambda graph, nodes, sets: script.FinalFigures(graph, nodes, **figures))
+    script.main(["ring"])
+    assert not (tmp_path / "docs").exists()
+    script.main([])
+    assert (tmp_path / "docs" / "tables" / "effect_of_n.txt").exists()
+
+
+def test_an_unknown_graph_is_refused(script: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        script.main(["rings"])
+    assert "graphs must be of ring, " in capsys.readouterr().err

@@ -1,7 +1,5 @@
 """Measures the cost of a checkpoint for the training thread, in copies of the state, and for the thread that writes it.
 
-    python eval/benchmarks/checkpoints.py [HIDDEN] [CHECKPOINTS]
-
 One node with Adam and an MLP with HIDDEN units in two layers: its state has three times the size of its parameters. The
 time of a copy is that of cloning each tensor of the state, in the same process right after each checkpoint. Training
 continues while a checkpoint is written: its rounds are timed with and without the writer.
@@ -9,8 +7,8 @@ continues while a checkpoint is written: its rounds are timed with and without t
 
 from __future__ import annotations
 
+import argparse
 import statistics
-import sys
 import tempfile
 from pathlib import Path
 
@@ -37,7 +35,7 @@ def node_of(hidden: int) -> Node:
     return node
 
 
-def main(hidden: int = 2048, checkpoints: int = 8) -> None:
+def main(hidden: int, checkpoints: int) -> None:
     torch.set_num_threads(1)
     keep_freed_memory()
     node = node_of(hidden)
@@ -76,4 +74,7 @@ def main(hidden: int = 2048, checkpoints: int = 8) -> None:
 
 
 if __name__ == "__main__":
-    main(*(int(each) for each in sys.argv[1:]))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("hidden", nargs="?", type=int, default=2048, metavar="HIDDEN", help="by default 2048")
+    parser.add_argument("checkpoints", nargs="?", type=int, default=8, metavar="CHECKPOINTS", help="by default 8")
+    main(**vars(parser.parse_args()))

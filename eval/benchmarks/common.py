@@ -196,10 +196,15 @@ class _MemorySampler(threading.Thread):
 
 
 def round_records(latest: Path) -> Iterator[list[dict[str, Any]]]:
-    """Yields every node's records of its rounds, except the first two, from the folder of a run."""
+    """Yields every node's records of its rounds, except the first two, from the folder of a run.
+
+    Raises SystemExit if a node has no further round."""
     for path in sorted(latest.glob("nodes/*/metrics.jsonl")):
         records = [json.loads(line) for line in path.read_text().splitlines()]
-        yield [record for record in records if record["kind"] == "round"][2:]
+        rounds = [record for record in records if record["kind"] == "round"][2:]
+        if not rounds:
+            raise SystemExit("a run must have at least 3 rounds, as the first two are not counted")
+        yield rounds
 
 
 def run_rounds(overrides: list[str], nodes: int, look: bool = True) -> Run:

@@ -7,8 +7,8 @@ values, and the difference, which must be within .6 points (3 for Adam) for loca
 
 from __future__ import annotations
 
+import argparse
 import statistics
-import sys
 import tempfile
 from pathlib import Path
 
@@ -69,10 +69,11 @@ def line(arm: str, runs: list[Figures]) -> str:
 
 
 def main() -> None:
-    arms = sys.argv[1:] or list(REFERENCE)
-    unknown = [arm for arm in arms if arm not in REFERENCE]
-    if unknown:
-        raise SystemExit(f"arms must be of {', '.join(REFERENCE)}, got {', '.join(unknown)}")
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("arms", nargs="*", metavar="ARM", help=", ".join(REFERENCE))
+    arms = parser.parse_args().arms or list(REFERENCE)
+    if unknown := [arm for arm in arms if arm not in REFERENCE]:
+        parser.error(f"arms must be of {', '.join(REFERENCE)}, got {', '.join(unknown)}")
     print(f"{machine()}; mean of {SEEDS} seeds (simulation's)")
     print(f"{'arm':28} {'local %':>16} {'merged %':>16} {'consensus rms':>16}   deviation of local")
     with workers(cores()) as pool:

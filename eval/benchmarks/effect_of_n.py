@@ -3,7 +3,7 @@
 Runs configs/scale/effect_of_n.yaml with 16 to 4,096 nodes on every graph with the batched engine, in this process on
 one core, and evaluates after the last round. Every node has the same number of samples of its own, so that more nodes
 have more samples in total, which have to travel farther. Writes tables/effect_of_n.txt and pictures/effect_of_n.png in
---docs.
+--docs; without --docs, in docs/ if all graphs and numbers of nodes were measured with the config as it is.
 """
 
 from __future__ import annotations
@@ -131,25 +131,31 @@ def draw(found: Sequence[FinalFigures], path: Path) -> None:
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="eval/bench.sh effect_of_n")
-    parser.add_argument("graphs", nargs="*", metavar="GRAPH", default=[*GRAPHS], help=", ".join(GRAPHS))
+    parser = argparse.ArgumentParser(prog="eval/bench.sh effect_of_n", description=__doc__)
+    parser.add_argument("graphs", nargs="*", metavar="GRAPH", help=", ".join(GRAPHS))
     parser.add_argument("--nodes", type=int, nargs="+", default=NODES)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="instead of the config's own")
-    parser.add_argument("--docs", type=Path, default=ROOT / "docs", metavar="FOLDER")
+    parser.add_argument("--docs", type=Path, metavar="FOLDER")
     options = parser.parse_args(words)
+    if unknown := [graph for graph in options.graphs if graph not in GRAPHS]:
+        parser.error(f"graphs must be of {', '.join(GRAPHS)}, got {', '.join(unknown)}")
+    is_whole = not options.graphs and not options.set and options.nodes == NODES
+    docs = options.docs or (ROOT / "docs" if is_whole else None)
     torch.set_num_threads(1)
     keep_freed_memory()
     found = []
-    for graph in options.graphs:
+    for graph in options.graphs or GRAPHS:
         for nodes in options.nodes:
             found.append(run(graph, nodes, options.set))
             print(found[-1], flush=True)
     made_by = f"Made by ``bash eval/bench.sh effect_of_n`` on {time.strftime('%Y-%m-%d')}: {machine()}."
     text = f"{table(found)}\n\n{made_by}\n"
-    (options.docs / "tables").mkdir(parents=True, exist_ok=True)
-    (options.docs / "tables" / "effect_of_n.txt").write_text(text)
-    draw(found, options.docs / "pictures" / "effect_of_n.png")
     print(text)
+    if docs is None:
+        return
+    (docs / "tables").mkdir(parents=True, exist_ok=True)
+    (docs / "tables" / "effect_of_n.txt").write_text(text)
+    draw(found, docs / "pictures" / "effect_of_n.png")
 
 
 if __name__ == "__main__":

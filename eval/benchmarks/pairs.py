@@ -46,7 +46,7 @@ def round_seconds(checkout: Path, overrides: list[str]) -> float:
             raise SystemExit(f"{checkout}: a run ended with {done.returncode}:\n{done.stdout}{done.stderr}")
         latest = next(Path(folder).glob("*/latest"))
         return statistics.median(
-            statistics.median(record["seconds"] for record in records) for records in round_records(latest) if records
+            statistics.median(record["seconds"] for record in records) for records in round_records(latest)
         )
 
 

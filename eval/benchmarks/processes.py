@@ -1,8 +1,6 @@
 """The cost of many nodes on one machine, by the number of nodes per process: CPU time per local step beside that of
 bare steps, memory, threads and open files per node, and the time to start.
 
-    python eval/benchmarks/processes.py [NODES] [SECONDS] [NODES_PER_PROCESS...]   (64, 30, 1 and auto)
-
 Bare steps are those of the same nodes without any exchange, a process per core, all at once; they are measured for
 SECONDS before and after each variant. Each variant runs for SECONDS after its first rounds and is then stopped. CPU
 time depends less on other load of the machine than wall-clock time does, but still depends on it: caches and memory are
@@ -11,6 +9,7 @@ shared.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -93,10 +92,10 @@ def sizes_text(folder: Path, nodes: int) -> str:
     return f"{pss / nodes:6.1f} MB, {threads / nodes:4.1f} threads, {files / nodes:5.1f} files"
 
 
-def measure(overrides: list[str], nodes: int, each: str, seconds: float) -> None:
+def measure(overrides: list[str], nodes: int, per_process: str, seconds: float) -> None:
     floor = bare_seconds(overrides, nodes, seconds)
     with tempfile.TemporaryDirectory() as name:
-        sets = [part for key in [*overrides, f"mapping.nodes_per_process={each}"] for part in ("--set", key)]
+        sets = [part for key in [*overrides, f"mapping.nodes_per_process={per_process}"] for part in ("--set", key)]
         command = [sys.executable, "-m", "decentnode", "run", str(CONFIG), "--run-dir", name, "--plain", *sets]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         folder = Path(name)
@@ -113,22 +112,31 @@ def measure(overrides: list[str], nodes: int, each: str, seconds: float) -> None
     start = next((line.split(", ")[1] for line in output.splitlines() if "all connected" in line), "?")
     step, after = (cpu_after - cpu) / max(1, more - rounds), bare_seconds(overrides, nodes, seconds)
     floors = (floor + after) / 2
-    print(f"{each:>5} {1e3 * step:8.2f} ms per step and node, {step / floors:5.2f} of bare "
+    print(f"{per_process:>5} {1e3 * step:8.2f} ms per step and node, {step / floors:5.2f} of bare "
           f"({1e3 * floor:.2f} before, {1e3 * after:.2f} after); {sizes_now}; connected {start}", flush=True)
 
 
-def main(nodes: int = 64, seconds: float = 30.0, *each: str) -> None:
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("nodes", nargs="?", type=int, default=64, metavar="NODES", help="at least 5; by default 64")
+    parser.add_argument("seconds", nargs="?", type=float, default=30.0, metavar="SECONDS", help="by default 30")
+    parser.add_argument("per_process", nargs="*", default=["1", "auto"], metavar="NODES_PER_PROCESS",
+                        help="by default 1 and auto")  # fmt: skip
+    options = parser.parse_args()
+    nodes, seconds = options.nodes, options.seconds
+    if nodes < 5:
+        parser.error(f"NODES must be at least 5, as each has four neighbors, got {nodes}")
     overrides = [f"graph={{name: regular, nodes: {nodes}, degree: 4}}", f"mapping.nodes_per_machine={nodes}",
                  "model={name: gn_lenet}", "node.rounds=100000", "communication.start_timeout_seconds=300",
                  "data.test_samples=64"]  # fmt: skip
     print(machine())
     print(f"{nodes} x GN-LeNet, {planned_mb(overrides):.1f} MB planned each", flush=True)
-    for way in each or ("1", "auto"):
-        measure(overrides, nodes, way, seconds)
+    for per_process in options.per_process:
+        measure(overrides, nodes, per_process, seconds)
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["bare"]:
         run_bare_steps(*sys.argv[2:])
     else:
-        main(*(int(each) for each in sys.argv[1:2]), *(float(each) for each in sys.argv[2:3]), *sys.argv[3:])
+        main()

@@ -7,8 +7,8 @@ parameter on the wire. One thread; the copy is measured again for every line, so
 
 from __future__ import annotations
 
+import argparse
 import statistics
-import sys
 import time
 from collections.abc import Callable
 
@@ -143,9 +143,16 @@ def mixing(model: Tensor, ceiling: Ceiling) -> None:
 
 
 def main() -> None:
+    names = list(dict.fromkeys(str(each["name"]) for each in RULES))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("parameters", nargs="?", type=float, default=25e6, help="of the model; by default 25e6")
+    parser.add_argument("rules", nargs="*", metavar="RULE", help=", ".join(names))
+    options = parser.parse_args()
+    if unknown := [rule for rule in options.rules if rule not in names]:
+        parser.error(f"rules must be of {', '.join(names)}, got {', '.join(unknown)}")
     keep_freed_memory()
     torch.set_num_threads(1)
-    parameters = int(float(sys.argv[1])) if len(sys.argv) > 1 else 25_000_000
+    parameters = int(options.parameters)
     side = int(parameters**0.5)
     shapes = [(side, side), (parameters - side * side,)]
     model = torch.randn(parameters, generator=torch.Generator().manual_seed(1))
@@ -154,8 +161,8 @@ def main() -> None:
     selection(model, ceiling)
     mixing(model, ceiling)
     print(f"{'rule':22} {'encode':>7} {'decode':>7} {'mix':>7} {'all':>7}   bytes per parameter   (in copies)")
-    for options in [each for each in RULES if not sys.argv[2:] or each["name"] in sys.argv[2:]]:
-        rule(options, shapes, model, ceiling)
+    for keys in [each for each in RULES if not options.rules or each["name"] in options.rules]:
+        rule(keys, shapes, model, ceiling)
 
 
 if __name__ == "__main__":

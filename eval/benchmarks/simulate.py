@@ -234,15 +234,17 @@ def show(case: str, reason: str, found: dict[str, list[Cost]]) -> None:
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("cases", nargs="*", metavar="CASE", default=[*CASES])
+    arguments.add_argument("cases", nargs="*", metavar="CASE", help=", ".join(CASES))
     for name in PEERS:
         arguments.add_argument(f"--{name}", default="", metavar="PATH")
     arguments.add_argument("--turns", type=int, default=5, metavar="N")
     arguments.add_argument("--rounds-seconds", type=float, default=2.0, metavar="S")
     chosen = arguments.parse_args()
+    if unknown := [case for case in chosen.cases if case not in CASES]:
+        arguments.error(f"cases must be of {', '.join(CASES)}, got {', '.join(unknown)}")
     keep_freed_memory()
     print(machine())
-    for case in chosen.cases:
+    for case in chosen.cases or CASES:
         measure(case, chosen.turns, chosen.rounds_seconds, {name: getattr(chosen, name) for name in PEERS})
 
 
