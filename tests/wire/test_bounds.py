@@ -1,4 +1,4 @@
-"""How much of a peer's text, and which numbers, a node takes: what the protocol says, to the last one."""
+"""The longest text and the largest number that each field of a message may have."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from decentnode.wire import codec
 from decentnode.wire.messages import FIELDS, MESSAGES, Message
 
 KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in MESSAGES.values()}
-TEXTS = [
+LONGEST_TEXTS = [
     ("Hello", "digest", 64), ("Hello", "software", 128), ("Reject", "digest", 64), ("Reject", "reason", 512),
     ("Refused", "reason", 512), ("Absent", "reason", 8192), ("Part", "key", 96), ("Arrive", "key", 96),
     ("Fail", "reason", 512), ("Join", "digest", 64), ("Denied", "digest", 64), ("Denied", "reason", 512),
 ]  # fmt: skip
-NUMBERS = [
+NUMBER_LIMITS = [
     ("Welcome", "generation", 1 << 32), ("Welcome", "source", 1 << 20), ("Hello", "version", 1 << 16),
     ("Hello", "num_nodes", 1 << 20), ("Chunk", "round", 1 << 40), ("Chunk", "phase", 256), ("Chunk", "tensor", 256),
     ("Chunk", "chunk", 1 << 32), ("Chunk", "total", 1 << 48), ("Part", "down", 2),
@@ -26,9 +26,10 @@ NUMBERS = [
 ]  # fmt: skip
 
 
-def made(kind: str, **given: Any) -> Message:
-    """A message with the smallest values but those given."""
-    def least(rule: Any) -> Any:
+def make_message(kind: str, **values: Any) -> Message:
+    """Returns a message of this kind; fields that are not given have their smallest value."""
+
+    def smallest(rule: Any) -> Any:
         if "limit" in rule:
             return 0
         if "text" in rule:
@@ -37,20 +38,20 @@ def made(kind: str, **given: Any) -> Message:
             return bytes(rule["blob"] if rule["exact"] else 0)
         return {}
 
-    return KINDS[kind](**{each.name: least(each.metadata) for each in FIELDS[KINDS[kind]]} | given)
+    return KINDS[kind](**{field.name: smallest(field.metadata) for field in FIELDS[KINDS[kind]]} | values)
 
 
-@pytest.mark.parametrize(("kind", "name", "limit"), TEXTS)
-def test_texts(kind: str, name: str, limit: int) -> None:
-    longest = made(kind, **{name: "x" * limit})
+@pytest.mark.parametrize(("kind", "name", "limit"), LONGEST_TEXTS)
+def test_a_text_has_at_most_so_many_characters(kind: str, name: str, limit: int) -> None:
+    longest = make_message(kind, **{name: "x" * limit})
     assert codec.decode(codec.encode(longest)) == longest
     with pytest.raises(ValueError, match=name):
-        codec.encode(made(kind, **{name: "x" * (limit + 1)}))
+        codec.encode(make_message(kind, **{name: "x" * (limit + 1)}))
 
 
-@pytest.mark.parametrize(("kind", "name", "limit"), NUMBERS)
-def test_numbers(kind: str, name: str, limit: int) -> None:
-    largest = made(kind, **{name: limit - 1})
+@pytest.mark.parametrize(("kind", "name", "limit"), NUMBER_LIMITS)
+def test_a_number_is_below_its_limit(kind: str, name: str, limit: int) -> None:
+    largest = make_message(kind, **{name: limit - 1})
     assert codec.decode(codec.encode(largest)) == largest
     with pytest.raises(ValueError, match=name):
-        codec.encode(made(kind, **{name: limit}))
+        codec.encode(make_message(kind, **{name: limit}))

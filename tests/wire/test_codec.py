@@ -16,6 +16,7 @@ from tests.conftest import scale
 
 
 def field_values(rule: Any) -> st.SearchStrategy[Any]:
+    """Returns the values that a message's field with this metadata may have."""
     if "limit" in rule:
         return st.integers(0, rule["limit"] - 1)
     if "text" in rule:
@@ -29,7 +30,7 @@ def field_values(rule: Any) -> st.SearchStrategy[Any]:
 def messages() -> st.SearchStrategy[Message]:
     return st.one_of(
         [
-            st.builds(kind, **{each.name: field_values(each.metadata) for each in FIELDS[kind]})
+            st.builds(kind, **{field.name: field_values(field.metadata) for field in FIELDS[kind]})
             for kind in MESSAGES.values()
         ]
     )
@@ -37,7 +38,7 @@ def messages() -> st.SearchStrategy[Message]:
 
 @given(messages())
 @settings(max_examples=400, deadline=None)
-def test_round_trip(message: Message) -> None:
+def test_a_decoded_message_equals_the_encoded_one(message: Message) -> None:
     assert codec.decode(codec.encode(message)) == message
 
 
@@ -53,32 +54,32 @@ GOLDEN = [
 
 
 @pytest.mark.parametrize(("message", "golden"), GOLDEN)
-def test_golden_bytes(message: Message, golden: str) -> None:
+def test_headers_have_the_bytes_of_this_protocol_version(message: Message, golden: str) -> None:
     """The header of protocol version 14: a change here needs a new version."""
     assert codec.encode(message) == bytes.fromhex(golden.replace(" ", ""))
 
 
-def test_types_are_numbered_once() -> None:
+def test_message_types_are_numbered_consecutively_from_one() -> None:
     assert sorted(MESSAGES) == list(range(1, len(MESSAGES) + 1))
 
 
 @given(st.binary(max_size=200))
 @settings(max_examples=400, deadline=None)
-def test_any_bytes_are_a_message_or_a_fault(data: bytes) -> None:
+def test_arbitrary_bytes_decode_or_raise_a_peer_fault(data: bytes) -> None:
     try:
         codec.decode(data)
     except PeerFault as fault:
         assert fault.reason in {"malformed_header", "protocol_version", "unknown_type"}
 
 
-def test_mutated_headers_are_messages_or_faults() -> None:
+def test_mutated_headers_decode_or_raise_a_peer_fault() -> None:
     draw = random.Random(1)
     headers = [codec.encode(message) for message, _ in GOLDEN]
     for _ in range(scale(5000, 100_000)):
         data = bytearray(draw.choice(headers))
         for _ in range(draw.randint(1, 4)):
-            where = draw.randrange(len(data))
-            data[where : where + draw.randint(0, 2)] = draw.randbytes(draw.randint(0, 3))
+            start = draw.randrange(len(data))
+            data[start : start + draw.randint(0, 2)] = draw.randbytes(draw.randint(0, 3))
             data = data or bytearray(b"\0")
         try:
             codec.decode(bytes(data))
@@ -105,42 +106,43 @@ RUN, ORIGIN = b"12345678", bytes(12)
         [220, 14, 2, RUN, 0, [[[[[[]]]]]], ORIGIN],
     ],
 )  # fmt: skip
-def test_wrong_values_are_faults(value: object) -> None:
+def test_a_header_with_one_wrong_value_raises_a_peer_fault(value: object) -> None:
     with pytest.raises(PeerFault):
         codec.decode(msgpack.packb(value))
 
 
-def test_the_wrong_values_are_wrong_in_one_place() -> None:
+def test_the_headers_that_the_wrong_values_were_made_from_decode() -> None:
+    """Each case of the test above differs from one of these in one place, so that it fails for that place alone."""
     assert codec.decode(msgpack.packb([220, 14, 2, RUN, 0, 3, ORIGIN])) == Welcome(RUN, 0, 3)
     assert codec.decode(msgpack.packb([220, 14, 15, RUN, 0, 3, ORIGIN, 1, {"k": 1}])) == Report(RUN, 0, 3, 1, {"k": 1})
     slot = Slot(RUN, 0, 3, 1, 0, 0, 0, b"", {"k": 1})
     assert codec.decode(msgpack.packb([220, 14, 16, RUN, 0, 3, ORIGIN, 1, 0, 0, 0, b"", {"k": 1}])) == slot
 
 
-def test_as_many_figures_as_a_node_may_have_fit_into_a_report() -> None:
-    """A translation with moving averages and training samples has 66."""
+def test_the_most_figures_that_a_node_may_have_fit_into_a_report() -> None:
+    """A node that trains translation with moving averages and shows training samples has 66."""
     figures = {f"{i:064d}": i / 7 for i in range(MAX_FIGURES)}
     report = Report(RUN, 0, 3, 1, figures)
     assert codec.decode(codec.encode(report)) == report
 
 
-def test_huge_counts_allocate_nothing() -> None:
-    for bomb in (b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff", b"\xdb\xff\xff\xff\xff"):
+def test_huge_counts_and_deep_nesting_are_refused() -> None:
+    for type_byte in (b"\xdd", b"\xdf", b"\xc6", b"\xdb"):  # array, map, binary, text
         with pytest.raises(PeerFault, match="malformed_header"):
-            codec.decode(bomb + b"x" * 10)
+            codec.decode(type_byte + b"\xff\xff\xff\xff" + b"x" * 10)
     with pytest.raises(PeerFault, match="malformed_header"):
         codec.decode(b"\x91" * 100_000)
     with pytest.raises(PeerFault, match="oversized_header"):
         codec.decode(bytes(codec.MAX_HEADER_BYTES + 1))
 
 
-def test_own_messages_are_checked_too() -> None:
+def test_encode_refuses_an_invalid_message_of_our_own() -> None:
     with pytest.raises(ValueError, match="source must be in"):
         codec.encode(Welcome(b"12345678", 0, -1))
 
 
 @given(st.sets(st.integers(0, 99)))
-def test_bitmaps(uids: set[int]) -> None:
+def test_bitmaps_round_trip_and_refuse_uids_beyond_the_run(uids: set[int]) -> None:
     assert codec.from_bitmap(codec.to_bitmap(uids, 100), 100) == uids
     if uids and max(uids) >= 50:
         with pytest.raises(PeerFault, match="unknown_uid"):

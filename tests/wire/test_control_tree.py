@@ -6,7 +6,7 @@ from decentnode.wire.control_tree import FAN_OUT, ControlTree
 
 
 @pytest.mark.parametrize("n", [1, 2, 9, 10, 73, 74, 600])
-def test_trees_span(n: int) -> None:
+def test_trees_span_all_nodes_with_bounded_fan_out(n: int) -> None:
     trees = [ControlTree.of(u, n) for u in range(n)]
     assert sorted(c for t in trees for c in t.children) == list(range(1, n))
     assert all(u in trees[t.parent].children for u, t in enumerate(trees) if t.parent is not None)
@@ -14,11 +14,11 @@ def test_trees_span(n: int) -> None:
 
 
 @pytest.mark.parametrize("n", [1, 2, 9, 10, 73, 74, 600])
-def test_a_node_knows_how_many_links_lie_before_a_mean(n: int) -> None:
+def test_a_node_knows_the_depth_below_it_and_the_longest_path_of_a_mean(n: int) -> None:
     trees = [ControlTree.of(u, n) for u in range(n)]
     for tree in trees:
         children = [trees[child] for child in tree.children]
-        assert tree.levels_below == (1 + max(each.levels_below for each in children) if children else 0)
+        assert tree.levels_below == (1 + max(child.levels_below for child in children) if children else 0)
         above = 0 if tree.parent is None else trees[tree.parent].links_around - trees[0].levels_below + 1
         assert tree.links_around == trees[0].levels_below + above
 

@@ -13,7 +13,7 @@ def test_a_node_asks_at_once_and_then_regularly() -> None:
     assert [joining.due(now) for now in (10.0, 10.1, 10.0 + JOIN_EVERY_SECONDS)] == [True, False, True]
 
 
-def test_a_node_that_comes_from_outside_again_waits_longer_each_time() -> None:
+def test_a_node_that_has_to_join_again_waits_twice_as_long_each_time() -> None:
     joining = JoinRequests(SUSPECT)
     for number in range(9):
         joining.begin(10.0)
@@ -22,7 +22,7 @@ def test_a_node_that_comes_from_outside_again_waits_longer_each_time() -> None:
         assert joining.due(10.0 + wait)
 
 
-def test_a_request_names_the_generation_that_its_receiver_is_in() -> None:
+def test_a_request_names_the_last_known_generation_of_its_receiver() -> None:
     joining, name = JoinRequests(SUSPECT), (3, new_origin(1, os.urandom))
     joining.begin(10.0)
     assert joining.due(10.0)
@@ -32,4 +32,4 @@ def test_a_request_names_the_generation_that_its_receiver_is_in() -> None:
     assert not joining.note(1, name, 10.2)
     joining.begin(20.0)
     assert joining.name_for(1) == FIRST
-    assert not joining.note(1, name, 20.0)  # not before it asks anybody again
+    assert not joining.note(1, name, 20.0)  # the next request waits for the backoff

@@ -1,4 +1,5 @@
-"""Nodes that leave after the last round, ask to join, or stop the run: who is counted, and who is let in."""
+"""Nodes that leave after the last round, ask to join, or stop the run: which nodes count toward the fewest members of a
+generation, and which are admitted."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from decentnode.wire.messages import NO_RUN, PROTOCOL_VERSION, Bye, Denied, Join
 from tests.wire.world import RUN, SUSPECT, World
 
 
-def test_who_said_goodbye_after_the_last_round_is_not_missed() -> None:
+def test_nodes_that_left_after_the_last_round_count_toward_a_generation_without_rounds() -> None:
     world = World(4, min_nodes=3, rounds=7)
     for process in world.processes.values():
         process.membership.position = 7
@@ -24,11 +25,11 @@ def test_who_said_goodbye_after_the_last_round_is_not_missed() -> None:
     world.kill(3)
     world.kill(2)
     world.run(4 * SUSPECT)
-    assert world.agreed[1].members == (0, 1)
+    assert world.generations_by_number[1].members == (0, 1)
 
 
-def test_who_said_goodbye_after_an_early_end_is_not_missed() -> None:
-    """What is left closes the run, however few they are."""
+def test_after_an_early_end_a_single_remaining_node_may_close_the_run() -> None:
+    """Nodes that said goodbye after `last_round` are not suspected, and count toward the closing generation."""
     world = World(4, min_nodes=3, rounds=7)
     for process in world.processes.values():
         process.membership.position = process.membership.last_round = 5
@@ -40,26 +41,27 @@ def test_who_said_goodbye_after_an_early_end_is_not_missed() -> None:
     world.kill(2)
     world.kill(1)
     world.run(4 * SUSPECT)
-    assert world.agreed[1].members == (0,)
+    assert world.generations_by_number[1].members == (0,)
 
 
-def test_who_says_goodbye_while_there_are_rounds_left_has_failed() -> None:
-    """Node 4 may not be counted by both sides of a broken network: neither of two is more than half of five."""
+def test_a_node_that_says_goodbye_before_the_last_round_counts_for_no_side_of_a_partition() -> None:
+    """If both sides of the partition {0, 1} | {2, 3} counted node 4, both would have a majority of five."""
     world = World(5)
     for uid in range(4):
         world.processes[uid].membership.receive(Bye(RUN, 0, 4), world.now)
     world.kill(4)
     world.run(4 * SUSPECT)
-    assert world.agreed[1].members == (0, 1, 2, 3)
-    assert all(world.processes[uid].membership.departed == {4} for uid in range(4)), "it had not failed"
+    assert world.generations_by_number[1].members == (0, 1, 2, 3)
+    assert all(world.processes[uid].membership.departed == {4} for uid in range(4)), "a goodbye is no failure"
     world.cut_off({0, 1})
     world.run(10 * SUSPECT)
-    assert len(world.agreed) == 1
+    assert len(world.generations_by_number) == 1
     assert all(process.membership.stage != "steady" for process in world.processes.values())
 
 
-def test_the_departed_count_only_for_a_generation_without_rounds() -> None:
-    """Two of five are left after the others finished; what they agree on begins no round, though one is behind."""
+def test_two_of_five_nodes_that_outlast_the_others_begin_no_round() -> None:
+    """Three nodes left after the last round (7). They count only for a generation without rounds, and therefore the
+    generation of nodes 0 and 1 begins none, though node 1 has not finished its last round."""
     world = World(5, rounds=7)
     for uid, position in ((0, 7), (1, 6)):
         world.processes[uid].membership.position = position
@@ -67,36 +69,36 @@ def test_the_departed_count_only_for_a_generation_without_rounds() -> None:
         world.processes[0].membership.receive(Bye(RUN, 0, source), world.now)
         world.kill(source)
     world.run(4 * SUSPECT)
-    assert world.agreed[1].members == (0, 1)
-    assert world.agreed[1].first_round == 7
+    assert world.generations_by_number[1].members == (0, 1)
+    assert world.generations_by_number[1].first_round == 7
 
 
-def test_a_goodbye_that_comes_before_the_failure_is_known_does_not_count() -> None:
+def test_a_node_that_reports_a_failure_after_its_goodbye_does_not_count_as_finished() -> None:
     world = World(4, rounds=3)
     membership = world.processes[0].membership
     membership.position = 3
-    world.take(0, Bye(RUN, 0, 3))
+    world.deliver(0, Bye(RUN, 0, 3))
     assert membership.left == {3}
-    world.take(0, Suspect(RUN, 0, 3, to_bitmap([3], 4), 0))
+    world.deliver(0, Suspect(RUN, 0, 3, to_bitmap([3], 4), 0))
     assert not membership.left
     assert membership.stage != "steady"
 
 
-def test_a_stop_needs_no_majority_and_begins_no_round() -> None:
+def test_once_a_stop_is_requested_nodes_agree_without_a_majority() -> None:
     world = World(5)
     world.run(2)
     for uid in (2, 3, 4):
         world.kill(uid)
     world.run(8 * SUSPECT)
-    assert not world.agreed
+    assert not world.generations_by_number
     world.processes[1].membership.stopping = True
     world.run(6 * SUSPECT)
-    assert world.settled()
-    assert world.agreed[max(world.agreed)].stopping
+    assert world.is_settled()
+    assert world.generations_by_number[max(world.generations_by_number)].stopping
     assert world.processes[0].membership.stopping
 
 
-def test_nobody_is_let_in_once_a_stop_was_asked_for() -> None:
+def test_no_node_is_admitted_once_a_stop_was_requested() -> None:
     world = World(4)
     world.run(1)
     for process in world.processes.values():
@@ -108,7 +110,7 @@ def test_nobody_is_let_in_once_a_stop_was_asked_for() -> None:
     assert all(world.processes[uid].membership.steady for uid in (0, 1, 2))
 
 
-def test_a_join_with_another_config_is_refused_by_name_on_both_sides() -> None:
+def test_a_join_with_another_config_is_refused_with_the_reason_on_both_sides() -> None:
     world = World(3)
     with pytest.raises(PeerFault, match=r"wrong_config: node 2 .*digest other, the run has d"):
         world.processes[0].membership.receive(Join(NO_RUN, 0, 2, PROTOCOL_VERSION, "other", 3), world.now)
@@ -121,12 +123,12 @@ def test_a_join_with_another_config_is_refused_by_name_on_both_sides() -> None:
     assert event == JoinRefused(
         "refused by node 0: node 2 asks to join with another config or graph (digest other, the run has d)"
     )
-    assert not joiner.receive(Denied(RUN, 0, 1, "d", "what another one asked"), world.now)
+    assert not joiner.receive(Denied(RUN, 0, 1, "d", "what another node asked"), world.now)
 
 
-def test_who_asks_to_join_during_an_attempt_that_falls_short_is_counted_in_the_next() -> None:
-    """Node 3 is the last with a model. Its attempt counts on node 0, which has finished, until a new process of it asks
-    to join."""
+def test_a_node_that_asks_to_join_during_a_failed_attempt_is_part_of_the_next_attempt() -> None:
+    """Node 3 is the last node with a model. Its first attempt counts node 0 as finished. Then a new process of node 0
+    asks to join, so that node 0 no longer counts as finished and the attempt has too few members."""
     world = World(4, rounds=6)
     world.kill(2)
     world.run(4 * SUSPECT)
@@ -134,25 +136,25 @@ def test_who_asks_to_join_during_an_attempt_that_falls_short_is_counted_in_the_n
         world.kill(uid)
     last = world.processes[3].membership
     last.position = 6
-    now_in, name = last.generation.number, last.generation.name
-    last.receive(Bye(RUN, now_in, 0, origin=name[1]), world.now)
+    name = last.generation.name
+    last.receive(Bye(RUN, name[0], 0, origin=name[1]), world.now)
 
-    def ask(source: int) -> None:
-        last.receive(Join(RUN, now_in, source, PROTOCOL_VERSION, "d", 4, origin=name[1]), world.now)
+    def receive_join(source: int) -> None:
+        last.receive(Join(RUN, name[0], source, PROTOCOL_VERSION, "d", 4, origin=name[1]), world.now)
 
-    ask(1)
-    ask(0)
+    receive_join(1)
+    receive_join(0)
     assert last.proposal is not None and last.proposal.members == {1, 3}
     number, origin = last.proposal.name
     last.receive(Promise(RUN, number, 1, 0, 1, 0, origin=origin), world.now)
     assert last.stage == "short" and last.generation.name == name
-    ask(0)  # it goes on asking
+    receive_join(0)  # a node repeats its request
     assert last.proposal is not None and last.proposal.members == {0, 1, 3}
 
 
-def test_a_guest_that_ends_is_no_node_that_has_finished() -> None:
-    """Node 1 was about to be let in, fails and is started again, while the others are past their last round: nothing
-    makes the leader begin one attempt after the other."""
+def test_a_joiner_that_dies_during_its_admission_does_not_count_as_finished() -> None:
+    """Node 1 is about to be admitted, fails and is restarted, while the others are past their last round. The leader
+    once took its goodbye for that of a finished node, and began one attempt after the other."""
     world = World(5, rounds=20)
     world.kill(1)
     world.run(4 * SUSPECT)
@@ -163,17 +165,17 @@ def test_a_guest_that_ends_is_no_node_that_has_finished() -> None:
     leader.receive(Join(RUN, number, 1, PROTOCOL_VERSION, "d", 5, origin=origin), world.now)
     assert leader.proposal is not None and 1 in leader.proposal.members
     attempt = leader.proposal.name
-    leader.receive(Bye(RUN, attempt[0], 1, origin=attempt[1]), world.now)  # it had promised
+    leader.receive(Bye(RUN, attempt[0], 1, origin=attempt[1]), world.now)  # a guest that had promised
     assert leader.left == set()
     leader.receive(Join(RUN, number, 1, PROTOCOL_VERSION, "d", 5, origin=origin), world.now)
     world.restart(1)
     world.run(8 * SUSPECT)
-    assert world.settled()
+    assert world.is_settled()
     assert leader.generation.number < 20
 
 
-def test_who_left_and_asks_to_join_again_is_one_of_the_two() -> None:
-    """The goodbye of node 1's old process comes after the new process asked to join."""
+def test_a_node_is_never_both_a_joiner_and_a_node_that_left() -> None:
+    """The goodbye of node 1's old process arrives after its new process asked to join."""
     world = World(5, rounds=20)
     world.kill(1)
     leader = world.processes[0].membership
@@ -186,37 +188,37 @@ def test_who_left_and_asks_to_join_again_is_one_of_the_two() -> None:
         assert leader.left == {1} and not leader.joiners
 
 
-def test_late_copies_of_a_join_break_no_generation() -> None:
-    """Node 2 comes back twice; what it said from outside arrives again, everywhere, when it is in for long."""
+def test_late_copies_of_a_join_end_no_generation() -> None:
+    """Node 2 is restarted twice. Copies of its requests to join reach every node long after it was admitted."""
     world = World(4)
     for _ in range(2):
         world.kill(2)
         world.run(4 * SUSPECT)
         world.restart(2)
         world.run(3 * SUSPECT)
-    assert world.settled()
-    joins = [message for message in world.said if isinstance(message, Join)]
+    assert world.is_settled()
+    joins = [message for message in world.sent if isinstance(message, Join)]
     assert joins
-    before = [process.broken for process in world.processes.values()]
+    num_broken = [process.num_broken for process in world.processes.values()]
     for message in joins:
         for uid in (0, 1, 3):
-            world.take(uid, message)
+            world.deliver(uid, message)
     world.run(4 * SUSPECT)
-    assert [process.broken for process in world.processes.values()] == before
+    assert [process.num_broken for process in world.processes.values()] == num_broken
 
 
 @pytest.mark.parametrize("length", [511, 512, 513])
-def test_of_a_long_refusal_as_much_is_told_as_a_message_holds(length: int) -> None:
-    who = "n" * (length - 1) + "!"
-    member = Membership(0, 3, Limits(SUSPECT, 20.0, 2), draw=os.urandom, digest="d", run=RUN, describe=lambda _uid: who)
+def test_the_reason_of_a_refused_join_is_cut_to_the_longest_text_of_a_message(length: int) -> None:
+    name, limits = "n" * (length - 1) + "!", Limits(SUSPECT, 20.0, 2)
+    member = Membership(0, 3, limits, draw=os.urandom, digest="d", run=RUN, describe=lambda _uid: name)
     with pytest.raises(PeerFault):
         member.receive(Join(NO_RUN, 0, 2, PROTOCOL_VERSION, "other", 3), 100.0)
     ((_, denied),) = member.outbox
-    whole = f"{who} asks to join with another config or graph (digest other, the run has d)"
-    assert isinstance(denied, Denied) and denied.reason == whole[:512]
+    reason = f"{name} asks to join with another config or graph (digest other, the run has d)"
+    assert isinstance(denied, Denied) and denied.reason == reason[:512]
 
 
-def test_a_node_without_which_too_few_are_left_is_told_so() -> None:
+def test_a_node_without_which_no_generation_is_possible_is_refused_to_leave() -> None:
     world = World(5, min_nodes=3)
     membership = world.processes[4].membership
     assert membership.refusal_to_leave() == "" == membership.refusal_to_leave([0])

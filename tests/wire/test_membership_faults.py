@@ -1,4 +1,4 @@
-"""Faults at every step of an agreement, at random, and messages of anybody: all that live agree in the end."""
+"""Membership under a second fault at every step of an agreement, under random faults, and under arbitrary messages."""
 
 from __future__ import annotations
 
@@ -15,45 +15,44 @@ from tests.wire.test_codec import field_values
 from tests.wire.world import RUN, SUSPECT, TICK, World
 
 
-def words() -> st.SearchStrategy[Message]:
-    """Of anybody, near enough to the truth to get past the first checks."""
-    near = {"run": st.sampled_from([RUN, NO_RUN]), "generation": st.integers(0, 9), "source": st.integers(0, 6)}
+def membership_messages() -> st.SearchStrategy[Message]:
+    """Returns arbitrary messages whose run, generation and source are plausible enough to pass the first checks."""
+    plausible = {"run": st.sampled_from([RUN, NO_RUN]), "generation": st.integers(0, 9), "source": st.integers(0, 6)}
     return st.one_of([
-        st.builds(kind, **{each.name: field_values(each.metadata) for each in FIELDS[kind]} | near)
+        st.builds(kind, **{field.name: field_values(field.metadata) for field in FIELDS[kind]} | plausible)
         for kind in MEMBERSHIP
     ])  # fmt: skip
 
 
 @settings(max_examples=scale(100, 5_000), deadline=None)
-@given(heard=st.lists(words(), max_size=12))
-def test_no_word_does_more_than_break_the_protocol(heard: list[Message]) -> None:
-    """Anything from anybody: typed errors alone, and no more said than a few words per word."""
+@given(messages=st.lists(membership_messages(), max_size=12))
+def test_arbitrary_messages_raise_only_peer_faults_and_get_few_answers(messages: list[Message]) -> None:
     membership = World(5).processes[3].membership
-    for now, word in enumerate(heard):
+    for now, message in enumerate(messages):
         with contextlib.suppress(PeerFault):
-            membership.receive(word, 100.0 + now)
+            membership.receive(message, 100.0 + now)
         membership.tick(100.0 + now)
-    assert len(membership.outbox) <= 40 * (len(heard) + 1)
+    assert len(membership.outbox) <= 40 * (len(messages) + 1)
 
 
-STAGES = [Suspect, Prepare, Promise, Commit, Ready, Go]
+KINDS = [Suspect, Prepare, Promise, Commit, Ready, Go]
 
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("fault", ["kill", "freeze"])
-@pytest.mark.parametrize("stage", STAGES, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("victim", [1, 2, 5])
-def test_a_second_fault_at_every_step(fault: str, stage: type[Message], victim: int) -> None:
-    """Uid 0 dies; as soon as somebody says `stage`, uid 1 (which leads then) or another is hit, too."""
+def test_survivors_agree_when_a_second_node_fails_at_any_step(fault: str, kind: type[Message], victim: int) -> None:
+    """Node 0 dies. As soon as a node sends a message of this kind, node 1 (the leader then) or another node fails."""
     world = World(6, min_nodes=3, seed=victim)
     world.kill(0)
     for _ in range(200):
-        before = len(world.said)
+        num_sent = len(world.sent)
         world.run(TICK)
-        if any(isinstance(message, stage) for message in world.said[before:]):
+        if any(isinstance(message, kind) for message in world.sent[num_sent:]):
             break
     else:
-        pytest.fail(f"nobody said {stage.__name__}")
+        pytest.fail(f"no node sent {kind.__name__}")
     getattr(world, fault)(victim)
     world.run(8 * SUSPECT)
     alive = {uid for uid, process in world.processes.items() if not process.frozen}
@@ -63,7 +62,7 @@ def test_a_second_fault_at_every_step(fault: str, stage: type[Message], victim: 
     assert set(world.processes[min(alive)].membership.generation.members) == alive
     world.thaw(victim)
     world.run(6 * SUSPECT)
-    assert world.settled()
+    assert world.is_settled()
 
 
 faults = st.lists(
@@ -76,50 +75,55 @@ faults = st.lists(
 @settings(max_examples=scale(60, 2000), deadline=None, derandomize=not scale(0, 1))
 @given(plan=faults, mortal=st.integers(0, 5), seed=st.integers(0, 1 << 20), loss=st.sampled_from([0.0, 0.05, 0.2]))
 @pytest.mark.slow
-def test_whatever_happens_all_that_live_agree_in_the_end(
+def test_live_nodes_agree_after_random_faults_in_which_only_one_node_dies(
     plan: list[tuple[str, int, float]], mortal: int, seed: int, loss: float
 ) -> None:
-    """One node may die again and again, all may freeze, connections break, messages get lost."""
-    _survive([(fault, mortal if fault in ("kill", "restart") else uid, s) for fault, uid, s in plan], seed, loss, True)
+    """Node `mortal` may die again and again, every node may freeze, links break and messages get lost."""
+    one_dies = [(fault, mortal if fault in ("kill", "restart") else uid, seconds) for fault, uid, seconds in plan]
+    check_agreement_after(one_dies, seed, loss)
 
 
 @pytest.mark.slow
 @settings(max_examples=scale(30, 1000), deadline=None, derandomize=not scale(0, 1))
 @given(plan=faults, seed=st.integers(0, 1 << 20), loss=st.sampled_from([0.0, 0.05]))
-def test_whoever_dies_all_that_live_agree_in_the_end(
+def test_live_nodes_agree_after_random_faults_in_which_any_node_dies(
     plan: list[tuple[str, int, float]], seed: int, loss: float
 ) -> None:
-    """So many may forget what they promised that a number comes twice, but not to two generations of the living."""
-    _survive(plan, seed, loss, False)
+    """So many nodes may forget what they promised that two generations get the same number, though never two that the
+    same process enters."""
+    check_agreement_after(plan, seed, loss)
 
 
-def _survive(plan: list[tuple[str, int, float]], seed: int, loss: float, unique: bool) -> None:
+def check_agreement_after(plan: list[tuple[str, int, float]], seed: int, loss: float) -> None:
+    """Applies the faults of `plan` to six nodes and then ends them. Checks that all live nodes agree, and that the
+    generation numbers of every process only grew."""
     world = World(6, seed=seed, loss=loss)
     for fault, uid, seconds in plan:
         if fault == "restart":
             if uid not in world.processes:
                 world.restart(uid)
         elif fault == "cut":
-            world.cut.add(frozenset((uid, (uid + 1) % 6)))
+            world.broken_links.add(frozenset((uid, (uid + 1) % 6)))
         elif fault == "heal":
-            world.cut.clear()
+            world.broken_links.clear()
         else:
             getattr(world, fault)(uid)
         world.run(seconds)
-    world.cut.clear()
+    world.broken_links.clear()
     world.loss = min(world.loss, 0.05)
     for uid in range(6):
         world.thaw(uid)
-    gone = [uid for uid in range(6) if uid not in world.processes]
-    with_model = [p for p in world.processes.values() if not p.membership.fresh]
-    for uid in gone[: max(0, len(gone) - 2)]:
+    dead = [uid for uid in range(6) if uid not in world.processes]
+    any_has_model = any(not process.membership.fresh for process in world.processes.values())
+    for uid in dead[: max(0, len(dead) - 2)]:
         world.restart(uid)
     for _ in range(40):
         world.run(SUSPECT)
-        if world.settled():
+        if world.is_settled():
             break
-    if with_model:
-        assert world.settled(), [(u, p.membership.stage, p.membership.generation) for u, p in world.processes.items()]
+    if any_has_model:
+        memberships = [process.membership for process in world.processes.values()]
+        assert world.is_settled(), [(each.uid, each.stage, each.generation) for each in memberships]
     for process in world.processes.values():
-        numbers = [generation.number for generation in process.going]
+        numbers = [generation.number for generation in process.entered]
         assert numbers == sorted(set(numbers))

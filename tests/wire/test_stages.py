@@ -14,7 +14,7 @@ from decentnode.wire.generation import Limits
 from decentnode.wire.membership import Membership
 from decentnode.wire.membership.stages import CAUSES, STAGES, TRANSITIONS, Cause, Stage, next_stage
 from decentnode.wire.messages import Suspect
-from tests.wire.swarm import survive
+from tests.wire.swarm import run_schedule
 from tests.wire.world import RUN, SUSPECT, World
 
 PAGE = Path(__file__).parents[2] / "docs" / "explanation" / "membership.rst"
@@ -61,7 +61,7 @@ def test_every_row_of_the_table_happens_and_nothing_else() -> None:
     """Random schedules go through all rows but three, which are made by hand; no schedule leaves the table."""
     seen: set[tuple[Stage, Cause]] = set()
     membership = recording(seen)
-    assert [wrong for seed in range(150) if (wrong := survive(seed, membership))] == []
+    assert [wrong for seed in range(150) if (wrong := run_schedule(seed, membership))] == []
 
     limits = Limits(SUSPECT, 20.0, 2)
     # counts who left when it proposes, but that is too few for a round
@@ -88,8 +88,8 @@ def test_a_request_for_another_generation_ends_this_one_and_a_leader_is_found() 
     """Two causes at once are two changes: the generation is over, then the lowest uid leads."""
     seen: set[tuple[Stage, Cause]] = set()
     world = World(3)
-    world.use(recording(seen))
-    world.take(0, Suspect(RUN, 0, 2, b"\x00", 0))
+    world.replace_memberships(recording(seen))
+    world.deliver(0, Suspect(RUN, 0, 2, b"\x00", 0))
     assert {("steady", "generation over"), ("suspecting", "new leader"), ("suspecting", "proposes")} <= seen
 
 

@@ -1,4 +1,4 @@
-"""Thousands of random schedules of faults; and that they find what they are there for, when it is put back."""
+"""Random schedules of faults violate no invariant, and find known defects when these are put back into the code."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from decentnode.wire.generation import Generation, Name
 from decentnode.wire.membership import Membership
 from decentnode.wire.messages import NO_ORIGIN, Bye
 from tests.conftest import scale
-from tests.wire.swarm import shard, survive
+from tests.wire.swarm import find_failures, run_schedule
 
 SHARDS, SCHEDULES = scale(2, 20), scale(200, 1000)
 
 
 @pytest.mark.parametrize("number", range(SHARDS))
 @pytest.mark.slow
-def test_at_most_one_generation_is_in_force_and_all_that_live_agree_in_the_end(number: int) -> None:
-    assert shard(number * SCHEDULES, SCHEDULES) == []
+def test_at_most_one_generation_is_in_force_and_all_live_nodes_agree_in_the_end(number: int) -> None:
+    assert find_failures(number * SCHEDULES, SCHEDULES) == []
 
 
 @pytest.mark.parametrize("seed", [157504, 167679])
-def test_schedules_that_failed_once(seed: int) -> None:
-    assert survive(seed) == ""
+def test_schedules_that_once_failed_pass(seed: int) -> None:
+    assert run_schedule(seed) == ""
 
 
-class CountsDeparted(Membership):
-    """Whoever said goodbye counts toward the majority, whenever that was."""
+class CountsEveryGoodbye(Membership):
+    """Counts every node that said goodbye toward the majority, also those that left before the last round."""
 
     def is_finished(self) -> bool:
         return True
@@ -36,20 +36,20 @@ class CountsDeparted(Membership):
         return generation.stopping or len({*generation.members} | self.left) >= self.limits.min_nodes
 
 
-class Forgets(CountsDeparted):
-    """What is heard of failures while something else is promised is forgotten: the goodbye that follows counts."""
+class ForgetsFailures(CountsEveryGoodbye):
+    """Forgets the failure of a node that was reported during an agreement, so that the goodbye that follows counts."""
 
-    def __init__(self, *given: Any, **named: Any) -> None:
-        super().__init__(*given, **named)
-        known = self._succession.suspect
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        original_suspect = self._succession.suspect
 
         def suspect(uids: set[int], now: float, reason: str = "", dead: bool = False) -> None:
-            known(uids, now, reason, dead and self.stage not in ("promised", "committed"))
+            original_suspect(uids, now, reason, dead and self.stage not in ("promised", "committed"))
 
         self._succession.suspect = suspect  # type: ignore[method-assign]
 
     def is_finished(self) -> bool:
-        return super(CountsDeparted, self).is_finished() or self.stage in ("promised", "committed")
+        return super(CountsEveryGoodbye, self).is_finished() or self.stage in ("promised", "committed")
 
     def _on_bye(self, bye: Bye, now: float) -> None:
         if self.stage in ("promised", "committed"):
@@ -58,8 +58,8 @@ class Forgets(CountsDeparted):
             super()._on_bye(bye, now)
 
 
-class NamesRepeat(Membership):
-    """A generation is its number."""
+class NamesWithoutOrigin(Membership):
+    """Names a generation by its number alone."""
 
     def new_name(self, number: int) -> Name:
         return number, NO_ORIGIN
@@ -70,10 +70,11 @@ class NamesRepeat(Membership):
 
 
 @pytest.mark.parametrize(
-    ("fault", "what"),
-    [(CountsDeparted, "too few go on"), (Forgets, "too few go on"), (NamesRepeat, "two generations of one name")],
+    ("membership", "violation"),
+    [(CountsEveryGoodbye, "too few go on"), (ForgetsFailures, "too few go on"),
+     (NamesWithoutOrigin, "two generations of one name")],
 )
 @pytest.mark.slow
-def test_the_schedules_find_what_was_wrong_once(fault: type[Membership], what: str) -> None:
-    found = (wrong for seed in range(5000) if (wrong := survive(seed, fault)))
-    assert any(what in wrong for wrong in found)
+def test_the_schedules_find_a_known_defect(membership: type[Membership], violation: str) -> None:
+    failures = (failure for seed in range(5000) if (failure := run_schedule(seed, membership)))
+    assert any(violation in failure for failure in failures)

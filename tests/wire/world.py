@@ -1,4 +1,5 @@
-"""Memberships of a run over a simulated network: messages get lost, come late or twice, processes die and return."""
+"""A run's `Membership` state machines on a simulated network with a virtual clock. Messages are lost, delayed or
+duplicated; processes die, freeze and are restarted. The invariants of agreement are checked at every step."""
 
 from __future__ import annotations
 
@@ -16,70 +17,77 @@ from decentnode.wire.messages import MAX_ROUND, NO_RUN, Message
 
 RUN = b"theirrun"
 TICK, SUSPECT = 0.25, 2.0
+"""Seconds per step of the virtual clock, and `Limits.suspect_seconds`."""
 
 
 @dataclass
 class Process:
-    """A membership, and an owner that turns rounds while it may."""
+    """A node's process: its membership, and the state of the training that owns it."""
 
     membership: Membership
     frozen: bool = False
     inbox: list[Message] = field(default_factory=list)
-    """What came while it was frozen."""
-    going: list[Generation] = field(default_factory=list)
-    broken: int = 0
-    waits_since: float | None = None
-    """When its training began to wait for others."""
+    """Messages that arrived while the process was frozen."""
+    entered: list[Generation] = field(default_factory=list)
+    """Every generation that the process entered (`Going`), in order."""
+    num_broken: int = 0
+    """How many `Broken` events its membership has returned."""
+    waiting_since: float | None = None
+    """When its training began to wait for other nodes; None while it does not wait."""
 
     @property
     def bound_to(self) -> Name | None:
-        """The generation that this process is in, or got ready for and did not give up."""
+        """The name of the generation that this process is in, or got ready for and did not abandon; else None."""
         membership = self.membership
         if membership.steady:
             return membership.generation.name
-        next_one = membership.message_generation
-        got_ready = membership.stage in ("committing", "committed") and next_one != membership.generation
-        return next_one.name if got_ready else None
+        pending = membership.message_generation
+        got_ready = membership.stage in ("committing", "committed") and pending != membership.generation
+        return pending.name if got_ready else None
 
 
 class World:
     """Processes and a network with a virtual clock."""
 
-    membership: type[Membership] = Membership
+    membership_class: type[Membership] = Membership
 
     def __init__(
         self, num_nodes: int, *, seed: int = 0, loss: float = 0.0, min_nodes: int | None = None,
         rounds: int | None = None, needed: Collection[int] = (), merges: bool = False,
     ) -> None:
-        """merges: all sides of a broken network go on; the least number of nodes is one then, unless it is given."""
+        """loss: share of messages that are lost. min_nodes: by default a majority, or 1 with `merges`. needed, merges:
+        as in `Limits`."""
         self.num_nodes, self.loss, self.random = num_nodes, loss, random.Random(seed)
         least = (1 if merges else num_nodes // 2 + 1) if min_nodes is None else min_nodes
         last = MAX_ROUND if rounds is None else rounds
         self.limits = Limits(SUSPECT, 20.0, least, last, frozenset(needed), merges)
-        self.draw = random.Random(f"{seed} origins").randbytes
+        self.random_bytes = random.Random(f"{seed} origins").randbytes
         self.now = 100.0
-        self.averages = True
-        """With `merges`: whether members come to an end with averaging their models."""
-        self.processes = {uid: Process(self.make(uid, RUN)) for uid in range(num_nodes)}
-        self.cut: set[frozenset[int]] = set()
-        self.late = 0.0
-        """Share of messages of which another copy comes seconds later."""
-        self.said: list[Message] = []
+        self.members_average = True
+        """With `merges`: whether members complete the averaging of their models after a merge."""
+        self.processes = {uid: Process(self._new_membership(uid, RUN)) for uid in range(num_nodes)}
+        self.broken_links: set[frozenset[int]] = set()
+        """Pairs of uids between which no message passes."""
+        self.late_share = 0.0
+        """Share of messages of which a second copy arrives seconds later."""
+        self.sent: list[Message] = []
+        """All messages that processes sent, including lost ones."""
         self._queue: list[tuple[float, int, int, Message]] = []
         self._order = itertools.count()
-        self.agreed: dict[int, Generation] = {}
-        """By number, the latest of each."""
-        self.known: dict[Name, Generation] = {}
-        self.installed: set[tuple[int, Name]] = set()
-        """(uid, generation) of all times."""
+        self.generations_by_number: dict[int, Generation] = {}
+        """For each number, the generation that was entered last."""
+        self.generations_by_name: dict[Name, Generation] = {}
+        """All generations that any process has entered."""
+        self._installed: set[tuple[int, Name]] = set()
+        """(uid, generation) of every `Install` event so far."""
 
-    def use(self, membership: type[Membership]) -> None:
-        """Another one from the start; before anything happened."""
-        self.membership = membership
-        self.processes = {uid: Process(self.make(uid, RUN)) for uid in range(self.num_nodes)}
+    def replace_memberships(self, membership_class: type[Membership]) -> None:
+        """Makes all nodes use `membership_class`, also after restarts. To be called before the first step."""
+        self.membership_class = membership_class
+        self.processes = {uid: Process(self._new_membership(uid, RUN)) for uid in range(self.num_nodes)}
 
-    def make(self, uid: int, run: bytes) -> Membership:
-        return self.membership(uid, self.num_nodes, self.limits, draw=self.draw, digest="d", run=run)
+    def _new_membership(self, uid: int, run: bytes) -> Membership:
+        return self.membership_class(uid, self.num_nodes, self.limits, draw=self.random_bytes, digest="d", run=run)
 
     # -- faults -----------------------------------------------------------------------------------------------
 
@@ -87,8 +95,8 @@ class World:
         self.processes.pop(uid, None)
 
     def restart(self, uid: int) -> None:
-        process = self.processes[uid] = Process(self.make(uid, NO_RUN))
-        self._handle(uid, process.membership.leave(self.now, "started again"))
+        process = self.processes[uid] = Process(self._new_membership(uid, NO_RUN))
+        self.handle_events(uid, process.membership.leave(self.now, "started again"))
 
     def freeze(self, uid: int) -> None:
         if uid in self.processes:
@@ -99,13 +107,13 @@ class World:
         if process is not None and process.frozen:
             process.frozen = False
             for message in process.inbox:
-                self.take(uid, message)
+                self.deliver(uid, message)
             process.inbox.clear()
 
     def cut_off(self, uids: Collection[int]) -> None:
-        """These and the others no longer hear each other."""
+        """Breaks every link between `uids` and the other nodes."""
         others = set(range(self.num_nodes)) - set(uids)
-        self.cut |= {frozenset((a, b)) for a in uids for b in others}
+        self.broken_links |= {frozenset((a, b)) for a in uids for b in others}
 
     # -- time -------------------------------------------------------------------------------------------------
 
@@ -124,96 +132,102 @@ class World:
             if process.frozen:
                 process.inbox.append(message)
             else:
-                self.take(to, message)
+                self.deliver(to, message)
         for uid, process in sorted(self.processes.items()):
             if not process.frozen:
-                self._turn_round(process)
+                self._train(process)
                 self._tick(uid, process)
 
     def _tick(self, uid: int, process: Process) -> None:
-        """By what `next_deadline` says alone, so that whatever that forgets is never done."""
-        membership, whom = process.membership, tuple(self.waited_for(uid))
-        if not whom:
-            process.waits_since = None
-        elif process.waits_since is None:
-            process.waits_since = self.now
-        since = process.waits_since
+        """Ticks the membership only when `next_deadline` says so: work for which it names no deadline is never done,
+        and the test fails."""
+        membership, awaited = process.membership, tuple(self.awaited_by(uid))
+        if not awaited:
+            process.waiting_since = None
+        elif process.waiting_since is None:
+            process.waiting_since = self.now
+        since = process.waiting_since
         if self.now >= membership.next_deadline(since):
-            self._handle(uid, membership.tick(self.now, whom, math.inf if since is None else since))
-            assert membership.next_deadline(since) > self.now, "what was due has been done"
+            self.handle_events(uid, membership.tick(self.now, awaited, math.inf if since is None else since))
+            assert membership.next_deadline(since) > self.now, "a tick left something undone that was due"
 
-    def _turn_round(self, process: Process) -> None:
+    def _train(self, process: Process) -> None:
+        """Completes a round with probability 0.3 and, with `merges`, averages the models after a merge with probability
+        0.7."""
         membership = process.membership
         if membership.steady and membership.position < self.limits.rounds and not membership.stopping:
             membership.position += self.random.random() < 0.3
-        if self.limits.merges and self.averages and membership.steady and self.random.random() < 0.7:
-            membership.lineage = membership.generation.name  # its owner has averaged with the others, where it had to
+        if self.limits.merges and self.members_average and membership.steady and self.random.random() < 0.7:
+            membership.lineage = membership.generation.name  # says that the owner has averaged its model if it had to
 
-    def waited_for(self, uid: int) -> Iterable[int]:
-        """Whom the training of `uid` waits for."""
+    def awaited_by(self, uid: int) -> Iterable[int]:
+        """Returns the nodes for which the training of `uid` waits: here all members that have not left."""
         membership = self.processes[uid].membership
         return [other for other in membership.generation.members if other != uid and other not in membership.left]
 
-    def take(self, uid: int, message: Message) -> None:
-        self._handle(uid, self.processes[uid].membership.receive(codec.decode(codec.encode(message)), self.now))
+    def deliver(self, uid: int, message: Message) -> None:
+        """Passes a message, encoded and decoded again, to the membership of `uid`."""
+        self.handle_events(uid, self.processes[uid].membership.receive(codec.decode(codec.encode(message)), self.now))
 
-    def _handle(self, uid: int, events: list[object]) -> None:
+    def handle_events(self, uid: int, events: list[object]) -> None:
         process = self.processes[uid]
         for event in events:
             if isinstance(event, Install):
-                self.installed.add((uid, event.generation.name))
-                self._handle(uid, process.membership.installed(event.generation, self.now))
+                self._installed.add((uid, event.generation.name))
+                self.handle_events(uid, process.membership.installed(event.generation, self.now))
             elif isinstance(event, Going):
-                self._entered(process, event.generation)
+                self._enter(process, event.generation)
             elif isinstance(event, Broken):
-                process.broken += 1
+                process.num_broken += 1
             else:
                 assert isinstance(event, Outside)
-        self.send(uid, process.membership)
+        self.send_outbox(uid, process.membership)
 
-    def send(self, uid: int, membership: Membership) -> None:
+    def send_outbox(self, uid: int, membership: Membership) -> None:
+        """Puts the messages in the membership's outbox on the network, which may lose, delay or duplicate them."""
         outbox, membership.outbox = membership.outbox, []
         for to, message in outbox:
             assert to != uid
-            self.said.append(message)
-            if frozenset((uid, to)) not in self.cut and self.random.random() >= self.loss:
-                self._post(to, message, self.random.uniform(0.0, 0.3))
-                if self.late and self.random.random() < self.late:
-                    self._post(to, message, self.random.uniform(0.3, 6 * SUSPECT))
+            self.sent.append(message)
+            if frozenset((uid, to)) not in self.broken_links and self.random.random() >= self.loss:
+                self._enqueue(to, message, self.random.uniform(0.0, 0.3))
+                if self.late_share and self.random.random() < self.late_share:
+                    self._enqueue(to, message, self.random.uniform(0.3, 6 * SUSPECT))
 
-    def _post(self, to: int, message: Message, delay: float) -> None:
+    def _enqueue(self, to: int, message: Message, delay: float) -> None:
         heapq.heappush(self._queue, (self.now + delay, next(self._order), to, message))
 
-    # -- what must hold ---------------------------------------------------------------------------------------
+    # -- invariants -------------------------------------------------------------------------------------------
 
-    def _entered(self, process: Process, generation: Generation) -> None:
-        process.going.append(generation)
-        known = self.known.setdefault(generation.name, generation)
+    def _enter(self, process: Process, generation: Generation) -> None:
+        """Notes that a process entered `generation`, and checks what must hold then."""
+        process.entered.append(generation)
+        known = self.generations_by_name.setdefault(generation.name, generation)
         assert known == generation, "two generations of one name"
-        self.agreed[generation.number] = generation
+        self.generations_by_number[generation.number] = generation
         trains = generation.first_round < self.limits.rounds and not generation.stopping
         if trains:
             assert len(generation.members) >= self.limits.min_nodes, "too few go on"
             assert self.limits.needed.issubset(generation.members), "clients go on without their server"
-        for other in generation.members:  # nobody goes before everybody is ready
-            assert (other, generation.name) in self.installed, "went before all were ready"
+        for other in generation.members:
+            assert (other, generation.name) in self._installed, "went before all were ready"
         if process.membership.uid in generation.fresh:
-            process.membership.fresh = False  # its owner takes the mean of the others
-        assert len(self.in_force()) <= 1 or self.limits.min_nodes <= self.num_nodes // 2, "two are in force"
+            process.membership.fresh = False  # its owner adopts the mean of the other models
+        assert len(self.generations_in_force()) <= 1 or self.limits.min_nodes <= self.num_nodes // 2, "two are in force"
 
-    def in_force(self) -> list[Generation]:
-        """Those that have all their members, and in which rounds may begin."""
+    def generations_in_force(self) -> list[Generation]:
+        """Returns the generations to which a process of every member belongs and in which rounds may begin."""
         bound: dict[Name, set[int]] = {}
         for uid, process in self.processes.items():
             name = process.bound_to
             if name is not None:
                 bound.setdefault(name, set()).add(uid)
-        entered = [self.known[name] for name in bound if name in self.known]
-        whole = [each for each in entered if bound[each.name] >= {*each.members}]
-        return [each for each in whole if each.first_round < self.limits.rounds and not each.stopping]
+        entered = [self.generations_by_name[name] for name in bound if name in self.generations_by_name]
+        complete = [generation for generation in entered if bound[generation.name] >= {*generation.members}]
+        return [each for each in complete if each.first_round < self.limits.rounds and not each.stopping]
 
-    def settled(self) -> bool:
-        """Whether all that live are steady in one generation, which they make up."""
-        found = {process.membership.generation for process in self.processes.values()}
+    def is_settled(self) -> bool:
+        """Returns whether all live processes are steady in one generation whose members are exactly their uids."""
+        generations = {process.membership.generation for process in self.processes.values()}
         steady = all(process.membership.steady for process in self.processes.values())
-        return steady and len(found) == 1 and next(iter(found)).members == tuple(sorted(self.processes))
+        return steady and len(generations) == 1 and next(iter(generations)).members == tuple(sorted(self.processes))
