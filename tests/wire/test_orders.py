@@ -1,4 +1,5 @@
-"""All nodes obey an order before the same round, whoever gave it and however messages and rounds mix."""
+"""All nodes carry out an order before the same round, whichever node it was given at and however messages and rounds
+interleave."""
 
 from __future__ import annotations
 
@@ -15,114 +16,125 @@ from decentnode.wire.session import Session
 RUN = b"run-id-8"
 
 
-class Run:
-    """Nodes on a ring: one ends a round once both neighbors have begun it. Messages of a link keep their order."""
+class SimulatedRun:
+    """Nodes on a ring, stepped in random order. A node ends a round once both neighbors have begun it. The messages of
+    a link arrive in order."""
 
     def __init__(self, num_nodes: int, seed: int, apart: bool = False) -> None:
-        self.draw = random.Random(seed)
+        """apart: nodes may be in different rounds (`NodeOrders.apart`)."""
+        self.random = random.Random(seed)
         self.links: dict[tuple[int, int], list[Message]] = {}
+        """(sender, receiver) -> messages in flight."""
         self.orders = [NodeOrders() for _ in range(num_nodes)]
-        for each in self.orders:
-            each.apart = apart
-        self.trees = [self.tree(uid, num_nodes) for uid in range(num_nodes)]
-        self.held: dict[int, set[int]] = {}
+        for orders in self.orders:
+            orders.apart = apart
+        self.trees = [self._order_tree(uid, num_nodes) for uid in range(num_nodes)]
+        self.paused_before: dict[int, set[int]] = {}
+        """Round -> the nodes that have paused before it."""
         self.evaluated: dict[int, list[int]] = {uid: [] for uid in range(num_nodes)}
-        self.next = [0] * num_nodes
+        """uid -> the rounds before which it evaluated."""
+        self.next_round = [0] * num_nodes
 
-    def tree(self, uid: int, num_nodes: int) -> OrderTree:
-        return OrderTree(lambda *fields: self.say(uid, *fields), lambda: ControlTree.of(uid, num_nodes))
+    def _order_tree(self, uid: int, num_nodes: int) -> OrderTree:
+        return OrderTree(lambda *fields: self._send(uid, *fields), lambda: ControlTree.of(uid, num_nodes))
 
-    def say(self, uid: int, to: int, kind: type[Message], *values: int) -> None:
+    def _send(self, uid: int, to: int, kind: type[Message], *values: int) -> None:
         self.links.setdefault((uid, to), []).append(kind(RUN, 0, uid, *values))
 
-    def happens(self, uid: int, events: list[OrderEvent]) -> None:
+    def _handle_events(self, uid: int, events: list[OrderEvent]) -> None:
         for event in events:
             if isinstance(event, Ordered):
-                self.happens(uid, self.trees[uid].answer(event.serial, self.orders[uid].hear(event.action)))
+                self._handle_events(uid, self.trees[uid].answer(event.serial, self.orders[uid].hear(event.action)))
             else:
                 self.orders[uid].due(event.action, event.round)
 
-    def order(self, uid: int, action: Action) -> None:
-        self.happens(uid, self.trees[uid].ask(action))
+    def _deliver(self, link: tuple[int, int]) -> None:
+        """Delivers the first message in flight on a link."""
+        receiver = link[1]
+        self._handle_events(receiver, self.trees[receiver].receive(self.links[link].pop(0)))
 
-    def go(self, uid: int) -> bool:
-        """One step of a node's training thread. Returns whether anything happened."""
-        round, n = self.next[uid], len(self.next)
-        if round and min(self.next[uid - 1], self.next[(uid + 1) % n]) < round:
-            return False  # in the round before, it waits for a neighbor
-        what = self.orders[uid].next(round)
-        if what == "evaluate":
-            if self.evaluated[uid][-1:] != [round]:  # as nodes do
+    def give_order(self, uid: int, action: Action) -> None:
+        self._handle_events(uid, self.trees[uid].ask(action))
+
+    def step_training(self, uid: int) -> bool:
+        """Makes one step of a node's training thread. Returns whether anything changed."""
+        round, n = self.next_round[uid], len(self.next_round)
+        if round and min(self.next_round[uid - 1], self.next_round[(uid + 1) % n]) < round:
+            return False  # the node is still in the previous round and waits for a neighbor
+        action = self.orders[uid].next(round)
+        if action == "evaluate":
+            if self.evaluated[uid][-1:] != [round]:  # nodes evaluate once before a round
                 self.evaluated[uid].append(round)
             self.orders[uid].evaluated(round)
-        elif what == "hold":
-            before = self.held.setdefault(round, set())
-            changed = uid not in before
-            before.add(uid)
+        elif action == "hold":
+            paused = self.paused_before.setdefault(round, set())
+            changed = uid not in paused
+            paused.add(uid)
             return changed
-        elif what == "begin":
-            self.next[uid] += 1
-        return what != "agree"
+        elif action == "begin":
+            self.next_round[uid] += 1
+        return action != "agree"
 
-    def some(self, steps: int, rounds: int = 10**9) -> None:
+    def run_random_steps(self, steps: int) -> None:
+        """In each step delivers a random message, or steps the training of a random node."""
         for _ in range(steps):
-            uid = self.draw.randrange(len(self.next))
+            uid = self.random.randrange(len(self.next_round))
             links = [link for link, queue in self.links.items() if queue]
-            if links and self.draw.random() < 0.5:
-                link = self.draw.choice(links)
-                self.happens(link[1], self.trees[link[1]].receive(self.links[link].pop(0)))
-            elif self.next[uid] < rounds:
-                self.go(uid)
+            if links and self.random.random() < 0.5:
+                self._deliver(self.random.choice(links))
+            else:
+                self.step_training(uid)
 
     def settle(self) -> None:
-        while any(self.links.values()) or sum(self.go(uid) for uid in range(len(self.next))):
+        """Runs until no message is in flight and no training can continue."""
+        while any(self.links.values()) or sum(self.step_training(uid) for uid in range(len(self.next_round))):
             for link, queue in [*self.links.items()]:
                 if queue:
-                    self.happens(link[1], self.trees[link[1]].receive(queue.pop(0)))
+                    self._deliver(link)
 
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("nodes", [1, 2, 9, 40])
-def test_all_stand_still_before_one_round_and_evaluate_there(nodes: int, seed: int) -> None:
-    run = Run(nodes, seed)
-    run.some(30 * nodes)
-    run.order(run.draw.randrange(nodes), "pause")
+def test_all_nodes_pause_before_the_same_round_and_evaluate_there(nodes: int, seed: int) -> None:
+    run = SimulatedRun(nodes, seed)
+    run.run_random_steps(30 * nodes)
+    run.give_order(run.random.randrange(nodes), "pause")
     run.settle()
-    round = run.next[0]
-    assert run.next == [round] * nodes and run.held[round] == set(range(nodes))
-    assert all(each.paused for each in run.orders)
-    run.order(run.draw.randrange(nodes), "evaluate")
+    round = run.next_round[0]
+    assert run.next_round == [round] * nodes and run.paused_before[round] == set(range(nodes))
+    assert all(orders.paused for orders in run.orders)
+    run.give_order(run.random.randrange(nodes), "evaluate")
     run.settle()
-    assert all(found == [round] for found in run.evaluated.values())
-    assert run.next == [round] * nodes, "an evaluation does not end the pause"
-    run.order(run.draw.randrange(nodes), "resume")
-    run.some(60 * nodes + 100)
-    assert min(run.next) > round
+    assert all(rounds == [round] for rounds in run.evaluated.values())
+    assert run.next_round == [round] * nodes, "an evaluation does not end the pause"
+    run.give_order(run.random.randrange(nodes), "resume")
+    run.run_random_steps(60 * nodes + 100)
+    assert min(run.next_round) > round
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_orders_that_cross_each_other_are_obeyed_alike(seed: int) -> None:
-    run = Run(12, seed)
+def test_concurrent_orders_of_several_nodes_are_carried_out_alike_everywhere(seed: int) -> None:
+    run = SimulatedRun(12, seed)
     for _ in range(12):
-        run.some(run.draw.randrange(200))
-        run.order(run.draw.randrange(12), run.draw.choice(["pause", "resume", "evaluate", "evaluate"]))
-    run.some(4000)
-    run.order(3, "resume")
-    run.some(6000)
-    assert len({tuple(found) for found in run.evaluated.values()}) == 1, "each evaluation has all nodes in it"
-    assert max(run.next) > 20 and not any(each.paused for each in run.orders)
+        run.run_random_steps(run.random.randrange(200))
+        run.give_order(run.random.randrange(12), run.random.choice(["pause", "resume", "evaluate", "evaluate"]))
+    run.run_random_steps(4000)
+    run.give_order(3, "resume")
+    run.run_random_steps(6000)
+    assert len({tuple(rounds) for rounds in run.evaluated.values()}) == 1, "all nodes take part in every evaluation"
+    assert max(run.next_round) > 20 and not any(orders.paused for orders in run.orders)
 
 
-def test_an_order_that_is_not_agreed_on_begins_anew_when_it_is_given_again() -> None:
-    run = Run(9, 0)
-    run.order(0, "pause")
-    run.links.clear()  # lost, with the node that had them
-    run.order(0, "pause")
+def test_an_order_whose_messages_were_lost_is_agreed_on_when_it_is_given_again() -> None:
+    run = SimulatedRun(9, 0)
+    run.give_order(0, "pause")
+    run.links.clear()  # lost together with the node that held them
+    run.give_order(0, "pause")
     run.settle()
-    assert all(each.paused for each in run.orders)
+    assert all(orders.paused for orders in run.orders)
 
 
-def test_who_hears_no_due_goes_on() -> None:
+def test_a_node_that_gives_up_waiting_for_due_continues() -> None:
     orders = NodeOrders()
     assert orders.next(4) == "begin"
     assert orders.hear("pause") == 5
@@ -131,16 +143,16 @@ def test_who_hears_no_due_goes_on() -> None:
     assert orders.next(5) == "begin"
 
 
-def test_nodes_in_different_rounds_obey_at_once() -> None:
-    run = Run(5, 1, apart=True)
-    run.some(100)
-    run.order(2, "pause")
+def test_nodes_of_asynchronous_schedules_pause_before_their_own_next_round() -> None:
+    run = SimulatedRun(5, 1, apart=True)
+    run.run_random_steps(100)
+    run.give_order(2, "pause")
     run.settle()
-    assert all(each.paused for each in run.orders)
-    assert max(run.next) - min(run.next) <= 5
+    assert all(orders.paused for orders in run.orders)
+    assert max(run.next_round) - min(run.next_round) <= 5
 
 
-def test_a_new_generation_is_told_anew() -> None:
+def test_a_new_generation_forgets_orders_and_returns_the_one_to_repeat() -> None:
     orders = NodeOrders()
     orders.due("pause", 3)
     assert orders.next(3) == "hold"
@@ -149,17 +161,17 @@ def test_a_new_generation_is_told_anew() -> None:
     assert orders.begin_generation(3) is None
     orders.due("pause", 4)
     orders.due("meet", 4)
-    assert orders.next(4) == "meet", "a pause ends with the stop that is ordered in it"
+    assert orders.next(4) == "meet", "the order to meet before a stop replaces the pause"
     assert orders.begin_generation(4) == "meet"
     orders.due("pause", 5)
-    assert orders.next(5) == "hold", "what another generation met for is over"
+    assert orders.next(5) == "hold", "the meeting of the previous generation is over"
 
 
-def sessions() -> list[Session]:
-    made = [Session(uid, 12, "same", RUN) for uid in range(12)]
-    for each in made:
-        each.state = "running"
-    return made
+def running_sessions() -> list[Session]:
+    sessions = [Session(uid, 12, "same", RUN) for uid in range(12)]
+    for session in sessions:
+        session.state = "running"
+    return sessions
 
 
 @pytest.mark.parametrize(("to", "message"), [
@@ -167,20 +179,19 @@ def sessions() -> list[Session]:
     (0, Position(RUN, 0, 11, 1, 5)), (1, Position(RUN, 0, 0, 1, 5)), (0, Due(RUN, 0, 1, 1, 5)),
     (4, Due(RUN, 0, 7, 1, 5)),
 ])  # fmt: skip
-def test_only_neighbors_in_the_tree_are_obeyed(to: int, message: Message) -> None:
-    session = sessions()[to]
+def test_orders_from_nodes_that_are_no_neighbors_in_the_tree_are_refused(to: int, message: Message) -> None:
+    session = running_sessions()[to]
     with pytest.raises(PeerFault, match="wrong_sender"):
         session.receive(message, 0.0)
     assert not session.outbox
 
 
-def test_sessions_carry_orders() -> None:
-    made = sessions()
-    session = made[0]
+def test_a_session_sends_orders_down_its_tree_and_collects_the_answers() -> None:
+    session = running_sessions()[0]
     assert session.orders.ask("pause") == [Ordered(1, "pause")]
     children = session.tree.children
-    assert [(to, type(each)) for to, each in session.outbox] == [(child, Order) for child in children]
+    assert [(to, type(message)) for to, message in session.outbox] == [(child, Order) for child in children]
     assert session.orders.answer(1, 7) == []
-    found = [event for child in children for event in session.receive(Position(RUN, 0, child, 1, 9), 0.0)]
-    assert found == [OrderDue("pause", 9)]
+    events = [event for child in children for event in session.receive(Position(RUN, 0, child, 1, 9), 0.0)]
+    assert events == [OrderDue("pause", 9)]
     assert session.receive(Position(RUN, 0, children[0], 1, 99), 0.0) == [], "a late copy"

@@ -14,22 +14,22 @@ def promise(uid: int, position: int, fresh: int = 0, stopping: int = 0) -> Promi
     return Promise(RUN, 1, uid, position, fresh, stopping)
 
 
-def test_the_outcome_begins_after_the_furthest_member_that_has_a_model() -> None:
+def test_the_resulting_generation_begins_at_the_highest_round_of_the_members_with_a_model() -> None:
     proposal = Proposal((1, new_origin(0, os.urandom)), frozenset({0, 1, 2}), {1: 0.0, 2: 0.0})
-    for each in (promise(0, 3), promise(1, 5, stopping=1), promise(2, 9, fresh=1)):
+    for message in (promise(0, 3), promise(1, 5, stopping=1), promise(2, 9, fresh=1)):
         assert not proposal.promised_by_all()
-        proposal.promises[each.source] = each
+        proposal.promises[message.source] = message
     assert proposal.promised_by_all()
     expected = Generation(1, (0, 1, 2), 5, frozenset({2}), proposal.name[1], stopping=True)
     assert proposal.resulting_generation() == expected
 
 
-def test_without_a_model_there_is_no_outcome() -> None:
+def test_a_proposal_whose_members_have_no_model_results_in_no_generation() -> None:
     proposal = Proposal((1, new_origin(0, os.urandom)), frozenset({0}), {}, {0: promise(0, 3, fresh=1)})
     assert proposal.resulting_generation() is None
 
 
-def test_silence_counts_from_when_a_member_spoke_and_readiness_from_the_commit() -> None:
+def test_silence_is_measured_from_the_last_message_and_readiness_from_the_commit() -> None:
     name = (1, new_origin(0, os.urandom))
     proposal = Proposal(name, frozenset({0, 1, 2}), {1: 0.0, 2: 5.0}, ready={0, 1}, committed_at=0.0)
     assert proposal.silent(5.0, LIMITS, committing=False) == {1}
@@ -41,8 +41,9 @@ def test_silence_counts_from_when_a_member_spoke_and_readiness_from_the_commit()
     assert proposal.silent(41.0, LIMITS, committing=True) == set()
 
 
-def test_who_is_told_to_go_by_too_few_stays() -> None:
-    """A generation of a lower name outvotes this node's only with more than half of the run, whatever `min_nodes`."""
+def test_a_node_leaves_for_a_lower_generation_only_if_a_majority_reports_it() -> None:
+    """A generation with a lower name outweighs this node's own only with more than half of the run's nodes, even if
+    `min_nodes` is lower. A single report of a higher name is enough."""
     others, own = OtherGenerations(5, LIMITS), (3, new_origin(0, os.urandom))
     lower, higher = (2, new_origin(1, os.urandom)), (4, new_origin(1, os.urandom))
     assert others.heard(higher, 1, 0.0, own)
@@ -51,8 +52,8 @@ def test_who_is_told_to_go_by_too_few_stays() -> None:
     assert not others
 
 
-def test_others_are_bounded() -> None:
+def test_the_number_of_remembered_other_generations_is_bounded() -> None:
     others, own = OtherGenerations(5, LIMITS), (1, new_origin(0, os.urandom))
     names = [(2 + number, new_origin(1, os.urandom)) for number in range(MAX_OTHER_GENERATIONS + 1)]
-    heard = [others.heard(name, 1, 0.0, own) for name in names]
-    assert heard == [True] * MAX_OTHER_GENERATIONS + [False]
+    accepted = [others.heard(name, 1, 0.0, own) for name in names]
+    assert accepted == [True] * MAX_OTHER_GENERATIONS + [False]

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+import re
 
 import pytest
 
@@ -29,30 +29,35 @@ from decentnode.wire.session_events import Joined, NotAssembled, PeerFailed, Rej
 RUN = b"run-id-8"
 
 
-class Net:
-    """Delivers what sessions say, in random order, twice or late when asked."""
+class SimulatedNetwork:
+    """Delivers the messages of sessions in random order, some of them twice."""
 
-    def __init__(self, sessions: list[Session], seed: int = 0, twice: float = 0.0) -> None:
+    def __init__(self, sessions: list[Session], seed: int = 0, duplication: float = 0.0) -> None:
+        """duplication: share of messages that are delivered twice."""
         self.sessions = {session.uid: session for session in sessions}
-        self.draw = random.Random(seed)
-        self.twice = twice
+        self.random = random.Random(seed)
+        self.duplication = duplication
         self.events: dict[int, list[object]] = {session.uid: [] for session in sessions}
+        """uid -> all events that its session returned."""
         self.faults: list[str] = []
-        self.flying: list[tuple[int, Message]] = []
+        """Reasons of the PeerFaults that sessions raised."""
+        self.in_flight: list[tuple[int, Message]] = []
 
     def collect(self) -> None:
+        """Moves the messages in the sessions' outboxes onto the network."""
         for session in self.sessions.values():
             for to, message in session.outbox:
-                self.flying += [(to, message)] * (2 if self.draw.random() < self.twice else 1)
+                self.in_flight += [(to, message)] * (2 if self.random.random() < self.duplication else 1)
             session.outbox.clear()
 
     def settle(self, now: float = 0.0, ticks: int = 1) -> None:
+        """Ticks every session `ticks` times, a second apart, and delivers all messages after each tick."""
         for tick in range(ticks):
             for session in self.sessions.values():
                 self.events[session.uid] += session.tick(now + tick)
             self.collect()
-            while self.flying:
-                to, message = self.flying.pop(self.draw.randrange(len(self.flying)))
+            while self.in_flight:
+                to, message = self.in_flight.pop(self.random.randrange(len(self.in_flight)))
                 if to in self.sessions:
                     try:
                         self.events[to] += self.sessions[to].receive(message, now + tick)
@@ -61,38 +66,40 @@ class Net:
                 self.collect()
 
 
-def make(n: int, but: tuple[int, ...] = (), digest: Callable[[int], str] = lambda _: "same") -> list[Session]:
-    return [Session(u, n, digest(u), RUN if u == 0 else None) for u in range(n) if u not in but]
+def make_sessions(n: int, without: tuple[int, ...] = ()) -> list[Session]:
+    """Returns the sessions of a run of n nodes, of which only the root (uid 0) knows the run id."""
+    return [Session(uid, n, "same", RUN if uid == 0 else None) for uid in range(n) if uid not in without]
 
 
 @pytest.mark.parametrize("n", [1, 2, 9, 16, 100])
 @pytest.mark.parametrize("seed", range(4))
-def test_everybody_joins_in_any_order(n: int, seed: int) -> None:
-    net = Net(make(n), seed, twice=0.3)
+def test_all_nodes_join_whatever_the_order_of_messages(n: int, seed: int) -> None:
+    net = SimulatedNetwork(make_sessions(n), seed, duplication=0.3)
     net.settle(ticks=3)
     for session in net.sessions.values():
         assert session.state == "running" and session.run == RUN
         assert net.events[session.uid].count(Joined()) == 1
-    assert set(net.faults) <= {"unexpected_message"}  # late doubles of the start
+    assert set(net.faults) <= {"unexpected_message"}  # second copies of Start that arrive late
 
 
 @pytest.mark.parametrize("missing", [(3,), (1,), (9, 15), (1, 2, 3)])
-def test_the_root_names_exactly_who_is_missing(missing: tuple[int, ...]) -> None:
-    net = Net(make(16, but=missing))
+def test_the_root_and_all_joined_nodes_name_exactly_the_missing_nodes(missing: tuple[int, ...]) -> None:
+    """The nodes below a missing node in the control tree are missing, too, because they join through it."""
+    net = SimulatedNetwork(make_sessions(16, without=missing))
     net.settle(ticks=3)
-    below = {u for u in range(16) for m in missing if u in Session(m, 16, "", RUN).subtree()}
-    assert net.sessions[0].absent == tuple(sorted(below))
+    absent = {u for u in range(16) for m in missing if u in Session(m, 16, "", RUN).subtree()}
+    assert net.sessions[0].absent == tuple(sorted(absent))
     event = net.sessions[0].give_up()
-    assert event == NotAssembled(tuple(sorted(below)), "")
+    assert event == NotAssembled(tuple(sorted(absent)), "")
     net.collect()
     net.settle(now=10)
     for uid, session in net.sessions.items():
-        if uid not in below and uid != 0:
-            assert session.state == "failed" and NotAssembled(tuple(sorted(below)), "") in net.events[uid]
+        if uid not in absent and uid != 0:
+            assert session.state == "failed" and NotAssembled(tuple(sorted(absent)), "") in net.events[uid]
 
 
 @pytest.mark.parametrize(
-    ("uid", "change", "says"),
+    ("uid", "change", "reason"),
     [
         (3, {"digest": "other"}, "another config or graph \\(digest other, the run has same\\)"),
         (9, {"digest": "other"}, "another config or graph"),
@@ -100,30 +107,32 @@ def test_the_root_names_exactly_who_is_missing(missing: tuple[int, ...]) -> None
         (4, {"run": b"elsewher"}, "belongs to run"),
     ],
 )
-def test_a_stranger_is_refused_by_name(uid: int, change: dict[str, object], says: str) -> None:
-    sessions = make(16, but=(uid,))
-    stale = Session(uid, int(change.get("num_nodes", 16)), str(change.get("digest", "same")), change.get("run"))  # type: ignore[arg-type]
-    stale.tree = ControlTree.of(uid, 16)
-    net = Net([*sessions, stale])
+def test_a_node_of_another_experiment_is_refused_with_the_reason(
+    uid: int, change: dict[str, object], reason: str
+) -> None:
+    sessions = make_sessions(16, without=(uid,))
+    stranger = Session(uid, int(change.get("num_nodes", 16)), str(change.get("digest", "same")), change.get("run"))  # type: ignore[arg-type]
+    stranger.tree = ControlTree.of(uid, 16)
+    net = SimulatedNetwork([*sessions, stranger])
     net.settle(ticks=3)
     rejected = [event for event in net.events[uid] if isinstance(event, Rejected)]
     assert rejected and f"node {uid}" in rejected[0].reason
-    pytest.importorskip("re").search(says, rejected[0].reason) or pytest.fail(rejected[0].reason)
+    assert re.search(reason, rejected[0].reason)
     assert uid in net.sessions[0].absent
     assert f"node {uid}" in net.sessions[0].give_up().reason
 
 
-def test_a_foreign_hello_in_my_name_does_not_throw_me_out() -> None:
-    sessions = make(4)
-    net = Net(sessions)
+def test_a_forged_hello_does_not_exclude_the_node_with_that_uid() -> None:
+    sessions = make_sessions(4)
+    net = SimulatedNetwork(sessions)
     forged = Hello(NO_RUN, 0, 2, PROTOCOL_VERSION, "wrong", 4, "")
     assert sessions[0].receive(forged, 0.0) == []
     net.settle(ticks=3)
-    assert {s.state for s in sessions} == {"running"} and not sessions[0].refusals
+    assert {session.state for session in sessions} == {"running"} and not sessions[0].refusals
 
 
-def joined(n: int = 4) -> list[Session]:
-    net = Net(make(n))
+def joined_sessions(n: int = 4) -> list[Session]:
+    net = SimulatedNetwork(make_sessions(n))
     net.settle(ticks=2)
     return list(net.sessions.values())
 
@@ -138,16 +147,16 @@ def joined(n: int = 4) -> list[Session]:
         (0, Chunk(NO_RUN, 0, 1, 0, 0, 0, 0, 1, {}), "wrong_run"), (0, Welcome(RUN, 0, 1), "unexpected_message"),
     ],
 )  # fmt: skip
-def test_what_may_not_be_said_changes_nothing(to: int, message: Message, reason: str) -> None:
-    sessions = joined()
+def test_an_inadmissible_message_is_refused_and_changes_nothing(to: int, message: Message, reason: str) -> None:
+    sessions = joined_sessions()
     before = dict(vars(sessions[to]))
     with pytest.raises(PeerFault, match=reason):
         sessions[to].receive(message, 0.0)
     assert dict(vars(sessions[to])) == before
 
 
-def test_stops_and_failures_reach_everybody_once() -> None:
-    net = Net(joined(30), twice=0.5)
+def test_a_stop_and_a_failure_reach_every_other_node_once() -> None:
+    net = SimulatedNetwork(joined_sessions(30), duplication=0.5)
     net.sessions[17].ask_stop()
     net.sessions[23].fail(23, "out of memory")
     net.collect()
@@ -157,13 +166,13 @@ def test_stops_and_failures_reach_everybody_once() -> None:
         assert net.events[uid].count(PeerFailed(23, "out of memory")) == (uid != 23)
 
 
-def refusal(own: dict[str, str], other: dict[str, str], software: str = "decentnode 1") -> str:
-    """Why a root of sections `own` refuses a node of sections `other` and another digest."""
+def refusal_reason(own: dict[str, str], other: dict[str, str], software: str = "decentnode 1") -> str:
+    """Returns why a root with the config sections `own` refuses a node with the sections `other` and another digest."""
     root = Session(0, 4, "same", RUN, sections=own)
     stranger = Session(1, 4, "wrong", sections=other, software=software)
     stranger.tick(0.0)
     ((_, hello),) = stranger.outbox
-    ((_, reject),) = said(root, codec.decode(codec.encode(hello)))
+    ((_, reject),) = answers_to(root, codec.decode(codec.encode(hello)))
     assert isinstance(reject, Reject)
     return reject.reason
 
@@ -171,58 +180,60 @@ def refusal(own: dict[str, str], other: dict[str, str], software: str = "decentn
 def test_a_refusal_names_the_sections_that_differ() -> None:
     own = {"data": "0123456789abcdef", "graph (edges)": "abcdef0123456789", "training": "4444444444444444"}
     for names in (["data"], ["graph (edges)"], ["data", "training"]):
-        reason = refusal(own, {**own, **dict.fromkeys(names, "fff0000000000000")}, "decentnode 1; " * 30)
+        reason = refusal_reason(own, {**own, **dict.fromkeys(names, "fff0000000000000")}, "decentnode 1; " * 30)
         assert f"(digest wrong, the run has same; these differ: {', '.join(names)}): compare" in reason
     for unlike in ({}, {"data": "f" * 16}, {**own, "more": "f" * 16},
                    {"training": "f" * 16, "graph (edges)": "f" * 16, "data": "f" * 16}):  # fmt: skip
-        assert "(digest wrong, the run has same): compare" in refusal(own, unlike), "another version's sections"
-        assert "(digest wrong, the run has same): compare" in refusal(unlike, own)
-    assert "these differ" not in refusal(own, own), "digests of a section are short"
+        assert "(digest wrong, the run has same): compare" in refusal_reason(own, unlike), "another version's sections"
+        assert "(digest wrong, the run has same): compare" in refusal_reason(unlike, own)
+    assert "these differ" not in refusal_reason(own, own), "the short digests of sections may be equal by chance"
 
 
 @pytest.mark.parametrize("length", [511, 512, 513, 5000])
-def test_of_a_long_reason_as_much_is_told_as_a_message_holds(length: int) -> None:
+def test_long_reasons_of_failures_and_refusals_are_cut_to_the_longest_text_of_a_message(length: int) -> None:
     reason = "".join(chr(0x3B1 + i % 17) for i in range(length - 1)) + "!"
-    root, told = joined()[0], reason[:512]
+    root = joined_sessions()[0]
     root.fail(2, reason)
-    assert {codec.decode(codec.encode(message)) for _, message in root.outbox} == {Fail(RUN, 0, 0, 2, told)}
-    assert root.failed == {2: reason}, "here all of it is known"
-    whole = f"{reason} has another config or graph (digest wrong, the run has same): " \
-            "compare config.resolved.yaml and graph.edges in the run folders of both machines"
+    sent = {codec.decode(codec.encode(message)) for _, message in root.outbox}
+    assert sent == {Fail(RUN, 0, 0, 2, reason[:512])}
+    assert root.failed == {2: reason}, "the node itself keeps the whole reason"
+    rejection = f"{reason} has another config or graph (digest wrong, the run has same): " \
+                "compare config.resolved.yaml and graph.edges in the run folders of both machines"
     stranger = Hello(RUN, 0, 1, PROTOCOL_VERSION, "wrong", 4, "")
-    assert said(Session(0, 4, "same", RUN, describe=lambda _uid: reason), stranger) == [
-        (1, Reject(RUN, 0, 0, "wrong", whole[:512]))
+    assert answers_to(Session(0, 4, "same", RUN, describe=lambda _uid: reason), stranger) == [
+        (1, Reject(RUN, 0, 0, "wrong", rejection[:512]))
     ]
 
 
-def said(session: Session, message: Message) -> list[tuple[int, Message]]:
-    """What a session answers, as it comes out at the other end."""
+def answers_to(session: Session, message: Message) -> list[tuple[int, Message]]:
+    """Returns what a session sends when it receives `message`, encoded and decoded again."""
     session.outbox.clear()
     session.receive(message, 0.0)
     return [(to, codec.decode(codec.encode(answer))) for to, answer in session.outbox]
 
 
 @pytest.mark.parametrize("length", [511, 512, 513])
-def test_of_a_long_refusal_the_root_is_told_as_much_as_a_message_holds(length: int) -> None:
+def test_a_long_refusal_is_forwarded_to_the_root_cut_to_the_longest_text_of_a_message(length: int) -> None:
     reason = "n" * (length - 1) + "!"
     session = Session(1, 20, "same")
     session.note_refusal(9, reason)
-    (_, refused), _ = said(session, Welcome(RUN, 0, 0))
+    (_, refused), _ = answers_to(session, Welcome(RUN, 0, 0))
     assert refused == Refused(RUN, 0, 1, 9, reason[:512])
     session.outbox.clear()
     session.note_refusal(10, reason)
     assert session.outbox == [(0, Refused(RUN, 0, 1, 10, reason[:512]))]
 
 
-def test_a_reason_that_is_no_text_is_told_all_the_same() -> None:
-    """Names of files may hold bytes that are none."""
-    session = joined()[0]
+def test_a_reason_that_is_not_valid_unicode_is_sent_with_replacement_characters() -> None:
+    """Names of files may contain bytes that are no text, which Python represents as lone surrogates."""
+    session = joined_sessions()[0]
     session.fail(2, "no such file: caf\udce9.npz")
-    assert {codec.decode(codec.encode(m)) for _, m in session.outbox} == {Fail(RUN, 0, 0, 2, "no such file: caf?.npz")}
+    sent = {codec.decode(codec.encode(message)) for _, message in session.outbox}
+    assert sent == {Fail(RUN, 0, 0, 2, "no such file: caf?.npz")}
 
 
-def test_reports_of_the_whole_tree_reach_the_root() -> None:
-    net = Net(joined(30))
+def test_reports_of_all_nodes_reach_the_root() -> None:
+    net = SimulatedNetwork(joined_sessions(30))
     for uid in range(1, 30):
         session = net.sessions[uid]
         assert session.tree.parent is not None

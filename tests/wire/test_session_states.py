@@ -1,4 +1,4 @@
-"""The session's tables: complete, and exactly the changes that happen."""
+"""The session's table of states: every transition in it can be caused, and no other is possible."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ CAUSES = sorted({cause for row in TRANSITIONS.values() for cause in row})
 ROWS = [(state, cause) for state, row in TRANSITIONS.items() for cause in row]
 
 
-def in_state(state: State) -> Session:
-    """Uid 1 of 2 in a state that it reached by calls and messages."""
+def session_in_state(state: State) -> Session:
+    """Returns the session of node 1 of 2, brought into `state` by calls and messages."""
     session = Session(1, 2, "same")
     if state == "running":
         for message in (Welcome(RUN, 0, 0), Start(RUN, 0, 0)):
@@ -31,7 +31,8 @@ def in_state(state: State) -> Session:
     return session
 
 
-def provoke(session: Session, cause: Cause) -> None:
+def trigger(session: Session, cause: Cause) -> None:
+    """Makes the calls or delivers the messages that are this cause."""
     messages: dict[Cause, list[Message]] = {
         "Start": [Welcome(RUN, 0, 0), Start(RUN, 0, 0)],
         "Reject": [Reject(NO_RUN, 0, 0, "same", "n" * MAX_TEXT)],
@@ -49,24 +50,24 @@ def provoke(session: Session, cause: Cause) -> None:
 
 
 @pytest.mark.parametrize(("state", "cause"), [row for row in ROWS if row[1] != "all present"])
-def test_every_row_of_the_table_happens(state: State, cause: Cause) -> None:
-    session = in_state(state)
-    provoke(session, cause)
+def test_every_transition_in_the_table_can_be_caused(state: State, cause: Cause) -> None:
+    session = session_in_state(state)
+    trigger(session, cause)
     assert session.state == TRANSITIONS[state][cause]
 
 
-def test_the_root_begins_when_it_knows_of_everybody() -> None:
-    alone = Session(0, 1, "same", RUN)
-    alone.tick(0.0)
-    assert alone.state == TRANSITIONS["joining"]["all present"]
+def test_the_root_of_a_complete_run_starts_it() -> None:
+    root = Session(0, 1, "same", RUN)
+    root.tick(0.0)
+    assert root.state == TRANSITIONS["joining"]["all present"]
 
 
 @pytest.mark.parametrize(("state", "cause"), [pair for pair in product(TRANSITIONS, CAUSES) if pair not in ROWS])
-def test_a_change_that_is_not_in_the_table_is_our_own_fault(state: State, cause: Cause) -> None:
+def test_a_transition_that_is_not_in_the_table_raises_an_assertion_error(state: State, cause: Cause) -> None:
     with pytest.raises(AssertionError, match=f"no change of state from {state} by {cause}"):
         next_state(state, cause)
 
 
-def test_every_state_admits_something() -> None:
+def test_every_state_admits_some_messages() -> None:
     assert ADMISSIBLE.keys() == TRANSITIONS.keys()
     assert all(ADMISSIBLE.values())

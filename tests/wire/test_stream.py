@@ -1,4 +1,4 @@
-"""Numbered streams over a channel that loses, repeats, delays and reorders."""
+"""Streams deliver every message once over connections that are cut, and decide when a connection is stuck."""
 
 import itertools
 import random
@@ -23,62 +23,65 @@ from tests.conftest import scale
 
 
 class Channel:
-    """One direction of an edge: first in, first out on one connection; a cut loses what is under way."""
+    """One direction of an edge: a connection that delivers in order. A cut loses a random share of the messages."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
-        self.under_way: list[tuple[str, int, object]] = []
+        self.in_flight: list[tuple[str, int, object]] = []
 
     def cut(self) -> None:
-        self.under_way = self.under_way[: self.random.randrange(len(self.under_way) + 1)]
+        self.in_flight = self.in_flight[: self.random.randrange(len(self.in_flight) + 1)]
 
 
-def story(ordered: bool, count: int, cuts: int, seed: int) -> tuple[list[object], int]:
-    """Send 0..count-1 over a channel that is cut `cuts` times; what was taken, and how much was sent again."""
-    rnd = random.Random(seed)
+def transfer(ordered: bool, count: int, cuts: int, seed: int) -> tuple[list[object], int]:
+    """Sends the messages 0..count-1 over a channel that is cut `cuts` times. Returns the messages that the receiver
+    took, and how many were sent again."""
+    draw = random.Random(seed)
     sender, receiver, channel = SendStream[int](), ReceiveStream(ordered), Channel(seed)
     taken: list[object] = []
     acks: list[tuple[int, bytes, bool, int]] = []
-    sent, again, now, cut_left = 0, 0, 0.0, cuts
+    num_sent, num_resent, now, cuts_left = 0, 0, 0.0, cuts
     for _ in range(200 * (count + cuts + 10)):
-        if sent == count and not sender.kept:
-            return taken, again
+        if num_sent == count and not sender.kept:
+            return taken, num_resent
         now += 0.05
-        what = rnd.random()
-        if what < 0.4 and sent < count and not sender.full:
-            channel.under_way.append(("message", sender.keep(sent, now), sent))
-            sent += 1
-        elif what < 0.7 and channel.under_way:
-            kind, number, message = channel.under_way.pop(0)
+        choice = draw.random()
+        if choice < 0.4 and num_sent < count and not sender.full:
+            channel.in_flight.append(("message", sender.keep(num_sent, now), num_sent))
+            num_sent += 1
+        elif choice < 0.7 and channel.in_flight:
+            kind, number, message = channel.in_flight.pop(0)
             if kind == "probe":
                 acks.append((*receiver.report(), number))
             else:
                 if receiver.take(number):
                     taken.append(message)
-                if receiver.gap or rnd.random() < 0.2:
+                if receiver.gap or draw.random() < 0.2:
                     acks.append((*receiver.report(), 0))
-        elif what < 0.85 and acks:
-            first_missing, ahead, gap, probe = acks.pop(rnd.randrange(len(acks)))
+        elif choice < 0.85 and acks:
+            first_missing, ahead, gap, probe = acks.pop(draw.randrange(len(acks)))
             for sequence in sender.acknowledge(first_missing, ahead, probe, now):
                 sender.sent_again(sequence)
-                channel.under_way.append(("message", sequence, sender.kept[sequence][0]))
-                again += 1
+                channel.in_flight.append(("message", sequence, sender.kept[sequence][0]))
+                num_resent += 1
             if gap:
                 sender.ask()
-        elif what < 0.9 and cut_left:
+        elif choice < 0.9 and cuts_left:
             channel.cut()
-            acks = acks[: rnd.randrange(len(acks) + 1)]
-            cut_left -= 1
+            acks = acks[: draw.randrange(len(acks) + 1)]
+            cuts_left -= 1
         elif sender.probe_due(now):
-            channel.under_way.append(("probe", sender.probe(now), None))
-    raise AssertionError(f"never done: {sender.kept}")
+            channel.in_flight.append(("probe", sender.probe(now), None))
+    raise AssertionError(f"not all messages were acknowledged: {sender.kept}")
 
 
 @pytest.mark.parametrize("ordered", [True, False])
 @settings(max_examples=scale(40, 2000), deadline=None)
 @given(count=st.integers(0, 60), cuts=st.integers(0, 12), seed=st.integers(0, 2**32))
-def test_everything_arrives_once_whatever_is_cut(ordered: bool, count: int, cuts: int, seed: int) -> None:
-    taken, _ = story(ordered, count, cuts, seed)
+def test_every_message_arrives_once_however_often_the_channel_is_cut(
+    ordered: bool, count: int, cuts: int, seed: int
+) -> None:
+    taken, _ = transfer(ordered, count, cuts, seed)
     assert sorted(taken) == list(range(count))
     if ordered:
         assert taken == list(range(count))
@@ -87,11 +90,11 @@ def test_everything_arrives_once_whatever_is_cut(ordered: bool, count: int, cuts
 @pytest.mark.parametrize("ordered", [True, False])
 def test_without_a_cut_nothing_is_sent_again(ordered: bool) -> None:
     for seed in range(20):
-        taken, again = story(ordered, 50, 0, seed)
-        assert taken == list(range(50)) and again == 0
+        taken, num_resent = transfer(ordered, 50, 0, seed)
+        assert taken == list(range(50)) and num_resent == 0
 
 
-def test_only_what_is_missing_is_sent_again() -> None:
+def test_only_missing_messages_are_sent_again() -> None:
     sender, receiver = SendStream[str](), ReceiveStream(ordered=False)
     numbers = [sender.keep(text, 0.0) for text in "abcdef"]
     for number in (1, 2, 4, 6):
@@ -103,35 +106,37 @@ def test_only_what_is_missing_is_sent_again() -> None:
     assert sender.acknowledge(first_missing, ahead, sender.probe(1.0), 1.0) == [3, 5]
     assert numbers == [1, 2, 3, 4, 5, 6] and list(sender.kept) == [3, 5]
     sender.sent_again(3)
-    assert sender.acknowledge(3, ahead, 6, 1.0) == [5], "3 left after that probe"
+    assert sender.acknowledge(3, ahead, 6, 1.0) == [5], "message 3 was sent again after that probe"
 
 
-def test_a_silent_receiver_is_asked_less_and_less_often() -> None:
-    sender, asked, now = SendStream[str](), [], 0.0
+def test_a_silent_receiver_is_probed_less_and_less_often() -> None:
+    sender, probed_at, now = SendStream[str](), [], 0.0
     sender.keep("a", now)
     while now < 60:
         now += 0.1
         if sender.probe_due(now):
             sender.probe(now)
-            asked.append(now)
-    gaps = [b - a for a, b in itertools.pairwise(asked)]
-    assert asked[0] == pytest.approx(PROBE_SECONDS[0], abs=0.2) and max(gaps) < PROBE_SECONDS[1] + 0.2
+            probed_at.append(now)
+    gaps = [b - a for a, b in itertools.pairwise(probed_at)]
+    assert probed_at[0] == pytest.approx(PROBE_SECONDS[0], abs=0.2) and max(gaps) < PROBE_SECONDS[1] + 0.2
     assert gaps == sorted(gaps) or max(abs(a - b) for a, b in zip(gaps, sorted(gaps), strict=True)) < 0.2
 
 
 def test_a_connection_that_stays_stuck_is_renewed_less_and_less_often() -> None:
-    sender, renewed, now = SendStream[str](), [], 0.0
+    sender, renewed_at, now = SendStream[str](), [], 0.0
     sender.keep("a", now)
     while now < 16 * STUCK_SECONDS:
         now += 0.25
         if sender.stuck(now):
-            renewed.append(now)
-    assert renewed == [STUCK_SECONDS * total for total in (1, 3, 7, 15)]
+            renewed_at.append(now)
+    assert renewed_at == [STUCK_SECONDS * total for total in (1, 3, 7, 15)]
 
 
-def carried_until(carried: Callable[[float], int], until: float, owed: int = 1 << 22) -> tuple[SendStream[str], float]:
-    """A stream whose first message stays unacknowledged until `until` or its connection is given up; returns it and the
-    time. carried: the bytes that went over it, by the time."""
+def watch_connection(
+    carried: Callable[[float], int], until: float, owed: int = 1 << 22
+) -> tuple[SendStream[str], float]:
+    """Leaves the first message of a stream unacknowledged until the time `until`, or until its connection counts as
+    stuck. Returns the stream and the time. carried(now): the bytes that the connection has carried."""
     sender, now = SendStream[str](), 0.0
     sender.keep("x", now)
     while now < until and not (sender.silent(now) and not sender.carries(carried(now), owed, now)
@@ -140,29 +145,29 @@ def carried_until(carried: Callable[[float], int], until: float, owed: int = 1 <
     return sender, now
 
 
-def test_a_connection_that_carries_something_is_slow_and_not_stuck() -> None:
-    sender, now = carried_until(lambda now: int(1e4 * now), 100.0)
+def test_a_connection_that_carries_bytes_is_slow_and_not_stuck() -> None:
+    sender, now = watch_connection(lambda now: int(1e4 * now), 100.0)
     assert now == 100 and sender.acknowledge(2, b"", 0, now) == []
     sender.keep("y", now)
-    assert sender.silent(now + 4 * 100) and not sender.silent(now + 4 * 100 - 1), "as long as the first took, and more"
+    assert sender.silent(now + 4 * 100) and not sender.silent(now + 4 * 100 - 1), "four times what the first took"
 
 
 def test_a_connection_that_carries_nothing_or_too_much_without_an_answer_is_stuck() -> None:
-    watched = STUCK_SECONDS + LOOK_SECONDS
-    assert carried_until(lambda now: 0, 100.0)[1] == watched
-    assert carried_until(lambda now: int(10 * now), 100.0)[1] == watched, "questions alone"
-    assert carried_until(lambda now: int(1e4 * min(now, 20.0)), 100.0)[1] == 20 + LOOK_SECONDS
-    full = carried_until(lambda now: int(1e6 * now), 100.0)[1]
-    assert watched < full < STUCK_SECONDS + (MARGIN_BYTES + (1 << 22)) / 1e6 + 2 * LOOK_SECONDS
+    soonest = STUCK_SECONDS + LOOK_SECONDS
+    assert watch_connection(lambda now: 0, 100.0)[1] == soonest
+    assert watch_connection(lambda now: int(10 * now), 100.0)[1] == soonest, "only probes are carried"
+    assert watch_connection(lambda now: int(1e4 * min(now, 20.0)), 100.0)[1] == 20 + LOOK_SECONDS
+    useless = watch_connection(lambda now: int(1e6 * now), 100.0)[1]
+    assert soonest < useless < STUCK_SECONDS + (MARGIN_BYTES + (1 << 22)) / 1e6 + 2 * LOOK_SECONDS
     closing = SendStream[str]()
     closing.keep("x", 0.0)
     closing.close(0.0)
-    assert not closing.carries(5, 10, 2.0), "there is no time to watch it"
+    assert not closing.carries(5, 10, 2.0), "a closing link has no time to watch a connection"
 
 
-def test_over_a_new_connection_it_is_asked_soon_what_is_missing() -> None:
-    """However long the one before was silent: acknowledgements may get lost as well, and their sender makes a new
-    connection after several probes only."""
+def test_a_sender_probes_soon_over_a_new_connection() -> None:
+    """However long the previous connection was silent: the connection that carries the acknowledgements may be broken,
+    too, and the receiver replaces it only after several probes."""
     sender = SendStream[str]()
     sender.keep("x", 0.0)
     now = 0.0
@@ -173,7 +178,7 @@ def test_over_a_new_connection_it_is_asked_soon_what_is_missing() -> None:
     assert not sender.probe_due(now) and sender.probe_due(now + PROBE_SECONDS[0])
 
 
-def test_at_the_end_a_connection_soon_counts_as_stuck_however_slow_it_was() -> None:
+def test_a_connection_soon_counts_as_stuck_while_the_link_closes() -> None:
     sender: SendStream[str] = SendStream()
     sender.keep("slow", 0.0)
     sender.acknowledge(2, b"", 0, 4.0)
@@ -187,7 +192,7 @@ def test_at_the_end_a_connection_soon_counts_as_stuck_however_slow_it_was() -> N
     assert sender.stuck(10.0 + 3 * CLOSING_STUCK_SECONDS)
 
 
-def test_numbers_are_bounded() -> None:
+def test_sequence_numbers_beyond_the_bounds_are_refused() -> None:
     receiver = ReceiveStream(ordered=False)
     assert receiver.take(1 + MAX_AHEAD)
     with pytest.raises(PeerFault, match="sequence_jump"):
@@ -203,13 +208,15 @@ def test_numbers_are_bounded() -> None:
 
 
 @given(st.integers(0, 1 << 63), st.binary(max_size=64), st.integers(0, 1 << 63))
-def test_any_acknowledgement_is_taken_or_a_fault(first_missing: int, ahead: bytes, probe: int) -> None:
+def test_an_arbitrary_acknowledgement_is_accepted_or_raises_a_peer_fault(
+    first_missing: int, ahead: bytes, probe: int
+) -> None:
     sender = SendStream[int]()
     for i in range(40):
         sender.keep(i, 0.0)
     try:
-        again = sender.acknowledge(first_missing, ahead, probe, 0.0)
+        to_resend = sender.acknowledge(first_missing, ahead, probe, 0.0)
     except PeerFault:
         assert len(sender.kept) == 40
     else:
-        assert set(again) <= set(sender.kept)
+        assert set(to_resend) <= set(sender.kept)
