@@ -1,4 +1,4 @@
-"""Runs a function as n ranks of a process group, each in a process of its own."""
+"""Runs a function as the n ranks of a torch process group, each rank in a process of its own."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed", "tests.parallel.work.training"])
 
 
-def _rank(work: Callable[..., Any], rank: int, n: int, store: str, pipe: Connection, args: tuple[Any, ...],
-          backend: str, device: str) -> None:  # fmt: skip
+def _run_rank(work: Callable[..., Any], rank: int, n: int, store: str, pipe: Connection, args: tuple[Any, ...],
+              backend: str, device: str) -> None:  # fmt: skip
+    """Runs in the child process: sends (True, result) or (False, traceback)."""
     import torch
     import torch.distributed as dist
 
@@ -25,11 +26,11 @@ def _rank(work: Callable[..., Any], rank: int, n: int, store: str, pipe: Connect
     os.environ.update(LOCAL_WORLD_SIZE=str(n), LOCAL_RANK=str(rank))
     try:
         if device == "cuda":
-            torch.backends.cudnn.deterministic = True  # the bits of one training are compared with those of another
+            torch.backends.cudnn.deterministic = True  # tests compare the bits of two trainings
             models.DEVICE = torch.device("cuda", rank % torch.cuda.device_count())
             torch.cuda.set_device(models.DEVICE)
         else:
-            torch.cuda.is_available = lambda: False  # Decent-DP's face moves models to a GPU where there is one
+            torch.cuda.is_available = lambda: False  # compat.decent_dp would move models to a GPU
         dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=n,
                                 device_id=models.DEVICE if backend == "nccl" else None)  # fmt: skip
         result = work(rank, n, *args)
@@ -42,37 +43,40 @@ def _rank(work: Callable[..., Any], rank: int, n: int, store: str, pipe: Connect
 
 def run_ranks(n: int, work: Callable[..., Any], *args: Any, timeout_seconds: float = 200, backend: str = "gloo",
               device: str = "cpu") -> list[Any]:  # fmt: skip
-    """[work(rank, n, *args)] by rank; `work` is a module's function. Fails with the first rank's traceback.
+    """Returns [work(rank, n, *args) for each rank], where `work` is a function of a module. Raises AssertionError with
+    the traceback of the first rank that failed.
 
-    device: cuda puts models and batches of `work.models` on the GPUs, which ranks take in turn.
+    device: with "cuda", models and batches of `work.models` lie on the GPUs, which the ranks take in turn.
     """
-    results = run_ranks_raw(n, work, *args, timeout_seconds=timeout_seconds, backend=backend, device=device)
-    for ok, value in results:
-        assert ok, value
-    return [value for _, value in results]
+    outcomes = outcomes_of_ranks(n, work, *args, timeout_seconds=timeout_seconds, backend=backend, device=device)
+    for succeeded, value in outcomes:
+        assert succeeded, value
+    return [value for _, value in outcomes]
 
 
-def run_ranks_raw(n: int, work: Callable[..., Any], *args: Any, timeout_seconds: float = 200, backend: str = "gloo",
-                  device: str = "cpu") -> list[tuple[bool, Any]]:  # fmt: skip
+def outcomes_of_ranks(n: int, work: Callable[..., Any], *args: Any, timeout_seconds: float = 200,
+                      backend: str = "gloo", device: str = "cpu") -> list[tuple[bool, Any]]:  # fmt: skip
+    """As `run_ranks`, for tests in which ranks fail: returns by rank (True, result), or (False, "rank R: Error: ..."
+    with the traceback). Raises AssertionError if a rank sends nothing for `timeout_seconds`."""
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
         for rank in range(n):
             mine, theirs = CONTEXT.Pipe()
-            told = (work, rank, n, f"{folder}/store", theirs, args, backend, device)
-            process = CONTEXT.Process(target=_rank, args=told)
+            arguments = (work, rank, n, f"{folder}/store", theirs, args, backend, device)
+            process = CONTEXT.Process(target=_run_rank, args=arguments)
             process.start()
             theirs.close()
             pipes.append(mine)
             processes.append(process)
         try:
-            found = []
+            outcomes = []
             for rank, pipe in enumerate(pipes):
                 assert pipe.poll(timeout_seconds), f"rank {rank} hangs"
                 try:
-                    found.append(pipe.recv())
+                    outcomes.append(pipe.recv())
                 except EOFError:
-                    found.append((False, f"rank {rank} ended without a word"))
-            return found
+                    outcomes.append((False, f"rank {rank} ended without a result"))
+            return outcomes
         finally:
             for process in processes:
                 process.kill()

@@ -12,7 +12,7 @@ from torch import nn
 
 from decentnode.parallel import CommOptimizer
 from decentnode.parallel.comm_optimizer import DIST_OPTIMIZERS
-from tests.parallel.ranks import run_ranks, run_ranks_raw
+from tests.parallel.ranks import outcomes_of_ranks, run_ranks
 from tests.parallel.work import meeting
 
 
@@ -128,7 +128,7 @@ def test_a_rank_whose_exchanges_would_not_fit_is_named(options: dict[str, Any], 
 
 
 def test_a_rank_that_has_ended_is_told_of_in_plain_words() -> None:
-    ok, text = run_ranks_raw(2, meeting.ends_early)[0]
+    ok, text = outcomes_of_ranks(2, meeting.ends_early)[0]
     says = r"rank 0: PeerLost: rank 0: the exchange of step 0 with the other ranks failed, for example as .*: \w[^/]*\n"
     assert not ok and re.match(says, text), text
 

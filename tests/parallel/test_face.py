@@ -19,7 +19,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from decentnode.parallel import CommOptimizer, DecentralizedDataParallel
 from decentnode.parallel.steps import backward
-from tests.parallel.ranks import run_ranks, run_ranks_raw
+from tests.parallel.ranks import outcomes_of_ranks, run_ranks
 from tests.parallel.work import face
 from tests.parallel.work.models import SGD, batch, flat, model
 
@@ -67,7 +67,7 @@ def test_ranks_average_join_and_load(transport: str) -> None:
 
 @pytest.mark.slow
 def test_a_state_that_one_rank_alone_loads_is_told() -> None:
-    (ok, here), (other_ok, there) = run_ranks_raw(2, face.loads_alone, timeout_seconds=60)
+    (ok, here), (other_ok, there) = outcomes_of_ranks(2, face.loads_alone, timeout_seconds=60)
     assert not ok and not other_ok
     assert "PeerLost" in there and "rank 0" in there.splitlines()[0]
     assert "load_state_dict failed" in here

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.checkpoint import checkpoint
 
 from decentnode.parallel import CommOptimizer, DecentralizedDataParallel
-from tests.parallel.ranks import run_ranks, run_ranks_raw
+from tests.parallel.ranks import outcomes_of_ranks, run_ranks
 from tests.parallel.work import face, habits
 from tests.parallel.work.habits import alone  # noqa: F401  (a fixture)
 from tests.parallel.work.models import SGD, batch, flat, model
@@ -275,7 +275,7 @@ def test_buffers_of_every_kind_are_rank_0_s(transport: str) -> None:
 
 
 def test_buffers_that_differ_are_named() -> None:
-    for ok, told in run_ranks_raw(2, habits.other_buffers, timeout_seconds=60):
+    for ok, told in outcomes_of_ranks(2, habits.other_buffers, timeout_seconds=60):
         assert not ok and "rank 1 has another list of buffers than rank 0: 'kept (4,)" in told
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from decentnode.communication.shared_memory.segment import FOLDER, PAGE
-from tests.parallel.ranks import run_ranks, run_ranks_raw
+from tests.parallel.ranks import outcomes_of_ranks, run_ranks
 from tests.parallel.work import leaving, training
 
 
@@ -22,7 +22,7 @@ from tests.parallel.work import leaving, training
     ("transport", "rank 1 has another option than rank 0: \"transport='collective'\", rank 0 has"),
 ])  # fmt: skip
 def test_ranks_that_differ_are_named(what: str, says: str) -> None:
-    for ok, text in run_ranks_raw(4, leaving.differing, what):
+    for ok, text in outcomes_of_ranks(4, leaving.differing, what):
         assert not ok and re.search(says, text), text
 
 
@@ -34,7 +34,7 @@ def test_ranks_that_differ_are_named(what: str, says: str) -> None:
     ("transports.shared_memory", "remove_stale", "name their shared memory"),
 ])  # fmt: skip
 def test_a_rank_that_dies_while_it_wraps_is_told_in_words_of_ours(module: str, function: str, what: str) -> None:
-    ok, text = run_ranks_raw(2, leaving.dies_while_it_wraps, module, function)[0]
+    ok, text = outcomes_of_ranks(2, leaving.dies_while_it_wraps, module, function)[0]
     said = rf"rank 0: PeerLost: ranks cannot {what}.* together, for example because one has ended: [A-Z]"
     assert not ok and re.match(said, text) and "gloo" not in text.splitlines()[0], text
 
@@ -42,7 +42,7 @@ def test_a_rank_that_dies_while_it_wraps_is_told_in_words_of_ours(module: str, f
 @pytest.mark.parametrize("transport", ["collective", "auto"])
 @pytest.mark.slow
 def test_a_rank_that_vanishes_is_named(transport: str, tmp_path: Path) -> None:
-    results = run_ranks_raw(2, leaving.vanish, transport, str(tmp_path / "noticed"))
+    results = outcomes_of_ranks(2, leaving.vanish, transport, str(tmp_path / "noticed"))
     assert not results[0][0] and re.search("PeerLost: rank 0: the exchange of step 2 with rank 1", results[0][1])
 
 
@@ -51,7 +51,7 @@ def test_a_rank_that_vanishes_is_named(transport: str, tmp_path: Path) -> None:
     ("ring", 3, "host", "RuntimeError: .*DefaultCPUAllocator: can't allocate memory"),
 ])  # fmt: skip
 def test_a_device_or_a_host_without_memory_is_no_lost_rank(topology: str, n: int, where: str, says: str) -> None:
-    *others, last = run_ranks_raw(n, leaving.out_of_memory, topology, where)
+    *others, last = outcomes_of_ranks(n, leaving.out_of_memory, topology, where)
     assert re.match(f"rank {n - 1}: {says}", last[1]), last
     assert all("PeerLost" in text for _, text in others), others
 
@@ -68,7 +68,7 @@ ENDED = "rank 1 has ended its training after 5 steps, this one has taken [67]"
 ])  # fmt: skip
 def test_a_rank_that_leaves_early_is_named_long_before_the_time_out(how: str, n: int, says: str) -> None:
     """Also by ranks that wait for another one, which waits for it."""
-    results = run_ranks_raw(n, leaving.leave, how, "shared_memory")
+    results = outcomes_of_ranks(n, leaving.leave, how, "shared_memory")
     for rank in set(range(n)) - {1}:
         ok, text = results[rank]
         assert not ok and re.search(f"PeerLost: rank {rank}: the exchange of step . with rank . failed: {says}", text)
@@ -76,7 +76,7 @@ def test_a_rank_that_leaves_early_is_named_long_before_the_time_out(how: str, n:
 
 @pytest.mark.slow
 def test_over_gloo_a_rank_that_is_killed_is_named_by_its_neighbors() -> None:
-    results = run_ranks_raw(2, leaving.leave, "killed", "collective")
+    results = outcomes_of_ranks(2, leaving.leave, "killed", "collective")
     ok, text = results[0]
     said = r"rank 0: PeerLost: rank 0: the exchange of step [56] with rank 1 failed: \w[^/]*\n"
     assert not ok and re.match(said, text), text
@@ -84,19 +84,19 @@ def test_over_gloo_a_rank_that_is_killed_is_named_by_its_neighbors() -> None:
 
 @pytest.mark.slow
 def test_a_rank_that_is_killed_before_an_average_is_named() -> None:
-    for ok, text in run_ranks_raw(3, leaving.killed_in_average, "shared_memory")[:2]:
+    for ok, text in outcomes_of_ranks(3, leaving.killed_in_average, "shared_memory")[:2]:
         assert not ok and re.search("PeerLost: rank .: global_avg failed: the process of rank 2 is gone", text)
 
 
 def test_who_wraps_a_model_where_another_has_ended_is_told_in_plain_words() -> None:
-    ok, text = run_ranks_raw(2, leaving.ended_before)[0]
+    ok, text = outcomes_of_ranks(2, leaving.ended_before)[0]
     says = (r"rank 0: PeerLost: ranks cannot wrap the model together, for example because one has ended: \w[^/]*"
             r"; rank 1 had not come to it\n")  # fmt: skip
     assert not ok and re.match(says, text), text
 
 
 def test_a_rank_that_is_killed_in_an_operation_of_all_is_named_and_one_that_is_slow_is_not() -> None:
-    results = run_ranks_raw(3, leaving.killed_in_an_operation)
+    results = outcomes_of_ranks(3, leaving.killed_in_an_operation)
     gone = ["the process(es of ranks 1-| of rank )2 (is|are) gone", "the process of rank 2 is gone"]  # 1 ends by then
     for rank, says in enumerate(gone):
         ok, text = results[rank]
@@ -106,7 +106,7 @@ def test_a_rank_that_is_killed_in_an_operation_of_all_is_named_and_one_that_is_s
 
 @pytest.mark.slow
 def test_over_gloo_an_average_with_a_rank_that_is_killed_fails_in_plain_words() -> None:
-    ok, text = run_ranks_raw(2, leaving.killed_in_average, "collective")[0]
+    ok, text = outcomes_of_ranks(2, leaving.killed_in_average, "collective")[0]
     assert not ok and re.match(r"rank 0: PeerLost: rank 0: global_avg failed: \w[^/]*\n", text), text
 
 
@@ -138,5 +138,5 @@ def test_memory_that_killed_ranks_left_under_a_name_is_removed_by_the_next() -> 
 
 
 def test_a_rank_that_is_killed_before_it_took_its_memory_s_name_away_leaves_none() -> None:
-    results = run_ranks_raw(2, leaving.killed_while_mapping)
+    results = outcomes_of_ranks(2, leaving.killed_while_mapping)
     assert "AssertionError" not in str(results[0][1]), results[0]

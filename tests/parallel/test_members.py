@@ -21,7 +21,7 @@ from decentnode.communication.zeromq.sockets.security import write_secret
 from decentnode.parallel.membership.generation_groups import FORM_SECONDS
 from decentnode.parallel.planning.topologies import make_topology
 from tests.conftest import free_ports
-from tests.parallel.crowd import Crowd, environment_of
+from tests.parallel.job_processes import JobProcesses, torchrun_environment
 from tests.parallel.ranks import run_ranks
 from tests.parallel.work import members, training
 
@@ -47,11 +47,12 @@ def expected(n: int, victim: int, step: int, topology: Any) -> float:
 @pytest.mark.sampled(one=["transport", "victim"])
 @pytest.mark.parametrize(("transport", "victim"), [("shared_memory", 0), ("collective", 2), ("sockets", 0)])
 def test_the_others_go_on_when_one_dies_and_their_mean_stays(transport: str, victim: int) -> None:
-    with Crowd() as crowd:
-        by_script = transport == "collective"
-        crowd.found(3, free_ports(1), members.still, transport, {victim: 4}, 14, LINE, "full", False, not by_script)
-        found = [crowd.hear(rank) for rank in range(3) if rank != victim]
-        assert crowd.ended(victim) == -signal.SIGKILL
+    with JobProcesses() as job:
+        step_in_backward = transport != "collective"
+        job.start_founders(3, free_ports(1), members.still, transport, {victim: 4}, 14, LINE, "full", False,
+                           step_in_backward)  # fmt: skip
+        found = [job.receive(rank) for rank in range(3) if rank != victim]
+        assert job.wait_for_exit(victim) == -signal.SIGKILL
     mean = expected(3, victim, 4, LINE)
     assert abs(mean - 1) > 0.01
     for rank, each in enumerate(found):
@@ -79,9 +80,9 @@ def test_while_nobody_dies_the_bits_are_those_without_regroup(transport: str, to
 ], ids=["ring", "collective", "choco", "delayed", "copies"])  # fmt: skip
 def test_a_layer_that_is_unfrozen_is_exchanged_by_all_who_are_left(options: dict[str, Any], dies: str) -> None:
     alive = range(3 if dies == "nobody" else 2)
-    with Crowd() as crowd:
-        crowd.found(3, free_ports(1), members.unfreezes, options, dies)
-        found = [crowd.hear(rank) for rank in alive]
+    with JobProcesses() as job:
+        job.start_founders(3, free_ports(1), members.unfreezes, options, dies)
+        found = [job.receive(rank) for rank in alive]
     mean = sum(alive) / len(alive)
     for each in found:
         assert (each["world"], each["optimized"]) == (len(alive), 4)
@@ -90,38 +91,38 @@ def test_a_layer_that_is_unfrozen_is_exchanged_by_all_who_are_left(options: dict
 
 @pytest.mark.slow
 def test_who_joins_after_a_layer_was_unfrozen_exchanges_it_too() -> None:
-    with Crowd() as crowd:
-        crowd.found(1, free_ports(1), members.unfrozen_is_joined, None)
-        crowd.start(members.unfrozen_is_joined, {}, crowd.hear(0))
-        crowd.hear(1)
-        found = [crowd.hear(number) for number in range(2)]
+    with JobProcesses() as job:
+        job.start_founders(1, free_ports(1), members.unfrozen_is_joined, None)
+        job.start(members.unfrozen_is_joined, {}, job.receive(0))
+        job.receive(1)
+        found = [job.receive(number) for number in range(2)]
     assert found[0]["names"] == found[1]["names"] and len(found[0]["names"]) == 4
     assert all(each["moved"] > 0.01 and each["distance"] < 0.1 and each["buckets"] >= 2 for each in found)
 
 
 @pytest.mark.slow
 def test_a_state_with_a_layer_that_was_unfrozen_is_loaded_where_ranks_come_and_go() -> None:
-    with Crowd() as crowd:
-        crowd.found(2, free_ports(1), members.unfrozen_is_resumed)
-        assert [crowd.hear(rank) for rank in range(2)] == [(8, 4, True)] * 2
+    with JobProcesses() as job:
+        job.start_founders(2, free_ports(1), members.unfrozen_is_resumed)
+        assert [job.receive(rank) for rank in range(2)] == [(8, 4, True)] * 2
 
 
 def test_a_connection_that_breaks_in_the_first_launch_begins_another_generation() -> None:
-    with Crowd() as crowd:
-        crowd.found(2, free_ports(1), members.first_launch_breaks, "collective")
-        first, second = (crowd.hear(rank) for rank in range(2))
+    with JobProcesses() as job:
+        job.start_founders(2, free_ports(1), members.first_launch_breaks, "collective")
+        first, second = (job.receive(rank) for rank in range(2))
     assert first == second
     assert (first["world"], first["generation"] > 0) == (2, True)
 
 
 @pytest.mark.slow
 def test_a_process_joins_by_address_with_the_mean_of_the_members() -> None:
-    with Crowd() as crowd:
-        crowd.found(2, free_ports(1), members.joined, "shared_memory", None)
-        address = [crowd.hear(rank) for rank in range(2)][1]
-        crowd.start(members.joined, {}, "shared_memory", address)
-        crowd.hear(2)
-        found = [crowd.hear(number) for number in range(3)]
+    with JobProcesses() as job:
+        job.start_founders(2, free_ports(1), members.joined, "shared_memory", None)
+        address = [job.receive(rank) for rank in range(2)][1]
+        job.start(members.joined, {}, "shared_memory", address)
+        job.receive(2)
+        found = [job.receive(number) for number in range(3)]
     assert len({each["steps"] for each in found}) == 1
     for own, other, new in zip(found[0]["first"], found[1]["first"], found[2]["first"], strict=True):
         assert new == pytest.approx((own + other) / 2, abs=1e-4)
@@ -134,15 +135,15 @@ def test_a_process_joins_by_address_with_the_mean_of_the_members() -> None:
 @pytest.mark.parametrize("transport", ["auto", pytest.param("sockets", marks=pytest.mark.slow)])
 def test_ranks_with_keys_die_and_are_joined_by_who_has_them(transport: str, tmp_path: Path) -> None:
     write_secret(tmp_path / "ranks.secret")
-    with Crowd(environment={"DECENTNODE_KEYS": str(tmp_path / "ranks.secret")}) as crowd:
-        crowd.found(3, free_ports(1), members.learn, transport, None, None, 0)
-        addresses = [crowd.hear(rank) for rank in range(3)]
-        assert crowd.ended(0) == -signal.SIGKILL
-        crowd.start(members.other, {"DECENTNODE_KEYS": ""}, addresses[1])
-        assert "it has keys and this process has none" in crowd.failure(3)
-        crowd.start(members.learn, {}, transport, ",".join(addresses), None, None)
-        crowd.hear(4)
-        found = [crowd.hear(number) for number in (1, 2, 4)]
+    with JobProcesses(environment={"DECENTNODE_KEYS": str(tmp_path / "ranks.secret")}) as job:
+        job.start_founders(3, free_ports(1), members.learn, transport, None, None, 0)
+        addresses = [job.receive(rank) for rank in range(3)]
+        assert job.wait_for_exit(0) == -signal.SIGKILL
+        job.start(members.other, {"DECENTNODE_KEYS": ""}, addresses[1])
+        assert "it has keys and this process has none" in job.receive_failure(3)
+        job.start(members.learn, {}, transport, ",".join(addresses), None, None)
+        job.receive(4)
+        found = [job.receive(number) for number in (1, 2, 4)]
     assert len({(each["steps"], each["world"], each["factor"], round(each["lr"], 12)) for each in found}) == 1
     for each in found:
         assert np.mean(each["losses"][-5:]) < 0.8 * np.mean(found[0]["losses"][:5])
@@ -150,12 +151,12 @@ def test_ranks_with_keys_die_and_are_joined_by_who_has_them(transport: str, tmp_
 
 def test_ranks_with_other_keys_are_told_so_at_once(tmp_path: Path) -> None:
     write_secret(tmp_path / "ranks.secret")
-    with Crowd() as crowd:
+    with JobProcesses() as job:
         port = free_ports(1)
         for rank in range(2):
             more = {"DECENTNODE_KEYS": str(tmp_path / "ranks.secret") if rank else ""}
-            crowd.start(members.alone, environment_of(rank, 2, port) | more)
-        told = [crowd.failure(rank) for rank in range(2)]
+            job.start(members.alone, torchrun_environment(rank, 2, port) | more)
+        told = [job.receive_failure(rank) for rank in range(2)]
     assert "AssemblyError: rank 1 has keys " in told[0] and " and rank 0 has no keys" in told[0]
     assert "AssemblyError: rank 0 has no keys and rank 1 has keys " in told[1]
 
@@ -169,13 +170,13 @@ def test_ranks_with_other_keys_are_told_so_at_once(tmp_path: Path) -> None:
     pytest.param("DDP", False, True),
 ])  # fmt: skip
 def test_ranks_that_meet_go_on_without_the_dead_and_with_who_joins(name: str, overlap: bool, scaled: bool) -> None:
-    with Crowd() as crowd:
-        crowd.found(3, free_ports(1), members.meet, name, overlap, scaled, {0: 7}, None)
-        addresses = [crowd.hear(rank) for rank in range(3)]
-        assert crowd.ended(0) == -signal.SIGKILL
-        crowd.start(members.meet, {}, name, overlap, scaled, {}, ",".join(addresses))
-        crowd.hear(3)
-        found = [crowd.hear(number) for number in (1, 2, 3)]
+    with JobProcesses() as job:
+        job.start_founders(3, free_ports(1), members.meet, name, overlap, scaled, {0: 7}, None)
+        addresses = [job.receive(rank) for rank in range(3)]
+        assert job.wait_for_exit(0) == -signal.SIGKILL
+        job.start(members.meet, {}, name, overlap, scaled, {}, ",".join(addresses))
+        job.receive(3)
+        found = [job.receive(number) for number in (1, 2, 3)]
     assert len({each["steps"] for each in found}) == 1
     assert found[2]["first"] >= 7
     for each in found:
@@ -192,16 +193,16 @@ def test_ranks_that_meet_go_on_without_the_dead_and_with_who_joins(name: str, ov
     "shared_memory", *(pytest.param(each, marks=pytest.mark.slow) for each in ("collective", "sockets")),
 ])  # fmt: skip
 def test_an_average_that_some_had_not_begun_or_were_not_there_to_begin_is_of_all_who_are_left(transport: str) -> None:
-    with Crowd() as crowd:
-        crowd.found(3, free_ports(1), members.averages, transport, None)
-        addresses = [crowd.hear(rank) for rank in range(3)]
-        (one, mean), (two, same) = crowd.hear(0), crowd.hear(1)
+    with JobProcesses() as job:
+        job.start_founders(3, free_ports(1), members.averages, transport, None)
+        addresses = [job.receive(rank) for rank in range(3)]
+        (one, mean), (two, same) = job.receive(0), job.receive(1)
         assert mean == same == pytest.approx((one + two) / 2, abs=1e-4) and abs(one - two) > 1e-3
-        assert crowd.ended(2) == -signal.SIGKILL
-        crowd.start(members.averages, {}, transport, addresses[0])
-        crowd.hear(3)
-        assert crowd.ended(1) == -signal.SIGKILL
-        found = [crowd.hear(0), crowd.hear(3)]
+        assert job.wait_for_exit(2) == -signal.SIGKILL
+        job.start(members.averages, {}, transport, addresses[0])
+        job.receive(3)
+        assert job.wait_for_exit(1) == -signal.SIGKILL
+        found = [job.receive(0), job.receive(3)]
     for each in found:
         assert each["world"] == 2
         assert each["mean"] == pytest.approx((found[0]["own"] + found[1]["own"]) / 2, abs=1e-4)
@@ -222,19 +223,19 @@ def test_ranks_find_each_other_though_one_has_tried_in_vain_before(tmp_path: Pat
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["shared_memory", "collective", "sockets"])
 def test_two_die_at_once_the_first_among_them_and_the_loss_falls_on(transport: str) -> None:
-    with Crowd() as crowd:
-        crowd.found(4, free_ports(1), members.still, transport, {0: 5, 3: 5}, 12, "ring")
-        found = [crowd.hear(rank) for rank in (1, 2)]
+    with JobProcesses() as job:
+        job.start_founders(4, free_ports(1), members.still, transport, {0: 5, 3: 5}, 12, "ring")
+        found = [job.receive(rank) for rank in (1, 2)]
     assert [each["world"] for each in found] == [2, 2]
     assert found[0]["mean"] == pytest.approx(found[1]["mean"], abs=1e-5)
 
 
 @pytest.mark.slow
 def test_who_dies_while_gloo_connects_costs_the_others_seconds() -> None:
-    with Crowd() as crowd:
-        crowd.found(4, free_ports(1), members.connecting)
-        found = [crowd.hear(rank) for rank in (1, 2)]
-        assert crowd.ended(3) == -signal.SIGKILL
+    with JobProcesses() as job:
+        job.start_founders(4, free_ports(1), members.connecting)
+        found = [job.receive(rank) for rank in (1, 2)]
+        assert job.wait_for_exit(3) == -signal.SIGKILL
     assert [each["world"] for each in found] == [2, 2]
     assert max(each["longest"] for each in found) < FORM_SECONDS
 
@@ -245,13 +246,13 @@ def test_a_rank_that_is_started_again_where_it_listened_is_who_it_was(transport:
     """It comes with another model, and no optimizer's state; it takes schedule and factor of the others."""
     first = free_ports(8)
     listen = f"127.0.0.1:{first}"
-    with Crowd() as crowd:
-        crowd.found(3, first + 7, members.learn, transport, None, listen, 0)
-        addresses = [crowd.hear(rank) for rank in range(3)]
-        assert crowd.ended(0) == -signal.SIGKILL
-        crowd.start(members.learn, environment_of(0, 3, 1), transport, ",".join(addresses[1:]), listen, None)
-        assert crowd.hear(3) == addresses[0]
-        found = [crowd.hear(number) for number in (1, 2, 3)]
+    with JobProcesses() as job:
+        job.start_founders(3, first + 7, members.learn, transport, None, listen, 0)
+        addresses = [job.receive(rank) for rank in range(3)]
+        assert job.wait_for_exit(0) == -signal.SIGKILL
+        job.start(members.learn, torchrun_environment(0, 3, 1), transport, ",".join(addresses[1:]), listen, None)
+        assert job.receive(3) == addresses[0]
+        found = [job.receive(number) for number in (1, 2, 3)]
     assert len({(each["steps"], each["world"], each["factor"], round(each["lr"], 12)) for each in found}) == 1
     assert found[0]["factor"] == 0.5 and found[2]["first"] > 10
     for each in found:
@@ -260,13 +261,13 @@ def test_a_rank_that_is_started_again_where_it_listened_is_who_it_was(transport:
 
 @pytest.mark.slow
 def test_who_differs_is_told_the_first_line_and_the_members_do_not_notice() -> None:
-    with Crowd() as crowd:
-        crowd.found(1, free_ports(1), members.alone)
-        address = crowd.hear(0)
-        crowd.start(members.other, {}, address)
-        failure = crowd.failure(1)
-        crowd.say(0)
-        assert crowd.hear(0) == 0
+    with JobProcesses() as job:
+        job.start_founders(1, free_ports(1), members.alone)
+        address = job.receive(0)
+        job.start(members.other, {}, address)
+        failure = job.receive_failure(1)
+        job.send(0)
+        assert job.receive(0) == 0
     assert "AssemblyError: this process differs from the job at tcp://127.0.0.1:" in failure
     assert "'parameter weight (2, 3) torch.float32 trained', there 'parameter weight (1, 3)" in failure
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import free_ports
-from tests.parallel.crowd import Crowd
+from tests.parallel.job_processes import JobProcesses
 from tests.parallel.ranks import run_ranks
 from tests.parallel.work import compressing, members, training
 
@@ -134,9 +134,9 @@ def test_with_regroup_the_bits_are_the_same_and_the_mean_stays_when_one_dies(
         4, training.with_and_without_regroup, "one-peer-exp", transport, sharing, delayed
     ):
         assert without == with_regroup
-    with Crowd() as crowd:
-        crowd.found(3, free_ports(1), members.still, transport, {0: 4}, 40, {"name": "line"}, sharing, delayed)
-        found = [crowd.hear(rank) for rank in (1, 2)]
+    with JobProcesses() as job:
+        job.start_founders(3, free_ports(1), members.still, transport, {0: 4}, 40, {"name": "line"}, sharing, delayed)
+        found = [job.receive(rank) for rank in (1, 2)]
     spread = [each["level"] - each["mean"] for each in found]
     assert sum(spread) == pytest.approx(0, abs=1e-4) and max(map(abs, spread)) < 0.05
     assert 1.0 < found[0]["mean"] < 2.0 and found[0]["steps"] == 40 and found[0]["world"] == 2

@@ -13,7 +13,7 @@ from decentnode.cli import main
 from decentnode.metrics.reader import read
 from decentnode.parallel.recording.records import lock_folder
 from tests.conftest import free_ports
-from tests.parallel.crowd import Crowd
+from tests.parallel.job_processes import JobProcesses
 from tests.parallel.ranks import run_ranks
 from tests.parallel.work import members, recording
 
@@ -200,13 +200,13 @@ def test_status_says_what_became_of_the_ranks(runs: Path, tmp_path: Path) -> Non
 def test_ranks_that_come_and_go_are_recorded_and_the_run_goes_on_with_others(tmp_path: Path) -> None:
     """Rank 1 dies, another joins; then two ranks go on with what three have saved, and one of them was none of them."""
     runs = str(tmp_path)
-    with Crowd() as crowd:
-        crowd.found(3, free_ports(1), members.recorded, runs, None, False, None)
-        addresses = [crowd.hear(rank) for rank in range(3)]
-        crowd.ended(1)
-        crowd.start(members.recorded, {}, runs, addresses[0], False, None)
-        crowd.hear(3)
-        found = [crowd.hear(number) for number in (0, 2, 3)]
+    with JobProcesses() as job:
+        job.start_founders(3, free_ports(1), members.recorded, runs, None, False, None)
+        addresses = [job.receive(rank) for rank in range(3)]
+        job.wait_for_exit(1)
+        job.start(members.recorded, {}, runs, addresses[0], False, None)
+        job.receive(3)
+        found = [job.receive(number) for number in (0, 2, 3)]
     (path,) = {each["path"] for each in found}
     assert [each["uid"] for each in found] == [0, 2, 3]
     (last,) = {each["trained"][-1] for each in found}
@@ -221,9 +221,9 @@ def test_ranks_that_come_and_go_are_recorded_and_the_run_goes_on_with_others(tmp
         if each["uid"] != 3:
             assert merged[-1] < 0.7 * merged[0] and evaluations[0]["contributors"] == 3
     assert not (Path(path) / "summary.json").exists()
-    with Crowd() as crowd:
-        crowd.found(2, free_ports(1), members.recorded, runs, None, True, last + 3)
-        again = [[crowd.hear(rank) for _ in range(2)][1] for rank in range(2)]
+    with JobProcesses() as job:
+        job.start_founders(2, free_ports(1), members.recorded, runs, None, True, last + 3)
+        again = [[job.receive(rank) for _ in range(2)][1] for rank in range(2)]
     for each in again:
         assert each["path"] == path and each["trained"] == [last + 1, last + 2]
     summary = json.loads((Path(path) / "summary.json").read_text())

@@ -12,7 +12,7 @@ from torch import nn
 
 from decentnode.compat import decent_dp
 from decentnode.parallel import DecentralizedDataParallel
-from tests.parallel.ranks import run_ranks, run_ranks_raw
+from tests.parallel.ranks import outcomes_of_ranks, run_ranks
 from tests.parallel.work import face, unfreezing
 from tests.parallel.work.habits import alone  # noqa: F401  (a fixture)
 from tests.parallel.work.models import SGD, batch, model
@@ -56,7 +56,7 @@ def test_ranks_that_unfreeze_different_layers_are_told() -> None:
 
 
 def test_a_rank_that_unfreezes_alone_is_told() -> None:
-    for ok, told in run_ranks_raw(2, unfreezing.one_alone, timeout_seconds=60):
+    for ok, told in outcomes_of_ranks(2, unfreezing.one_alone, timeout_seconds=60):
         assert not ok and re.match("rank .: PeerLost: rank .: the exchange of ", told), told
 
 

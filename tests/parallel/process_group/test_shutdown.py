@@ -1,4 +1,4 @@
-"""Scripts come to their end, however busy the machine is."""
+"""How scripts of several ranks end: without an abort on a busy machine, and with errors that name the rank at fault."""
 
 from __future__ import annotations
 
@@ -17,52 +17,55 @@ from tests.parallel.work import leaving
 ROOT = Path(__file__).parents[3]
 
 
-def ended(folder: Path, *cases: str) -> tuple[dict[str, list[int]], dict[str, str]]:
-    """(Case -> exit codes, case and rank -> what was printed to stderr)."""
+def run_cases(folder: Path, *cases: str) -> tuple[dict[str, list[int]], dict[str, str]]:
+    """Runs cases of tests/parallel/script_ends.py. Returns (case -> exit codes by rank, "CASE RANK" -> stderr)."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.parallel.ends", str(folder), str(free_ports(len(cases))), *cases],
+        [sys.executable, "-m", "tests.parallel.script_ends", str(folder), str(free_ports(len(cases))), *cases],
         cwd=ROOT, capture_output=True, text=True, timeout=200, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     return json.loads(done.stdout), {each.name: each.read_text() for each in folder.iterdir()}
 
 
 @pytest.mark.slow
-def test_a_thread_of_gloo_that_is_slow_does_not_abort_the_process(tmp_path: Path) -> None:
-    codes, errors = ended(tmp_path, "groups", "destroyed", "wrapped", "ours")
-    assert codes == {"groups": [0] * 4, "destroyed": [0] * 4, "wrapped": [0] * 2, "ours": [0] * 2}, errors
+def test_a_slow_gloo_thread_does_not_abort_a_process_that_exits(tmp_path: Path) -> None:
+    codes, errors = run_cases(tmp_path, "subgroups", "destroyed", "wrapped", "initialize_dist")
+    expected = {"subgroups": [0] * 4, "destroyed": [0] * 4, "wrapped": [0] * 2, "initialize_dist": [0] * 2}
+    assert codes == expected, errors
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("case", "when"), [("raises", " after 2 steps"), ("raises over gloo", "")])
-def test_the_error_that_ended_a_script_is_told_by_the_others(case: str, when: str, tmp_path: Path) -> None:
-    codes, errors = ended(tmp_path, case)
+def test_a_rank_reports_the_error_that_ended_another_ranks_script(case: str, when: str, tmp_path: Path) -> None:
+    codes, errors = run_cases(tmp_path, case)
     last = errors[f"{case} 0"].splitlines()[-1]
     assert codes == {case: [1, 1]} and len(last) < 700, errors
     assert f"the script of rank 1 ended with an error{when}: KeyError: 'no such" in last, errors
 
 
 @pytest.mark.slow
-def test_who_is_missing_is_named_before_there_is_a_process_group(tmp_path: Path) -> None:
-    cases = {"killed 1": "AssemblyError: rank 0: the 2 ranks cannot meet: the process of rank 1 is gone (",
-             "killed 0": "AssemblyError: rank 1: the 2 ranks cannot meet: the process of rank 0 is gone (",
-             "absent 1": "AssemblyError: rank 0: the 2 ranks cannot meet: rank 1 has not come to initialize_dist (",
-             "absent 0": "AssemblyError: rank 1: nothing listens at 127.0.0.1:",
-             "killed later": "PeerLost: ranks cannot meet again together, "}  # fmt: skip
-    _, errors = ended(tmp_path, *cases)
-    for case, says in cases.items():
-        told = errors[f"{case} {says.partition('rank ')[2][0] if 'rank ' in says else 1}"]
-        assert f"decentnode.errors.{says}" in told, told
-    assert "; the process of rank 0 is gone\n" in errors["killed later 1"]
+def test_initialize_dist_names_the_rank_that_is_missing(tmp_path: Path) -> None:
+    expected = {  # (case, rank that reports) -> the beginning of its error
+        ("1 exits", 0): "AssemblyError: rank 0: the 2 ranks cannot meet: the process of rank 1 is gone (",
+        ("0 exits", 1): "AssemblyError: rank 1: the 2 ranks cannot meet: the process of rank 0 is gone (",
+        ("1 is absent", 0): "AssemblyError: rank 0: the 2 ranks cannot meet: rank 1 has not come to initialize_dist (",
+        ("0 is absent", 1): "AssemblyError: rank 1: nothing listens at 127.0.0.1:",
+        ("0 exits later", 1): "PeerLost: ranks cannot meet again together, ",
+    }
+    _, errors = run_cases(tmp_path, *(case for case, _ in expected))
+    for (case, rank), message in expected.items():
+        stderr = errors[f"{case} {rank}"]
+        assert f"decentnode.errors.{message}" in stderr, stderr
+    assert "; the process of rank 0 is gone\n" in errors["0 exits later 1"]
 
 
 @pytest.mark.sampled(one=["how"])
-@pytest.mark.parametrize("how", ["error", "without", "alone"])
-def test_how_a_script_ended_is_told_printable_and_short(how: str) -> None:
-    first, second = run_ranks(2, leaving.both_end, how)
-    assert second == (1, first), "what was told first"
-    if how == "alone":
-        assert first is None
+@pytest.mark.parametrize("how", ["error", "no error", "own store"])
+def test_the_first_end_of_a_script_is_reported_printable_and_short(how: str) -> None:
+    seen_by_0, seen_by_1 = run_ranks(2, leaving.report_ends, how)
+    assert seen_by_1 == (1, seen_by_0), "both ranks know the end that was reported first"
+    if how == "own store":
+        assert seen_by_0 is None
     else:
-        rank, text = first
+        rank, text = seen_by_0
         assert rank == 0 and text.startswith("ValueError: bad? file xxx" if how == "error" else "") and len(text) < 400
         assert bool(text) == (how == "error")

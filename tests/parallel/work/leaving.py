@@ -179,11 +179,12 @@ def ended_before(rank: int, n: int) -> None:
     DecentralizedDataParallel(model(), optimizer=SGD)
 
 
-def both_end(rank: int, n: int, how: str) -> Any:
-    """Both scripts end, rank 0's first, with an error or (without, alone) none: what each knows then, on rank 1 with
-    its number. alone: the store is not an agent's of torchrun."""
+def report_ends(rank: int, n: int, how: str) -> Any:
+    """Both ranks report the end of their scripts, rank 0 first. Returns the first end that each then reads from the
+    store; rank 1 with its own number. how: "error": both scripts ended with one; "no error"; "own store": without an
+    error, and the store is not that of a torchrun agent."""
     text = "bad\x1b file " + "x" * 1000
-    if how != "alone":
+    if how != "own store":
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     for each in range(n):
         if each == rank:
