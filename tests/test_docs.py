@@ -172,7 +172,7 @@ def test_the_how_to_pages_run(page: Path, folder: Path) -> None:
                 run_program(folder / words[1])
             else:
                 assert words[:2] == [".venv/bin/torchrun", "--nproc-per-node=2"], line
-                first, second = run_ranks(2, scripting.script, str(folder / words[2]), words[3:])
+                first, second = run_ranks(2, scripting.run_script, str(folder / words[2]), words[3:])
                 assert "loss" in first and not second
     assert shown or page.stem == "clusters", "a page without a command that runs"
     if page.stem == "repeat":

@@ -16,7 +16,7 @@ import torch
 from decentnode.parallel import DecentralizedDataParallel
 from tests.gpu.pretended import build
 from tests.parallel.ranks import run_ranks
-from tests.parallel.work import compressing, meeting, models, stepping, training
+from tests.parallel.work import comm_optimizer, compressing, models, stepping, training
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -49,37 +49,38 @@ def test_for_slow_links(n: int, backend: str, sharing: dict[str, Any], options: 
 
 
 def test_a_rule_and_its_state() -> None:
-    for difference, moved in on_gpus(2, "gloo", training.shared_rule, "complete", {"name": "local_sgd"}, "auto", 4):
+    for difference, moved in on_gpus(2, "gloo", training.train_with_rule, "complete", {"name": "local_sgd"}, "auto", 4):
         assert difference < 1e-5 and moved > 0
 
 
 def test_ranks_that_may_die_train_the_same() -> None:
-    for without, with_ in on_gpus(2, "gloo", training.with_and_without_regroup, "complete", "auto", "full"):
+    for without, with_ in on_gpus(2, "gloo", training.train_with_and_without_regroup, "complete", "auto", "full"):
         assert without == with_
 
 
-def test_a_step_of_the_script_is_one_of_a_backward_pass() -> None:
-    for same, _, _ in on_gpus(2, "gloo", stepping.pair, "sgd", {"topology": "ring"}):
+def test_steps_of_the_script_have_the_bits_of_steps_in_backward() -> None:
+    for same, _, _ in on_gpus(2, "gloo", stepping.compare_ways_of_stepping, "sgd", {"topology": "ring"}):
         assert same
 
 
 @pytest.mark.parametrize("unscales", [True, False])
-def test_a_scaler_of_the_script_skips_the_update_alone(unscales: bool) -> None:
-    """What it has found lies on the GPU."""
-    assert all(on_gpus(2, "gloo", stepping.scaled, unscales))
+def test_the_scripts_grad_scaler_has_the_bits_of_one_that_the_wrapper_steps(unscales: bool) -> None:
+    """Whether it found an inf is a tensor on the GPU here."""
+    assert all(on_gpus(2, "gloo", stepping.compare_grad_scalers, unscales))
 
 
 @pytest.mark.parametrize(("n", "backend"), WAYS)
 @pytest.mark.parametrize("name", ["EASGD+", "LSGD", "DDP"])
 def test_comm_optimizers(n: int, backend: str, name: str) -> None:
-    for found in on_gpus(n, backend, meeting.elastic, name, {"dist_pulling_strength": 0.2}):
-        assert found["unchanged"] and found["center"]
+    for found in on_gpus(n, backend, comm_optimizer.exchange_and_train, name, {"dist_pulling_strength": 0.2}):
+        assert found["unchanged_at_start"] and found["center_is_mean"]
 
 
 @pytest.mark.parametrize("name", ["EASGD+", "LSGD"])
-def test_exchanges_behind_the_next_steps(name: str) -> None:
-    """Sums of what lies on the GPU are under way while numbers of the CPU pass."""
-    assert all(found["same"] for found in on_gpus(2, "gloo", meeting.overlapped, name, 1))
+def test_overlapped_exchanges_are_resumed_with_the_same_bits(name: str) -> None:
+    """Sums of GPU tensors are in flight while numbers of the CPU are exchanged."""
+    results = on_gpus(2, "gloo", comm_optimizer.exchange_with_overlap, name, 1)
+    assert all(result["same_after_resume"] for result in results)
 
 
 @pytest.mark.parametrize(("backend", "device", "gpus", "says"), [

@@ -1,4 +1,4 @@
-"""Recorded trainings of ranks whose models lie on GPUs: checkpoints, and going on from them with the same bits."""
+"""Recorded trainings of ranks whose models lie on GPUs are resumed from checkpoints with the same bits."""
 
 from __future__ import annotations
 
@@ -14,23 +14,24 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 
 @pytest.mark.parametrize(("n", "backend"), [pytest.param(1, "nccl", id="alone"), *WAYS])
-@pytest.mark.parametrize("there", [False, True, "faithful", "remembers"])
-def test_a_run_that_failed_goes_on_with_the_same_bits(n: int, backend: str, there: bool | str, tmp_path: Path) -> None:
-    for results, told in on_gpus(n, backend, recording.stopped_and_resumed, str(tmp_path), there):
-        (_, all_of_them, whole), (failed, before, _), (path, rest, resumed) = results
-        assert all_of_them == [0, 1, 2, 3] and before == [0, 1, 2] and rest == [2, 3]
-        assert path == failed and whole == resumed
-        assert "seed" in told and "continues with its own config" in told
+@pytest.mark.parametrize("variant", ["plain", "decent_dp", "faithful", "stateful rule"])
+def test_a_failed_run_is_resumed_with_the_same_bits(n: int, backend: str, variant: str, tmp_path: Path) -> None:
+    for results, error in on_gpus(n, backend, recording.stop_and_resume, str(tmp_path), variant):
+        (_, all_epochs, whole), (failed_path, first_epochs, _), (path, last_epochs, resumed) = results
+        assert all_epochs == [0, 1, 2, 3] and first_epochs == [0, 1, 2] and last_epochs == [2, 3]
+        assert path == failed_path and whole == resumed
+        assert "seed" in error and "continues with its own config" in error
     for uid in range(n):
         whole_records, parts = ([
-            (each["kind"], each["round"], each.get("loss"), each.get("accuracy_merged"), each.get("consensus_distance"))
-            for each in read(tmp_path / runs / f"script/latest/nodes/{uid:03d}/metrics.jsonl")
+            tuple(record.get(key) for key in ("kind", "round", "loss", "accuracy_merged", "consensus_distance"))
+            for record in read(tmp_path / runs / f"script/latest/nodes/{uid:03d}/metrics.jsonl")
         ] for runs in ("whole", "parts"))  # fmt: skip
         assert whole_records == parts
 
 
-@pytest.mark.parametrize("work", [recording.added_up, recording.drawing], ids=["gradients", "generators"])
-def test_what_steps_left_goes_on(work: object, tmp_path: Path) -> None:
-    """Gradients of passes before the next step, of which one is sparse; what a script draws."""
+@pytest.mark.parametrize("work", [recording.accumulate_across_epochs, recording.draw_random_numbers],
+                         ids=["gradients", "generators"])  # fmt: skip
+def test_unused_gradients_and_random_generators_survive_a_resume(work: object, tmp_path: Path) -> None:
+    """Of the gradients that no step has used yet, one is sparse."""
     for whole, parts in on_gpus(2, "gloo", work, str(tmp_path)):
         assert whole == parts

@@ -1,4 +1,4 @@
-"""DecentralizedDataParallel over gloo: equal to D-PSGD for every topology, rule and kind of model."""
+"""DecentralizedDataParallel over gloo equals D-PSGD for every topology, rule and kind of model."""
 
 from __future__ import annotations
 
@@ -35,8 +35,9 @@ def test_equals_d_psgd(n: int, topology: object, transport: str) -> None:
 
 @pytest.mark.sampled(one=["n", "local", "copies"])
 @pytest.mark.parametrize(("n", "local", "copies"), [(6, 3, 4 * 4 / 3 + 4 * 10 / 6), (8, 2, 4 * 1 + 4 * 6 / 4)])
-def test_groups_average_by_all_reduce(n: int, local: int, copies: float) -> None:
-    """Over machines of 3 ranks: twos of machines and machines by turns; of 2: pairs exchange, fours all-reduce."""
+def test_alternating_topologies_average_groups_by_all_reduce(n: int, local: int, copies: float) -> None:
+    """With 3 ranks per machine, groups of two machines and of one alternate; with 2, pairs exchange and fours
+    all-reduce."""
     options = {"local_world_size": local, "transport": "collective"}
     parameters = sum(p.numel() for p in models.model().parameters())
     for _, difference, metrics in run_ranks(n, training.train, "alternating-exp-ring", 7, options):
@@ -47,12 +48,12 @@ def test_groups_average_by_all_reduce(n: int, local: int, copies: float) -> None
 @pytest.mark.sampled
 @pytest.mark.parametrize(("transport", "compiled"), [("collective", True), ("auto", True), ("auto", False)])
 @pytest.mark.parametrize("name", training.OPTIMIZERS)
-def test_a_step_by_parts_is_a_step_at_once(name: str, transport: str, compiled: bool) -> None:
-    for same, parts, calls in run_ranks(2, training.by_parts, name, transport, compiled):
+def test_a_step_taken_part_by_part_has_the_bits_of_one_taken_at_once(name: str, transport: str, compiled: bool) -> None:
+    for same, parts, calls in run_ranks(2, training.step_by_parts, name, transport, compiled):
         assert same and parts > 2
         in_one_pass = name == "adamw" and compiled and vector_length() is not None
-        without = 4 * parts if in_one_pass else 0  # once there is a state
-        assert calls == [5 * (parts + 1) - without, 5]
+        saved_calls = 4 * parts if in_one_pass else 0  # the compiled loop steps once the optimizer has a state
+        assert calls == [5 * (parts + 1) - saved_calls, 5]
 
 
 RULES = [
@@ -65,8 +66,8 @@ RULES = [
 
 @pytest.mark.sampled(one=["n", "topology", "rule"])
 @pytest.mark.parametrize(("n", "topology", "rule", "transport"), RULES)
-def test_a_rule_does_what_it_does_in_a_simulation(n: int, topology: str, rule: Any, transport: str) -> None:
-    for difference, moved in run_ranks(n, training.shared_rule, topology, rule, transport, 3):
+def test_every_rule_equals_its_simulation(n: int, topology: str, rule: Any, transport: str) -> None:
+    for difference, moved in run_ranks(n, training.train_with_rule, topology, rule, transport, 3):
         assert difference < 1e-6 < moved
 
 
@@ -74,43 +75,43 @@ def test_a_rule_does_what_it_does_in_a_simulation(n: int, topology: str, rule: A
 @pytest.mark.parametrize(("topology", "transport"), [
     ("complete", "collective"), ("complete", "auto"), ("ring", "collective"), ("ring", "auto"),
 ])  # fmt: skip
-def test_a_script_sets_how_far_models_go_toward_their_neighbors(topology: str, transport: str) -> None:
-    assert max(run_ranks(3, training.factored, topology, transport)) < 1e-6
+def test_the_adaptive_factor_that_a_script_sets_scales_the_mixing(topology: str, transport: str) -> None:
+    assert max(run_ranks(3, training.train_with_adaptive_factor, topology, transport)) < 1e-6
 
 
 @pytest.mark.parametrize("factor", [-0.1, 1.1, float("nan")])
-def test_a_factor_out_of_range_is_refused(factor: float) -> None:
+def test_an_adaptive_factor_out_of_range_is_refused(factor: float) -> None:
     with pytest.raises(ValueError, match=r"factor must be in \[0, 1\], got"):
         DecentralizedDataParallel.set_adaptive_factor(object.__new__(DecentralizedDataParallel), factor)
 
 
-def test_accumulation() -> None:
-    assert max(run_ranks(2, training.accumulation)) < 1e-6
+def test_accumulated_half_batches_equal_a_whole_batch() -> None:
+    assert max(run_ranks(2, training.accumulate_gradients)) < 1e-6
 
 
 @pytest.mark.sampled(one=["clip"])
 @pytest.mark.parametrize("clip", [0.0, 0.5])
-def test_frozen_tied_unused_reordered_and_channels_last_parameters(clip: float) -> None:
-    for spread, moved, frozen in run_ranks(3, training.oddities, clip):
-        assert spread < 1e-5 and frozen
+def test_ranks_agree_on_frozen_tied_unused_reordered_and_channels_last_parameters(clip: float) -> None:
+    for difference, moved, frozen_equal in run_ranks(3, training.train_unusual_parameters, clip):
+        assert difference < 1e-5 and frozen_equal
         if clip:
-            assert moved == pytest.approx(0.1 * clip, rel=0.02), "the global norm, over all buckets"
+            assert moved == pytest.approx(0.1 * clip, rel=0.02), "gradients are clipped by their norm over all buckets"
 
 
 @pytest.mark.parametrize("what", ["autocast", "mixed", "compiled inside", "compiled outside", "channels_last"])
 @pytest.mark.slow
-def test_kinds_of_models(what: str) -> None:
-    for difference, kept in run_ranks(2, training.variant, what):
+def test_every_kind_of_model_equals_the_simulation_and_keeps_its_dtypes_and_strides(what: str) -> None:
+    for difference, kept in run_ranks(2, training.train_kind_of_model, what):
         assert difference < 1e-6 and kept
 
 
 @pytest.mark.sampled(one=["transport"])
 @pytest.mark.parametrize("transport", ["collective", "auto"])
-def test_resume_is_no_interruption(transport: str, tmp_path: Path) -> None:
-    assert all(run_ranks(4, training.resume, transport, str(tmp_path)))
-    assert not list(tmp_path.iterdir()), "shared memory has no name once everybody has it"
+def test_a_resumed_training_has_the_same_bits(transport: str, tmp_path: Path) -> None:
+    assert all(run_ranks(4, training.resume_and_compare, transport, str(tmp_path)))
+    assert not list(tmp_path.iterdir()), "shared memory has no file name once all ranks have mapped it"
 
 
-def test_one_decision_of_the_gradient_scaler_per_step() -> None:
-    for rank, (moved, steps, finite) in enumerate(run_ranks(2, training.scaled)):
+def test_an_overflow_on_one_rank_skips_the_update_there_alone() -> None:
+    for rank, (moved, steps, finite) in enumerate(run_ranks(2, training.train_with_overflow_on_rank_0)):
         assert (moved == 0) == (rank == 0) and steps == 5 and finite

@@ -1,6 +1,6 @@
-"""Ranks of a wrapper die and come while the others go on: real processes, few and tiny.
+"""Elastic jobs (missing="regroup"): ranks die and join while the others train on, in a few small processes.
 
-Their time-outs are far longer than a test may take: whoever waits for one hangs.
+The jobs' own time-outs, of 300 s, are longer than the tests wait, so a rank that waits for a time-out fails its test.
 """
 
 from __future__ import annotations
@@ -30,15 +30,17 @@ LINE = {"name": "line"}
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left() -> Iterator[None]:
+def check_shared_memory_is_removed() -> Iterator[None]:
+    """Fails a test that leaves files of shared memory."""
     before = set(os.listdir(FOLDER))
     yield
     assert not {name for name in set(os.listdir(FOLDER)) - before if name.startswith("decentnode-ddp")}
 
 
-def expected(n: int, victim: int, step: int, topology: Any) -> float:
-    """The mean of the survivors of a rank that is killed in the forward pass after `step` steps, whose model of that
-    step they have: it stays what it is after the mixing of that step."""
+def mean_of_survivors(n: int, victim: int, step: int, topology: Any) -> float:
+    """Returns the mean bias of the survivors in `members.mix_while_ranks_die`. The victim is killed in the forward pass
+    after `step` steps, when its neighbors already have its model of that step, so the mean is that after that
+    mixing."""
     weights = make_topology(topology, n, n).matrix(0)
     models = np.linalg.matrix_power(weights, step) @ np.arange(n)
     return float(np.delete(models, victim).mean())
@@ -46,19 +48,19 @@ def expected(n: int, victim: int, step: int, topology: Any) -> float:
 
 @pytest.mark.sampled(one=["transport", "victim"])
 @pytest.mark.parametrize(("transport", "victim"), [("shared_memory", 0), ("collective", 2), ("sockets", 0)])
-def test_the_others_go_on_when_one_dies_and_their_mean_stays(transport: str, victim: int) -> None:
+def test_survivors_continue_with_the_same_mean_when_a_rank_is_killed(transport: str, victim: int) -> None:
     with JobProcesses() as job:
         step_in_backward = transport != "collective"
-        job.start_founders(3, free_ports(1), members.still, transport, {victim: 4}, 14, LINE, "full", False,
-                           step_in_backward)  # fmt: skip
-        found = [job.receive(rank) for rank in range(3) if rank != victim]
+        job.start_founders(3, free_ports(1), members.mix_while_ranks_die, transport, {victim: 4}, 14, LINE, "full",
+                           False, step_in_backward)  # fmt: skip
+        results = [job.receive(rank) for rank in range(3) if rank != victim]
         assert job.wait_for_exit(victim) == -signal.SIGKILL
-    mean = expected(3, victim, 4, LINE)
+    mean = mean_of_survivors(3, victim, 4, LINE)
     assert abs(mean - 1) > 0.01
-    for rank, each in enumerate(found):
-        assert (each["rank"], each["world"], each["steps"]) == (rank, 2, 14)
-        assert each["mean"] == pytest.approx(mean, abs=1e-5)
-        assert each["level"] == pytest.approx(mean, abs=0.05)
+    for rank, result in enumerate(results):
+        assert (result["rank"], result["world"], result["steps"]) == (rank, 2, 14)
+        assert result["mean"] == pytest.approx(mean, abs=1e-5)
+        assert result["bias"] == pytest.approx(mean, abs=0.05)
 
 
 @pytest.mark.sampled(one=["transport", "topology", "sharing"])
@@ -66,8 +68,8 @@ def test_the_others_go_on_when_one_dies_and_their_mean_stays(transport: str, vic
     ("shared_memory", "complete", "full"), ("collective", "ring", "full"), ("sockets", "one-peer-exp", "full"),
     ("shared_memory", "ring", {"name": "ac", "final": 0.2}),
 ])  # fmt: skip
-def test_while_nobody_dies_the_bits_are_those_without_regroup(transport: str, topology: str, sharing: Any) -> None:
-    for without, with_regroup in run_ranks(4, training.with_and_without_regroup, topology, transport, sharing):
+def test_regroup_changes_no_bit_while_no_rank_dies(transport: str, topology: str, sharing: Any) -> None:
+    for without, with_regroup in run_ranks(4, training.train_with_and_without_regroup, topology, transport, sharing):
         assert without == with_regroup
 
 
@@ -78,87 +80,89 @@ def test_while_nobody_dies_the_bits_are_those_without_regroup(transport: str, to
     {"sharing": {"name": "choco", "choose": "all", "compression": {"name": "int8"}}, "topology": "ring"},
     {"sharing": {"name": "local_sgd", "every": 2}, "delayed": True}, {"param_as_bucket_view": False},
 ], ids=["ring", "collective", "choco", "delayed", "copies"])  # fmt: skip
-def test_a_layer_that_is_unfrozen_is_exchanged_by_all_who_are_left(options: dict[str, Any], dies: str) -> None:
+def test_survivors_exchange_a_layer_that_is_unfrozen(options: dict[str, Any], dies: str) -> None:
     alive = range(3 if dies == "nobody" else 2)
     with JobProcesses() as job:
-        job.start_founders(3, free_ports(1), members.unfreezes, options, dies)
-        found = [job.receive(rank) for rank in alive]
+        job.start_founders(3, free_ports(1), members.unfreeze_while_a_rank_dies, options, dies)
+        results = [job.receive(rank) for rank in alive]
     mean = sum(alive) / len(alive)
-    for each in found:
-        assert (each["world"], each["optimized"]) == (len(alive), 4)
-        assert each["mean"] == pytest.approx(mean, abs=1e-5) and each["level"] == pytest.approx(mean, abs=0.05)
+    for result in results:
+        assert (result["world"], result["optimized"]) == (len(alive), 4)
+        assert result["mean"] == pytest.approx(mean, abs=1e-5) and result["bias"] == pytest.approx(mean, abs=0.05)
 
 
 @pytest.mark.slow
-def test_who_joins_after_a_layer_was_unfrozen_exchanges_it_too() -> None:
+def test_a_process_that_joins_after_a_layer_was_unfrozen_exchanges_it_too() -> None:
     with JobProcesses() as job:
-        job.start_founders(1, free_ports(1), members.unfrozen_is_joined, None)
-        job.start(members.unfrozen_is_joined, {}, job.receive(0))
+        job.start_founders(1, free_ports(1), members.join_after_unfreezing, None)
+        job.start(members.join_after_unfreezing, {}, job.receive(0))
         job.receive(1)
-        found = [job.receive(number) for number in range(2)]
-    assert found[0]["names"] == found[1]["names"] and len(found[0]["names"]) == 4
-    assert all(each["moved"] > 0.01 and each["distance"] < 0.1 and each["buckets"] >= 2 for each in found)
+        results = [job.receive(number) for number in range(2)]
+    assert results[0]["names"] == results[1]["names"] and len(results[0]["names"]) == 4
+    assert all(r["moved"] > 0.01 and r["distance"] < 0.1 and r["buckets"] >= 2 for r in results)
 
 
 @pytest.mark.slow
-def test_a_state_with_a_layer_that_was_unfrozen_is_loaded_where_ranks_come_and_go() -> None:
+def test_an_elastic_job_loads_a_state_with_an_unfrozen_layer() -> None:
     with JobProcesses() as job:
-        job.start_founders(2, free_ports(1), members.unfrozen_is_resumed)
+        job.start_founders(2, free_ports(1), members.load_state_with_unfrozen_layer)
         assert [job.receive(rank) for rank in range(2)] == [(8, 4, True)] * 2
 
 
-def test_a_connection_that_breaks_in_the_first_launch_begins_another_generation() -> None:
+def test_a_broken_connection_in_the_first_launch_starts_a_new_generation() -> None:
     with JobProcesses() as job:
-        job.start_founders(2, free_ports(1), members.first_launch_breaks, "collective")
+        job.start_founders(2, free_ports(1), members.break_first_launch, "collective")
         first, second = (job.receive(rank) for rank in range(2))
     assert first == second
     assert (first["world"], first["generation"] > 0) == (2, True)
 
 
 @pytest.mark.slow
-def test_a_process_joins_by_address_with_the_mean_of_the_members() -> None:
+def test_a_process_that_joins_by_address_starts_from_the_mean_of_the_members() -> None:
     with JobProcesses() as job:
-        job.start_founders(2, free_ports(1), members.joined, "shared_memory", None)
+        job.start_founders(2, free_ports(1), members.join_and_keep_mean, "shared_memory", None)
         address = [job.receive(rank) for rank in range(2)][1]
-        job.start(members.joined, {}, "shared_memory", address)
+        job.start(members.join_and_keep_mean, {}, "shared_memory", address)
         job.receive(2)
-        found = [job.receive(number) for number in range(3)]
-    assert len({each["steps"] for each in found}) == 1
-    for own, other, new in zip(found[0]["first"], found[1]["first"], found[2]["first"], strict=True):
-        assert new == pytest.approx((own + other) / 2, abs=1e-4)
-    for each in found:
-        assert each["mean"] == pytest.approx(found[2]["first"], abs=1e-4)
-        assert each["scale"] == 4.0
+        results = [job.receive(number) for number in range(3)]
+    assert len({result["steps"] for result in results}) == 1
+    for model_0, model_1, model_of_newcomer in zip(*(result["first"] for result in results), strict=True):
+        assert model_of_newcomer == pytest.approx((model_0 + model_1) / 2, abs=1e-4)
+    for result in results:
+        assert result["mean"] == pytest.approx(results[2]["first"], abs=1e-4)
+        assert result["scale"] == 4.0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["auto", pytest.param("sockets", marks=pytest.mark.slow)])
-def test_ranks_with_keys_die_and_are_joined_by_who_has_them(transport: str, tmp_path: Path) -> None:
+def test_a_job_with_keys_survives_a_death_and_admits_only_a_process_with_its_keys(
+    transport: str, tmp_path: Path
+) -> None:
     write_secret(tmp_path / "ranks.secret")
     with JobProcesses(environment={"DECENTNODE_KEYS": str(tmp_path / "ranks.secret")}) as job:
-        job.start_founders(3, free_ports(1), members.learn, transport, None, None, 0)
+        job.start_founders(3, free_ports(1), members.train_until_a_rank_joins, transport, None, None, 0)
         addresses = [job.receive(rank) for rank in range(3)]
         assert job.wait_for_exit(0) == -signal.SIGKILL
-        job.start(members.other, {"DECENTNODE_KEYS": ""}, addresses[1])
+        job.start(members.join_with_other_model, {"DECENTNODE_KEYS": ""}, addresses[1])
         assert "it has keys and this process has none" in job.receive_failure(3)
-        job.start(members.learn, {}, transport, ",".join(addresses), None, None)
+        job.start(members.train_until_a_rank_joins, {}, transport, ",".join(addresses), None, None)
         job.receive(4)
-        found = [job.receive(number) for number in (1, 2, 4)]
-    assert len({(each["steps"], each["world"], each["factor"], round(each["lr"], 12)) for each in found}) == 1
-    for each in found:
-        assert np.mean(each["losses"][-5:]) < 0.8 * np.mean(found[0]["losses"][:5])
+        results = [job.receive(number) for number in (1, 2, 4)]
+    assert len({(r["steps"], r["world"], r["factor"], round(r["lr"], 12)) for r in results}) == 1
+    for result in results:
+        assert np.mean(result["losses"][-5:]) < 0.8 * np.mean(results[0]["losses"][:5])
 
 
-def test_ranks_with_other_keys_are_told_so_at_once(tmp_path: Path) -> None:
+def test_founders_with_different_keys_fail_at_once_and_name_each_other(tmp_path: Path) -> None:
     write_secret(tmp_path / "ranks.secret")
     with JobProcesses() as job:
         port = free_ports(1)
         for rank in range(2):
-            more = {"DECENTNODE_KEYS": str(tmp_path / "ranks.secret") if rank else ""}
-            job.start(members.alone, torchrun_environment(rank, 2, port) | more)
-        told = [job.receive_failure(rank) for rank in range(2)]
-    assert "AssemblyError: rank 1 has keys " in told[0] and " and rank 0 has no keys" in told[0]
-    assert "AssemblyError: rank 0 has no keys and rank 1 has keys " in told[1]
+            keys = {"DECENTNODE_KEYS": str(tmp_path / "ranks.secret") if rank else ""}
+            job.start(members.run_single_rank_job, torchrun_environment(rank, 2, port) | keys)
+        errors = [job.receive_failure(rank) for rank in range(2)]
+    assert "AssemblyError: rank 1 has keys " in errors[0] and " and rank 0 has no keys" in errors[0]
+    assert "AssemblyError: rank 0 has no keys and rank 1 has keys " in errors[1]
 
 
 @pytest.mark.sampled(one=["name", "overlap", "scaled"])
@@ -169,102 +173,105 @@ def test_ranks_with_other_keys_are_told_so_at_once(tmp_path: Path) -> None:
     pytest.param("LSGD+", False, False, marks=pytest.mark.slow),
     pytest.param("DDP", False, True),
 ])  # fmt: skip
-def test_ranks_that_meet_go_on_without_the_dead_and_with_who_joins(name: str, overlap: bool, scaled: bool) -> None:
+def test_a_comm_optimizer_trains_on_when_a_rank_dies_and_another_joins(name: str, overlap: bool, scaled: bool) -> None:
     with JobProcesses() as job:
-        job.start_founders(3, free_ports(1), members.meet, name, overlap, scaled, {0: 7}, None)
+        job.start_founders(3, free_ports(1), members.train_comm_optimizer, name, overlap, scaled, {0: 7}, None)
         addresses = [job.receive(rank) for rank in range(3)]
         assert job.wait_for_exit(0) == -signal.SIGKILL
-        job.start(members.meet, {}, name, overlap, scaled, {}, ",".join(addresses))
+        job.start(members.train_comm_optimizer, {}, name, overlap, scaled, {}, ",".join(addresses))
         job.receive(3)
-        found = [job.receive(number) for number in (1, 2, 3)]
-    assert len({each["steps"] for each in found}) == 1
-    assert found[2]["first"] >= 7
-    for each in found:
-        assert each["world"] == 3
-        assert np.mean(each["losses"][-10:]) < 0.5 * np.mean(found[0]["losses"][:5])
+        results = [job.receive(number) for number in (1, 2, 3)]
+    assert len({result["steps"] for result in results}) == 1
+    assert results[2]["first"] >= 7
+    for result in results:
+        assert result["world"] == 3
+        assert np.mean(result["losses"][-10:]) < 0.5 * np.mean(results[0]["losses"][:5])
         if name.startswith("EASGD"):
-            assert each["center"] == pytest.approx(found[0]["center"], abs=1e-5)
+            assert result["center"] == pytest.approx(results[0]["center"], abs=1e-5)
         if name == "DDP":
-            assert each["model"] == pytest.approx(found[0]["model"], abs=1e-5)
+            assert result["model"] == pytest.approx(results[0]["model"], abs=1e-5)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", [
-    "shared_memory", *(pytest.param(each, marks=pytest.mark.slow) for each in ("collective", "sockets")),
+    "shared_memory", *(pytest.param(name, marks=pytest.mark.slow) for name in ("collective", "sockets")),
 ])  # fmt: skip
-def test_an_average_that_some_had_not_begun_or_were_not_there_to_begin_is_of_all_who_are_left(transport: str) -> None:
+def test_an_average_during_which_a_rank_dies_is_that_of_the_survivors(transport: str) -> None:
+    """Some survivors wait in the average, others have not begun it; in the second one, a process that joined takes
+    part."""
     with JobProcesses() as job:
-        job.start_founders(3, free_ports(1), members.averages, transport, None)
+        job.start_founders(3, free_ports(1), members.average_while_ranks_die, transport, None)
         addresses = [job.receive(rank) for rank in range(3)]
-        (one, mean), (two, same) = job.receive(0), job.receive(1)
-        assert mean == same == pytest.approx((one + two) / 2, abs=1e-4) and abs(one - two) > 1e-3
+        (bias_0, mean_0), (bias_1, mean_1) = job.receive(0), job.receive(1)
+        assert mean_0 == mean_1 == pytest.approx((bias_0 + bias_1) / 2, abs=1e-4) and abs(bias_0 - bias_1) > 1e-3
         assert job.wait_for_exit(2) == -signal.SIGKILL
-        job.start(members.averages, {}, transport, addresses[0])
+        job.start(members.average_while_ranks_die, {}, transport, addresses[0])
         job.receive(3)
         assert job.wait_for_exit(1) == -signal.SIGKILL
-        found = [job.receive(0), job.receive(3)]
-    for each in found:
-        assert each["world"] == 2
-        assert each["mean"] == pytest.approx((found[0]["own"] + found[1]["own"]) / 2, abs=1e-4)
-    assert abs(found[0]["own"] - found[1]["own"]) > 1e-3
+        results = [job.receive(0), job.receive(3)]
+    for result in results:
+        assert result["world"] == 2
+        assert result["mean"] == pytest.approx((results[0]["own"] + results[1]["own"]) / 2, abs=1e-4)
+    assert abs(results[0]["own"] - results[1]["own"]) > 1e-3
 
 
 @pytest.mark.slow
-def test_a_group_that_is_over_is_given_up_though_messages_are_on_their_way_in_it() -> None:
-    """gloo ends the process where a message is longer than what is waited for."""
-    assert run_ranks(2, members.given_up) == [True, True]
+def test_a_group_is_aborted_while_messages_are_in_flight() -> None:
+    """gloo aborts the process if a message is longer than the buffer that a receive waits with."""
+    assert run_ranks(2, members.abort_operations_in_flight) == [True, True]
 
 
 @pytest.mark.slow
-def test_ranks_find_each_other_though_one_has_tried_in_vain_before(tmp_path: Path) -> None:
-    assert run_ranks(2, members.tried_in_vain, str(tmp_path / "store")) == [3.0, 3.0]
+def test_ranks_form_a_group_though_one_of_them_failed_to_form_others_before(tmp_path: Path) -> None:
+    assert run_ranks(2, members.make_group_after_failed_attempts, str(tmp_path / "store")) == [3.0, 3.0]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["shared_memory", "collective", "sockets"])
-def test_two_die_at_once_the_first_among_them_and_the_loss_falls_on(transport: str) -> None:
+def test_survivors_agree_when_two_ranks_with_rank_0_among_them_are_killed_at_once(transport: str) -> None:
     with JobProcesses() as job:
-        job.start_founders(4, free_ports(1), members.still, transport, {0: 5, 3: 5}, 12, "ring")
-        found = [job.receive(rank) for rank in (1, 2)]
-    assert [each["world"] for each in found] == [2, 2]
-    assert found[0]["mean"] == pytest.approx(found[1]["mean"], abs=1e-5)
+        job.start_founders(4, free_ports(1), members.mix_while_ranks_die, transport, {0: 5, 3: 5}, 12, "ring")
+        results = [job.receive(rank) for rank in (1, 2)]
+    assert [result["world"] for result in results] == [2, 2]
+    assert results[0]["mean"] == pytest.approx(results[1]["mean"], abs=1e-5)
 
 
 @pytest.mark.slow
-def test_who_dies_while_gloo_connects_costs_the_others_seconds() -> None:
+def test_a_rank_killed_while_gloo_connects_delays_the_others_only_by_seconds() -> None:
     with JobProcesses() as job:
-        job.start_founders(4, free_ports(1), members.connecting)
-        found = [job.receive(rank) for rank in (1, 2)]
+        job.start_founders(4, free_ports(1), members.die_while_gloo_connects)
+        results = [job.receive(rank) for rank in (1, 2)]
         assert job.wait_for_exit(3) == -signal.SIGKILL
-    assert [each["world"] for each in found] == [2, 2]
-    assert max(each["longest"] for each in found) < FORM_SECONDS
+    assert [result["world"] for result in results] == [2, 2]
+    assert max(result["longest"] for result in results) < FORM_SECONDS
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["shared_memory", "collective", "sockets"])
-def test_a_rank_that_is_started_again_where_it_listened_is_who_it_was(transport: str) -> None:
-    """It comes with another model, and no optimizer's state; it takes schedule and factor of the others."""
+def test_a_rank_restarted_at_its_listen_address_takes_its_place_again(transport: str) -> None:
+    """It begins with another model and without optimizer state, and takes the schedule and the factor of the others."""
     first = free_ports(8)
     listen = f"127.0.0.1:{first}"
     with JobProcesses() as job:
-        job.start_founders(3, first + 7, members.learn, transport, None, listen, 0)
+        job.start_founders(3, first + 7, members.train_until_a_rank_joins, transport, None, listen, 0)
         addresses = [job.receive(rank) for rank in range(3)]
         assert job.wait_for_exit(0) == -signal.SIGKILL
-        job.start(members.learn, torchrun_environment(0, 3, 1), transport, ",".join(addresses[1:]), listen, None)
+        job.start(members.train_until_a_rank_joins, torchrun_environment(0, 3, 1), transport, ",".join(addresses[1:]),
+                  listen, None)  # fmt: skip
         assert job.receive(3) == addresses[0]
-        found = [job.receive(number) for number in (1, 2, 3)]
-    assert len({(each["steps"], each["world"], each["factor"], round(each["lr"], 12)) for each in found}) == 1
-    assert found[0]["factor"] == 0.5 and found[2]["first"] > 10
-    for each in found:
-        assert np.mean(each["losses"][-5:]) < 0.8 * np.mean(found[0]["losses"][:5])
+        results = [job.receive(number) for number in (1, 2, 3)]
+    assert len({(r["steps"], r["world"], r["factor"], round(r["lr"], 12)) for r in results}) == 1
+    assert results[0]["factor"] == 0.5 and results[2]["first"] > 10
+    for result in results:
+        assert np.mean(result["losses"][-5:]) < 0.8 * np.mean(results[0]["losses"][:5])
 
 
 @pytest.mark.slow
-def test_who_differs_is_told_the_first_line_and_the_members_do_not_notice() -> None:
+def test_a_process_with_another_model_is_refused_with_the_first_difference_and_the_job_trains_on() -> None:
     with JobProcesses() as job:
-        job.start_founders(1, free_ports(1), members.alone)
+        job.start_founders(1, free_ports(1), members.run_single_rank_job)
         address = job.receive(0)
-        job.start(members.other, {}, address)
+        job.start(members.join_with_other_model, {}, address)
         failure = job.receive_failure(1)
         job.send(0)
         assert job.receive(0) == 0
@@ -272,7 +279,7 @@ def test_who_differs_is_told_the_first_line_and_the_members_do_not_notice() -> N
     assert "'parameter weight (2, 3) torch.float32 trained', there 'parameter weight (1, 3)" in failure
 
 
-RESTARTED = """
+SCRIPT_THAT_RESTARTS = """
 import functools, os, sys, torch
 from decentnode.parallel import DecentralizedDataParallel, initialize_dist
 torch.set_num_threads(1)
@@ -291,9 +298,9 @@ print("ended", rank, again, model.world_size, model.steps, flush=True)
 
 
 @pytest.mark.slow
-def test_torchrun_starts_a_rank_again_and_it_finds_the_job(tmp_path: Path) -> None:
-    """Rank 0, whose agent has the store that the ranks meet at."""
-    (tmp_path / "script.py").write_text(RESTARTED)
+def test_a_rank_that_torchrun_restarts_joins_its_job_again(tmp_path: Path) -> None:
+    """The rank that is killed is 0, whose agent hosts the store at which the ranks meet."""
+    (tmp_path / "script.py").write_text(SCRIPT_THAT_RESTARTS)
     port, environment = free_ports(1), {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     agents = [
         subprocess.Popen(
@@ -303,12 +310,13 @@ def test_torchrun_starts_a_rank_again_and_it_finds_the_job(tmp_path: Path) -> No
         ) for rank in range(3)
     ]  # fmt: skip
     try:
-        told = [agent.communicate(timeout=150)[0].split() for agent in agents]
+        # each script prints: ended RANK RESTARTS WORLD STEPS
+        outputs = [agent.communicate(timeout=150)[0].split() for agent in agents]
     finally:
         for agent in agents:
             if agent.poll() is None:
                 os.killpg(agent.pid, signal.SIGKILL)
                 agent.wait()
-    assert [each[2] for each in told] == ["1", "0", "0"]
-    assert [each[3] for each in told] == ["3"] * 3
-    assert len({each[4] for each in told}) == 1
+    assert [output[2] for output in outputs] == ["1", "0", "0"]
+    assert [output[3] for output in outputs] == ["3"] * 3
+    assert len({output[4] for output in outputs}) == 1

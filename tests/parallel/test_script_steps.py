@@ -1,4 +1,4 @@
-"""Steps that the script takes (`step_in_backward=False`), as with an optimizer of torch."""
+"""Training whose script takes the steps (`step_in_backward=False`), as with an optimizer of torch."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ from torch import nn
 from decentnode.parallel import DecentralizedDataParallel
 from tests.parallel.ranks import run_ranks
 from tests.parallel.work import stepping
-from tests.parallel.work.habits import alone  # noqa: F401  (a fixture)
 from tests.parallel.work.models import SGD, batch, flat, model
 from tests.parallel.work.stepping import ADAM, backward
 
 
-class Around(nn.Module):
-    """Calls another model, which is none of its modules, such as a generator."""
+class CallsOtherModel(nn.Module):
+    """Calls a model that is not one of its submodules, as a discriminator calls a generator."""
 
     def __init__(self, other: nn.Module) -> None:
         super().__init__()
@@ -32,7 +31,7 @@ class Around(nn.Module):
         return y
 
 
-def wrapper(**options: Any) -> DecentralizedDataParallel:
+def wrap(**options: Any) -> DecentralizedDataParallel:
     return DecentralizedDataParallel(model(), **{"optimizer": SGD, "step_in_backward": False, **options})
 
 
@@ -43,29 +42,30 @@ def wrapper(**options: Any) -> DecentralizedDataParallel:
     (3, "sgd", {"sharing": {"name": "choco", "choose": "all", "compression": {"name": "int8"}}, "topology": "ring"}),
     (2, "sgd", {"sharing": {"name": "local_sgd", "every": 3}, "delayed": True}),
 ])  # fmt: skip
-def test_a_step_of_the_script_is_one_of_a_backward_pass(n: int, kind: str, options: dict[str, Any]) -> None:
-    for same, steps, distance in run_ranks(n, stepping.pair, kind, options):
+def test_steps_of_the_script_have_the_bits_of_steps_in_backward(n: int, kind: str, options: dict[str, Any]) -> None:
+    for same, steps, distance in run_ranks(n, stepping.compare_ways_of_stepping, kind, options):
         assert same and steps == 8 and distance > 0
 
 
 @pytest.mark.parametrize("unscales", [True, False])
-def test_a_scaler_of_the_script_skips_the_update_alone(unscales: bool) -> None:
-    assert all(run_ranks(2, stepping.scaled, unscales))
+def test_the_scripts_grad_scaler_has_the_bits_of_one_that_the_wrapper_steps(unscales: bool) -> None:
+    assert all(run_ranks(2, stepping.compare_grad_scalers, unscales))
 
 
-def test_ranks_with_fewer_batches() -> None:
-    (steps, first), (others, second) = run_ranks(2, stepping.uneven)
-    assert steps == others == 7 and first == second
+def test_ranks_join_with_uneven_inputs() -> None:
+    (steps_0, mean_0), (steps_1, mean_1) = run_ranks(2, stepping.join_with_uneven_inputs)
+    assert steps_0 == steps_1 == 7 and mean_0 == mean_1
 
 
 def test_a_training_is_resumed_with_the_same_bits() -> None:
-    assert all(run_ranks(2, stepping.resumed))
+    assert all(run_ranks(2, stepping.resume_and_compare))
 
 
-@pytest.mark.usefixtures("alone")
-def test_gradients_are_the_scripts_until_it_steps() -> None:
-    """A step at the worst point nearby (SAM): two passes, parameters that are moved and brought back, a closure."""
-    wrapped, plain = wrapper(), model()
+@pytest.mark.usefixtures("single_rank_group")
+def test_sharpness_aware_minimization_has_the_bits_of_a_plain_optimizer() -> None:
+    """SAM takes two backward passes in a step, between which the script moves the parameters, and may step by a
+    closure: gradients and parameters must be the script's until it steps."""
+    wrapped, plain = wrap(), model()
     for module, optimizer in ((wrapped, wrapped.optimizer), (plain, SGD(plain.parameters()))):
         params = list(module.parameters())
 
@@ -98,13 +98,13 @@ def _with_gradient(loss: torch.Tensor, optimizer: torch.optim.Optimizer) -> torc
     return loss
 
 
-@pytest.mark.usefixtures("alone")
-def test_the_optimizer_is_that_of_the_script() -> None:
-    wrapped = wrapper(lr_scheduler_fn=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5))
+@pytest.mark.usefixtures("single_rank_group")
+def test_the_optimizer_of_the_wrapper_behaves_like_one_of_torch() -> None:
+    wrapped = wrap(lr_scheduler_fn=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5))
     optimizer = wrapped.optimizer
     assert isinstance(optimizer, torch.optim.Optimizer) and optimizer.param_groups[0]["lr"] == 0.05
     wrapped.set_accumulate_grad(False)
-    wrapped.require_backward_grad_sync = True  # as frameworks do
+    wrapped.require_backward_grad_sync = True  # frameworks set it
     backward(wrapped, 0, 0)
     assert wrapped.steps == 0 and not optimizer.state
     optimizer.step()
@@ -121,11 +121,11 @@ def test_the_optimizer_is_that_of_the_script() -> None:
         copy.deepcopy(optimizer)
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("single_rank_group")
 @pytest.mark.parametrize("kind", [SGD, ADAM])
 def test_gradients_are_unscaled_with_the_bits_of_torch(kind: Any) -> None:
-    """Fused optimizers divide by the scale, for others the scaler multiplies by its reciprocal."""
-    wrapped, plain = wrapper(optimizer=kind), model()
+    """Fused optimizers divide by the scale; for others, the scaler multiplies by its reciprocal."""
+    wrapped, plain = wrap(optimizer=kind), model()
     for module, optimizer in ((wrapped, wrapped.optimizer), (plain, kind(plain.parameters()))):
         scaler = torch.amp.GradScaler("cpu", init_scale=777.7)
         for t in range(4):
@@ -137,50 +137,50 @@ def test_gradients_are_unscaled_with_the_bits_of_torch(kind: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("alone")
-def test_a_compiled_step_is_called_whole() -> None:
-    wrapped, plain = wrapper(optimizer=ADAM), model()
+@pytest.mark.usefixtures("single_rank_group")
+def test_a_compiled_step_has_the_bits_of_a_plain_one_without_warnings() -> None:
+    wrapped, plain = wrap(optimizer=ADAM), model()
     optimizer = ADAM(plain.parameters())
     step = torch.compile(wrapped.optimizer.step, backend="eager")
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # of dynamo, where it looks into the step
+        warnings.simplefilter("error")  # dynamo warns if it traces into the step
         for t in range(3):
-            for module, each in ((wrapped, step), (plain, optimizer.step)):
+            for module, take_step in ((wrapped, step), (plain, optimizer.step)):
                 module.zero_grad()
                 backward(module, 0, t)
-                each()
+                take_step()
     assert torch.equal(flat(wrapped.module), flat(plain)) and wrapped.steps == 3
 
 
-@pytest.mark.usefixtures("alone")
-def test_a_script_that_steps_another_optimizer_is_told(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.usefixtures("single_rank_group")
+def test_a_script_that_steps_another_optimizer_gets_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     for own in (True, False):
-        wrapped = wrapper()
+        wrapped = wrap()
         other = SGD(wrapped.parameters())
         for t in range(30):
             backward(wrapped, 0, t)
             (wrapped.optimizer if own else other).step()
-        told = [each for each in caplog.messages if "the script must step model.optimizer" in each]
-        assert len(told) == (not own)
+        warned = [message for message in caplog.messages if "the script must step model.optimizer" in message]
+        assert len(warned) == (not own)
 
 
-@pytest.mark.usefixtures("alone")
-def test_gradients_must_not_be_averaged_by_torch() -> None:
-    for around in (lambda module: module, lambda module: nn.Sequential(module)):
-        twice = nn.parallel.DistributedDataParallel(around(wrapper()))
+@pytest.mark.usefixtures("single_rank_group")
+def test_a_wrapper_inside_torchs_ddp_is_refused() -> None:
+    for enclose in (lambda module: module, lambda module: nn.Sequential(module)):
+        twice = nn.parallel.DistributedDataParallel(enclose(wrap()))
         with pytest.raises(RuntimeError, match="must not be inside torch's DistributedDataParallel, which averages"):
             backward(twice, 0, 0)
         with torch.no_grad():
             twice(batch(0, 0)[0])
-    judged = nn.parallel.DistributedDataParallel(Around(wrapper()))
-    backward(judged, 0, 0)
+    beside = nn.parallel.DistributedDataParallel(CallsOtherModel(wrap()))
+    backward(beside, 0, 0)  # the wrapper is not inside: allowed
 
 
-@pytest.mark.usefixtures("alone")
-def test_steps_that_cannot_be_are_refused() -> None:
+@pytest.mark.usefixtures("single_rank_group")
+def test_steps_at_an_average_or_of_a_replaced_wrapper_are_refused() -> None:
     with pytest.raises(ValueError, match="scaler must be None with step_in_backward=False: the script steps with"):
-        wrapper(scaler=torch.amp.GradScaler("cpu"))
-    wrapped = wrapper()
+        wrap(scaler=torch.amp.GradScaler("cpu"))
+    wrapped = wrap()
     optimizer = wrapped.optimizer
     with wrapped.averaged(), pytest.raises(RuntimeError, match="must not begin at the average of global_avg"):
         optimizer.step()

@@ -1,4 +1,4 @@
-"""Runs of scripts are recorded as those of nodes: the commands read them, and they go on where they stopped."""
+"""Trainings of scripts are recorded as runs (`TrainingRun`): the commands read them, and they can be resumed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.parallel.work import members, recording
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two seeds of one training, each of two ranks."""
+    """The folder of two recorded trainings of two ranks, with different seeds."""
     folder = tmp_path_factory.mktemp("recorded") / "runs"
     for seed in (1, 2):
         run_ranks(2, recording.train, str(folder), 3, seed)
@@ -33,24 +33,24 @@ def invoke(*words: str) -> str:
     return done.output
 
 
-def test_a_rank_records_every_epoch(runs: Path) -> None:
+def test_each_rank_records_every_epoch(runs: Path) -> None:
     for uid in (0, 1):
         records = list(read(runs / f"script/latest/nodes/{uid:03d}/metrics.jsonl"))
-        assert [(each["kind"], each["round"]) for each in records] == [
+        assert [(record["kind"], record["round"]) for record in records] == [
             ("evaluation", 0), ("round", 0), ("evaluation", 1), ("round", 1), ("evaluation", 2), ("round", 2),
             ("evaluation", 3),
         ]  # fmt: skip
         first, last = records[0], records[-1]
         assert first["consensus_distance"] < 1e-6 < last["consensus_distance"] and last["contributors"] == 2
         assert last["accuracy_merged"] > first["accuracy_merged"] and last["loss_mean"] < first["loss_mean"]
-        for number, record in enumerate(each for each in records if each["kind"] == "round"):
+        for number, record in enumerate(record for record in records if record["kind"] == "round"):
             assert record["steps"] == 4 and record["samples"] == 64 and record["lr"] == 0.05
-            assert record["data_bytes_sent"] == (4 * number + 5) * 4 * 58, "and the exchange of the initial model"
+            assert record["data_bytes_sent"] == (4 * number + 5) * 4 * 58, "with the exchange of the initial model"
             assert record["steps_per_second"] == pytest.approx(4 / record["seconds"])
             assert 0 <= record["wait_seconds"] <= record["seconds"]
 
 
-def test_the_summary_is_that_of_a_run(runs: Path) -> None:
+def test_the_summary_has_the_fields_of_a_nodes_run(runs: Path) -> None:
     summary = json.loads((runs / "script/latest/summary.json").read_text())
     assert (summary["status"], summary["rounds"], summary["num_nodes"]) == ("finished", 3, 2)
     per_node = [summary["nodes"][uid]["accuracy"] for uid in ("0", "1")]
@@ -59,7 +59,7 @@ def test_the_summary_is_that_of_a_run(runs: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_commands_read_it(runs: Path, tmp_path: Path) -> None:
+def test_compare_plot_report_and_trace_read_a_recorded_training(runs: Path, tmp_path: Path) -> None:
     table = invoke("compare", str(runs / "script"), "--run-dir", str(runs))
     assert "script" in table and "accuracy" in table and "2" in table
     invoke("plot", str(runs / "script"), "-o", str(tmp_path / "curves.png"))
@@ -69,37 +69,37 @@ def test_the_commands_read_it(runs: Path, tmp_path: Path) -> None:
     page = (tmp_path / "report.html").read_text()
     assert "script" in page and "accuracy" in page
     spans = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    assert {each["pid"] for each in spans} == {0, 1} and any(each.get("name") == "train" for each in spans)
+    assert {span["pid"] for span in spans} == {0, 1} and any(span.get("name") == "train" for span in spans)
 
 
-@pytest.mark.sampled(one=["there"])
-@pytest.mark.parametrize("there", [False, True, "faithful", "remembers"])
-def test_a_run_that_failed_goes_on_with_the_same_bits(there: bool | str, tmp_path: Path) -> None:
-    """there: with the wrapper by Decent-DP's names, whose `state_dict` has the module's entries alone; or with a rule
+@pytest.mark.sampled(one=["variant"])
+@pytest.mark.parametrize("variant", ["plain", "decent_dp", "faithful", "stateful rule"])
+def test_a_failed_run_is_resumed_with_the_same_bits(variant: str, tmp_path: Path) -> None:
+    """Also with the wrapper by Decent-DP's names, whose `state_dict` has the module's entries alone, and with a rule
     that keeps tensors."""
-    for results, told in run_ranks(2, recording.stopped_and_resumed, str(tmp_path), there):
-        (_, all_of_them, whole), (failed, before, _), (path, rest, resumed) = results
-        assert all_of_them == [0, 1, 2, 3] and before == [0, 1, 2] and rest == [2, 3]
-        assert path == failed and whole == resumed
-        assert "seed" in told and "continues with its own config" in told
+    for results, error in run_ranks(2, recording.stop_and_resume, str(tmp_path), variant):
+        (_, all_epochs, whole), (failed_path, first_epochs, _), (path, last_epochs, resumed) = results
+        assert all_epochs == [0, 1, 2, 3] and first_epochs == [0, 1, 2] and last_epochs == [2, 3]
+        assert path == failed_path and whole == resumed
+        assert "seed" in error and "continues with its own config" in error
     for uid in (0, 1):
         records = [list(read(tmp_path / f"{runs}/script/latest/nodes/{uid:03d}/metrics.jsonl"))
                    for runs in ("whole", "parts")]  # fmt: skip
-        told_of = ("kind", "round", "loss", "accuracy_merged", "consensus_distance", "steps", "lr")
-        whole_records, parts = ([{key: each.get(key) for key in told_of} for each in found] for found in records)
+        compared = ("kind", "round", "loss", "accuracy_merged", "consensus_distance", "steps", "lr")
+        whole_records, parts = ([{key: record.get(key) for key in compared} for record in run] for run in records)
         assert whole_records == parts
-    kept = sorted(each.name[:8] for each in (tmp_path / "parts/script/latest/checkpoints").iterdir())
+    kept = sorted(folder.name[:8] for folder in (tmp_path / "parts/script/latest/checkpoints").iterdir())
     assert kept == ["00000003", "00000004"]
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
-    """Each from the checkpoint of its rank, and from the newest of all, whatever number of ranks has written it."""
-    ends = [end for _, _, end in run_ranks(3, recording.with_other_ranks, str(tmp_path), 2, False)]
-    for ranks, trains, epochs in ((2, [2], 3), (4, [3], 4), (1, [4, 5], 6)):
-        results = run_ranks(ranks, recording.with_other_ranks, str(tmp_path), epochs, True)
-        for rank, (trained, began, _) in enumerate(results):
-            assert began == ends[rank % len(ends)] and trained == trains
+def test_another_number_of_ranks_resumes_a_run(tmp_path: Path) -> None:
+    """Rank r starts from the newest checkpoint of rank r mod n, where n ranks wrote that checkpoint."""
+    ends = [end for _, _, end in run_ranks(3, recording.train_with_other_world_size, str(tmp_path), 2, False)]
+    for ranks, expected_epochs, epochs in ((2, [2], 3), (4, [3], 4), (1, [4, 5], 6)):
+        results = run_ranks(ranks, recording.train_with_other_world_size, str(tmp_path), epochs, True)
+        for rank, (trained, before, _) in enumerate(results):
+            assert before == ends[rank % len(ends)] and trained == expected_epochs
         ends = [end for _, _, end in results]
         summary = json.loads((tmp_path / "script/latest/summary.json").read_text())
         assert summary["num_nodes"] == ranks and summary["status"] == "finished"
@@ -108,56 +108,57 @@ def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_that_failed_in_its_first_epoch_begins_anew(tmp_path: Path) -> None:
-    for trained, told in run_ranks(2, recording.begun_anew, str(tmp_path)):
+def test_a_run_that_failed_in_its_first_epoch_starts_over(tmp_path: Path) -> None:
+    for trained, error in run_ranks(2, recording.restart_after_failed_first_epoch, str(tmp_path)):
         assert trained == [0, 1]
-        assert "records of 1 epochs but no checkpoint that all 2 ranks have" in told
+        assert "records of 1 epochs but no checkpoint that all 2 ranks have" in error
     evaluated = [record["round"] for record in read(tmp_path / "script/latest/nodes/000/metrics.jsonl")
                  if record["kind"] == "evaluation"]  # fmt: skip
     assert evaluated == [0, 1, 2]
 
 
 @pytest.mark.slow
-def test_a_checkpoint_goes_when_all_ranks_have_the_next(tmp_path: Path) -> None:
-    (first, trained), (second, _) = run_ranks(2, recording.uneven_disks, str(tmp_path))
-    assert "rank 1 could not write a checkpoint: OSError: disk full" in first[0] and second == ["OSError: disk full"]
+def test_a_checkpoint_is_deleted_only_when_all_ranks_have_the_next(tmp_path: Path) -> None:
+    (errors_0, trained), (errors_1, _) = run_ranks(2, recording.fail_to_write_on_rank_1, str(tmp_path))
+    assert "rank 1 could not write a checkpoint: OSError: disk full" in errors_0[0]
+    assert errors_1 == ["OSError: disk full"]
     assert trained == [1, 2]
 
 
 @pytest.mark.slow
-def test_the_generators_of_the_process_go_on(tmp_path: Path) -> None:
-    for whole, parts in run_ranks(2, recording.drawing, str(tmp_path)):
+def test_a_resumed_run_draws_the_same_random_numbers(tmp_path: Path) -> None:
+    for whole, parts in run_ranks(2, recording.draw_random_numbers, str(tmp_path)):
         assert whole == parts and len(whole) == 5
 
 
 @pytest.mark.slow
-def test_gradients_that_are_added_up_over_the_end_of_an_epoch_are_kept(tmp_path: Path) -> None:
-    for whole, parts in run_ranks(2, recording.added_up, str(tmp_path)):
+def test_gradients_accumulated_across_the_end_of_an_epoch_survive_a_resume(tmp_path: Path) -> None:
+    for whole, parts in run_ranks(2, recording.accumulate_across_epochs, str(tmp_path)):
         assert whole == parts and whole[1] == 5
 
 
 @pytest.mark.slow
-def test_a_run_that_other_processes_still_record_is_theirs(tmp_path: Path) -> None:
-    """As of a launcher that was killed alone; rank 1's process is still there."""
+def test_a_run_cannot_be_resumed_while_another_process_records_it(tmp_path: Path) -> None:
+    """As where the launcher alone was killed: the lock of rank 1's old process is held for four more seconds."""
     run_ranks(2, recording.train, str(tmp_path), 1)
-    before = lock_folder(tmp_path / "script/latest/nodes/001")
-    found = run_ranks(2, recording.while_another_does, str(tmp_path), 0.2)
-    assert found[0].startswith("AssemblyError: rank 1 could not make the run directory: EnvironmentFault: another")
-    assert found[1].startswith("EnvironmentFault: another process still writes to")
-    Timer(4.0, before.close).start()
-    assert run_ranks(2, recording.while_another_does, str(tmp_path), 60.0) == [[1], [1]]
+    lock_of_old_process = lock_folder(tmp_path / "script/latest/nodes/001")
+    errors = run_ranks(2, recording.train_while_another_records, str(tmp_path), 0.2)
+    assert errors[0].startswith("AssemblyError: rank 1 could not make the run directory: EnvironmentFault: another")
+    assert errors[1].startswith("EnvironmentFault: another process still writes to")
+    Timer(4.0, lock_of_old_process.close).start()
+    assert run_ranks(2, recording.train_while_another_records, str(tmp_path), 60.0) == [[1], [1]]
 
 
 @pytest.mark.slow
-def test_a_run_without_its_first_files_begins_anew(tmp_path: Path) -> None:
-    """A process was killed while it made the directory."""
+def test_a_run_directory_without_its_first_files_is_not_resumed(tmp_path: Path) -> None:
+    """Such a directory is left if the process is killed while it makes it."""
     (before, *_), = run_ranks(1, recording.train, str(tmp_path), 1)
     (Path(before) / "task.json").unlink()
     (after, trained, _), = run_ranks(1, recording.train, str(tmp_path), 1, 1, None, True)
     assert before != after and trained == [0]
 
 
-def test_a_run_that_failed_is_not_finished(tmp_path: Path) -> None:
+def test_a_failed_run_has_no_summary_and_compare_reports_it_unfinished(tmp_path: Path) -> None:
     run_ranks(1, recording.train, str(tmp_path), 3, 1, 1)
     assert not (tmp_path / "script/latest/summary.json").exists()
     done = CliRunner().invoke(main, ["compare", str(tmp_path / "script")])
@@ -165,8 +166,8 @@ def test_a_run_that_failed_is_not_finished(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
-    for metrics, keys, keep, config, state, add in run_ranks(2, recording.refusals, str(tmp_path)):
+def test_invalid_arguments_of_a_training_run_are_refused(tmp_path: Path) -> None:
+    for metrics, keys, keep, config, state, add in run_ranks(2, recording.reasons_of_refusals, str(tmp_path)):
         assert "state.also.odd.lock must be tensors, numbers" in state
         assert "metrics must be accuracy, loss or Metric objects" in metrics
         assert "evaluate must return loss, got accuracy, loss" in keys
@@ -174,17 +175,17 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("words", [["run"], ["validate"], ["evaluate"], ["simulate"]])
-def test_what_runs_experiments_says_that_it_is_a_scripts(runs: Path, words: list[str]) -> None:
+def test_commands_that_run_experiments_refuse_the_run_of_a_script(runs: Path, words: list[str]) -> None:
     latest = runs / "script/latest"
-    for what in (latest, *([] if words == ["evaluate"] else [latest / "config.resolved.yaml"])):
-        done = CliRunner().invoke(main, [*words, str(what)])
+    for target in (latest, *([] if words == ["evaluate"] else [latest / "config.resolved.yaml"])):
+        done = CliRunner().invoke(main, [*words, str(target)])
         assert done.exit_code == 2 and "is the run of a script: its config is not an experiment" in done.stderr
         assert "not a known key" not in done.stderr and "command.txt" in done.stderr
 
 
-def test_status_says_what_became_of_the_ranks(runs: Path, tmp_path: Path) -> None:
-    told = json.loads(invoke("status", str(runs / "script/latest"), "--json"))
-    assert {uid: (each["doing"], each["round"], each["rounds"]) for uid, each in told.items()} == {
+def test_status_reports_whether_ranks_finished_failed_or_died(runs: Path, tmp_path: Path) -> None:
+    statuses = json.loads(invoke("status", str(runs / "script/latest"), "--json"))
+    assert {uid: (status["doing"], status["round"], status["rounds"]) for uid, status in statuses.items()} == {
         "0": ("finished", 3, 3), "1": ("finished", 3, 3),
     }  # fmt: skip
     run_ranks(1, recording.train, str(tmp_path), 3, 1, 1)
@@ -192,40 +193,42 @@ def test_status_says_what_became_of_the_ranks(runs: Path, tmp_path: Path) -> Non
     path = tmp_path / "script/latest/nodes/000/status.json"
     status = json.loads(path.read_text())
     assert (status["doing"], status["round"], status["rounds"]) == ("failed", 1, 3)
-    path.write_text(json.dumps({**status, "doing": "trains", "time": status["time"] - 60}))  # as SIGKILL leaves it
+    # a rank that is killed leaves a status like this
+    path.write_text(json.dumps({**status, "doing": "trains", "time": status["time"] - 60}))
     assert "gone" in invoke("status", str(tmp_path / "script/latest"), "--once")
 
 
 @pytest.mark.slow
-def test_ranks_that_come_and_go_are_recorded_and_the_run_goes_on_with_others(tmp_path: Path) -> None:
-    """Rank 1 dies, another joins; then two ranks go on with what three have saved, and one of them was none of them."""
+def test_an_elastic_job_is_recorded_and_resumed_with_fewer_ranks(tmp_path: Path) -> None:
+    """Rank 1 is killed and uid 3 joins; then ranks 0 and 1 resume what uids 0, 2 and 3 have saved."""
     runs = str(tmp_path)
     with JobProcesses() as job:
-        job.start_founders(3, free_ports(1), members.recorded, runs, None, False, None)
+        job.start_founders(3, free_ports(1), members.record_training, runs, None, False, None)
         addresses = [job.receive(rank) for rank in range(3)]
         job.wait_for_exit(1)
-        job.start(members.recorded, {}, runs, addresses[0], False, None)
+        job.start(members.record_training, {}, runs, addresses[0], False, None)
         job.receive(3)
-        found = [job.receive(number) for number in (0, 2, 3)]
-    (path,) = {each["path"] for each in found}
-    assert [each["uid"] for each in found] == [0, 2, 3]
-    (last,) = {each["trained"][-1] for each in found}
-    came = found[2]["first"]
-    for each in found:
-        records = list(read(Path(path) / f"nodes/{each['uid']:03d}/metrics.jsonl"))
+        results = [job.receive(number) for number in (0, 2, 3)]
+    (path,) = {result["path"] for result in results}
+    assert [result["uid"] for result in results] == [0, 2, 3]
+    (last,) = {result["trained"][-1] for result in results}
+    joined_at_step = results[2]["first"]
+    for result in results:
+        uid = result["uid"]
+        records = list(read(Path(path) / f"nodes/{uid:03d}/metrics.jsonl"))
         evaluations = {record["round"]: record for record in records if record["kind"] == "evaluation"}
-        assert [record["round"] for record in records if record["kind"] == "round"] == each["trained"]
+        assert [record["round"] for record in records if record["kind"] == "round"] == result["trained"]
         assert max(evaluations) == last + 1 and evaluations[last + 1]["contributors"] == 3
-        assert min(evaluations) == (0 if each["uid"] != 3 else came // 5 + 1)
+        assert min(evaluations) == (0 if uid != 3 else joined_at_step // 5 + 1)
         merged = [evaluations[number]["loss_merged"] for number in sorted(evaluations)]
-        if each["uid"] != 3:
+        if uid != 3:
             assert merged[-1] < 0.7 * merged[0] and evaluations[0]["contributors"] == 3
     assert not (Path(path) / "summary.json").exists()
     with JobProcesses() as job:
-        job.start_founders(2, free_ports(1), members.recorded, runs, None, True, last + 3)
-        again = [[job.receive(rank) for _ in range(2)][1] for rank in range(2)]
-    for each in again:
-        assert each["path"] == path and each["trained"] == [last + 1, last + 2]
+        job.start_founders(2, free_ports(1), members.record_training, runs, None, True, last + 3)
+        resumed = [[job.receive(rank) for _ in range(2)][1] for rank in range(2)]
+    for result in resumed:
+        assert result["path"] == path and result["trained"] == [last + 1, last + 2]
     summary = json.loads((Path(path) / "summary.json").read_text())
     assert summary["status"] == "finished" and set(summary["nodes"]) == {"0", "1", "2", "3"}
     invoke("compare", str(tmp_path / "script"), "--run-dir", runs)

@@ -13,8 +13,7 @@ from torch import nn
 from decentnode.compat import decent_dp
 from decentnode.parallel import DecentralizedDataParallel
 from tests.parallel.ranks import outcomes_of_ranks, run_ranks
-from tests.parallel.work import face, unfreezing
-from tests.parallel.work.habits import alone  # noqa: F401  (a fixture)
+from tests.parallel.work import ddp_interface, unfreezing
 from tests.parallel.work.models import SGD, batch, model
 
 LOCAL = {"name": "local_sgd", "every": 2}
@@ -28,11 +27,11 @@ CHOCO = {"name": "choco", "choose": "all", "compression": {"name": "int8"}}
     ("groups", {"step_in_backward": False, "param_as_bucket_view": False}), ("groups", {"grad_clip_norm": 0.1}),
     ("sgd", {"sharing": LOCAL, "bucket_size_in_mb": 0}), ("sgd", {"sharing": {"name": "slowmo", "every": 2}}),
 ])  # fmt: skip
-def test_layers_that_are_unfrozen_train_as_if_they_had_been_frozen_after_the_wrapping(
+def test_unfrozen_layers_train_as_if_they_had_been_frozen_after_wrapping(
     optimizer: str, options: dict[str, Any], swap: bool
 ) -> None:
-    for differs, moved, apart in run_ranks(2, unfreezing.unfrozen, optimizer, options, swap):
-        assert differs == 0.0 and moved > 1e-3 and apart < 1.0
+    for difference, moved, distance in run_ranks(2, unfreezing.compare_unfreezing, optimizer, options, swap):
+        assert difference == 0.0 and moved > 1e-3 and distance < 1.0
 
 
 @pytest.mark.sampled(one=["options"])
@@ -40,76 +39,79 @@ def test_layers_that_are_unfrozen_train_as_if_they_had_been_frozen_after_the_wra
     {}, {"transport": "collective"}, {"sharing": CHOCO}, {"sharing": LOCAL, "delayed": True},
     {"sharing": {"name": "full", "compression": {"name": "bfloat16"}}},
 ], ids=["auto", "collective", "choco", "delayed", "compressed"])  # fmt: skip
-def test_layers_that_are_unfrozen_are_mixed_and_keep_their_mean(options: dict[str, Any]) -> None:
-    for changed, before, after in run_ranks(3, unfreezing.mean_is_kept, {"topology": "ring", **options}):
+def test_unfrozen_layers_are_mixed_and_keep_their_mean(options: dict[str, Any]) -> None:
+    for changed, before, after in run_ranks(3, unfreezing.mix_unfrozen_layers, {"topology": "ring", **options}):
         assert changed < 1e-5 and before > 0.3 and after < 0.02
 
 
 @pytest.mark.parametrize("all_trained", [False, True])
-def test_a_run_that_has_unfrozen_layers_is_resumed_with_the_same_bits(all_trained: bool) -> None:
-    assert run_ranks(2, unfreezing.resumed, all_trained) == [(True, True)] * 2
+def test_a_training_with_unfrozen_layers_is_resumed_with_the_same_bits(all_trained: bool) -> None:
+    assert run_ranks(2, unfreezing.resume_after_unfreezing, all_trained) == [(True, True)] * 2
 
 
-def test_ranks_that_unfreeze_different_layers_are_told() -> None:
-    for told in run_ranks(2, unfreezing.other_parts):
-        assert "rank 1 has another list of trained parameters than rank 0: '2.weight', rank 0 has '0.weight'" in told
+def test_ranks_that_unfreeze_different_layers_are_refused() -> None:
+    for error in run_ranks(2, unfreezing.unfreeze_different_layers):
+        assert "rank 1 has another list of trained parameters than rank 0: '2.weight', rank 0 has '0.weight'" in error
 
 
-def test_a_rank_that_unfreezes_alone_is_told() -> None:
-    for ok, told in outcomes_of_ranks(2, unfreezing.one_alone, timeout_seconds=60):
-        assert not ok and re.match("rank .: PeerLost: rank .: the exchange of ", told), told
+def test_training_fails_if_one_rank_alone_unfreezes_layers() -> None:
+    for succeeded, error in outcomes_of_ranks(2, unfreezing.unfreeze_on_rank_0_only, timeout_seconds=60):
+        assert not succeeded and re.match("rank .: PeerLost: rank .: the exchange of ", error), error
 
 
 @pytest.mark.sampled(one=["name"])
 @pytest.mark.parametrize("name", ["DDP", "EASGD", "EASGD+", "LSGD+"])
-def test_a_comm_optimizer_trains_layers_that_are_unfrozen(name: str) -> None:
-    for differs, moved, apart in run_ranks(2, unfreezing.comm_unfrozen, name):
-        assert differs == 0.0 and moved > 1e-3 and apart < 1e-6
+def test_a_comm_optimizer_trains_unfrozen_layers(name: str) -> None:
+    results = run_ranks(2, unfreezing.compare_unfreezing_with_comm_optimizer, name)
+    for difference, moved, difference_between_ranks in results:
+        assert difference == 0.0 and moved > 1e-3 and difference_between_ranks < 1e-6
 
 
-def test_averaged_gradients_are_those_of_layers_that_all_ranks_train() -> None:
-    for told in run_ranks(2, unfreezing.comm_other_parts):
-        assert "rank 1 has another list of parameters that are trained now and were frozen" in told
+def test_averaging_gradients_fails_if_one_rank_alone_unfreezes_layers() -> None:
+    for error in run_ranks(2, unfreezing.unfreeze_on_rank_0_with_averaged_gradients):
+        assert "rank 1 has another list of parameters that are trained now and were frozen" in error
 
 
-def test_a_refused_state_takes_no_more_layers_into_the_exchange() -> None:
-    for told, steps in run_ranks(2, unfreezing.loads_another):
-        assert "another list of trained parameters" in told and steps == 4
+def test_a_refused_state_adds_no_layers_to_the_exchange() -> None:
+    for error, steps in run_ranks(2, unfreezing.load_other_state_on_rank_0):
+        assert "another list of trained parameters" in error and steps == 4
 
 
-@pytest.mark.usefixtures("alone")
-def test_decent_dp_s_face_refuses_what_is_unfrozen() -> None:
+@pytest.mark.usefixtures("single_rank_group")
+def test_the_decent_dp_wrapper_refuses_unfrozen_layers() -> None:
     wrapped = decent_dp.DecentralizedDataParallel(unfreezing.frozen_model(), lambda named: SGD([p for _, p in named]))
-    unfreezing.halves(wrapped.module)[0].requires_grad_(True)
+    unfreezing.split_layers(wrapped.module)[0].requires_grad_(True)
     with pytest.raises(RuntimeError, match=r"parameter 0\.weight was frozen when .*, and freeze them afterwards"):
         wrapped(batch(0, 0)[0])
 
 
 @pytest.mark.parametrize("direct", [False, True])
-def test_a_script_s_scaler_knows_of_unfrozen_layers(direct: bool) -> None:
-    for moved in run_ranks(2, unfreezing.scaled, direct):
+def test_the_scripts_grad_scaler_unscales_gradients_of_unfrozen_layers(direct: bool) -> None:
+    for moved in run_ranks(2, unfreezing.train_with_grad_scaler, direct):
         assert 1e-4 < moved < 1.0
 
 
-@pytest.mark.usefixtures("alone")
-def test_groups_that_do_not_tell_where_an_unfrozen_layer_belongs(caplog: pytest.LogCaptureFixture) -> None:
-    def by_layer(named: Any) -> torch.optim.Optimizer:
+@pytest.mark.usefixtures("single_rank_group")
+def test_an_unfrozen_layer_needs_add_param_group_if_the_optimizers_groups_are_ambiguous(
+    caplog: pytest.LogCaptureFixture
+) -> None:
+    def one_group_per_parameter(named: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD([{"params": [p]} for _, p in named], lr=0.1)
 
     module = model()
     module[0].requires_grad_(False)
-    wrapped = DecentralizedDataParallel(module, by_layer)
-    face.step(wrapped, 0, 0)
+    wrapped = DecentralizedDataParallel(module, one_group_per_parameter)
+    ddp_interface.train_step(wrapped, 0, 0)
     module[0].requires_grad_(True)
     with pytest.raises(RuntimeError, match=r"parameter 0\.weight is trained now .* the optimizer's 4 groups"):
-        face.step(wrapped, 0, 1)
+        ddp_interface.train_step(wrapped, 0, 1)
     wrapped.optimizer.add_param_group({"params": module[0].parameters(), "lr": 0.01})
     before = module[0].weight.detach().clone()
-    face.step(wrapped, 0, 1)
+    ddp_interface.train_step(wrapped, 0, 1)
     assert not torch.equal(module[0].weight, before) and wrapped.steps == 2 and not caplog.messages
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("single_rank_group")
 def test_unfrozen_layers_that_share_memory_are_refused() -> None:
     module = nn.Linear(3, 3)
     module.other = nn.Parameter(torch.zeros(2, 3).t())
@@ -121,13 +123,13 @@ def test_unfrozen_layers_that_share_memory_are_refused() -> None:
         wrapped(torch.ones(1, 3))
 
 
-@pytest.mark.usefixtures("alone")
-def test_a_schedule_goes_on_over_unfrozen_layers() -> None:
+@pytest.mark.usefixtures("single_rank_group")
+def test_a_learning_rate_schedule_continues_when_layers_are_unfrozen() -> None:
     schedule = partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5)
     wrapped = DecentralizedDataParallel(unfreezing.frozen_model(), optimizer=SGD, lr_scheduler_fn=schedule)
     for t in range(4):
         if t == 2:
-            unfreezing.halves(wrapped.module)[0].requires_grad_(True)
+            unfreezing.split_layers(wrapped.module)[0].requires_grad_(True)
         x, y = batch(0, t)
         (wrapped(x) - y).square().mean().backward()
     assert wrapped.get_lr() == 0.05 / 16 and len(wrapped.optimizer.param_groups[0]["params"]) == 6

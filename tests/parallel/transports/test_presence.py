@@ -1,4 +1,4 @@
-"""Which ranks of a host still take part."""
+"""Presence in shared memory: which ranks of a host still take part."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from tests.parallel.ranks import run_ranks
 from tests.parallel.work import leaving
 
 
-@pytest.mark.sampled(one=["how", "says"])
-@pytest.mark.parametrize(("how", "says"), [
+@pytest.mark.sampled(one=["how", "message"])
+@pytest.mark.parametrize(("how", "message"), [
     ("stays", "^$"), ("closed", "rank 1 has ended its training after 4 steps"),
     ("forgotten", "rank 1 has ended its training after 4 steps"), ("forgotten by a child", "^$"),
 ])  # fmt: skip
-def test_only_a_process_that_is_gone_is_called_so(how: str, says: str, tmp_path: Path) -> None:
-    assert re.search(says, run_ranks(2, leaving.present, how, str(tmp_path))[0])
+def test_a_rank_counts_as_absent_once_its_own_process_has_closed_its_presence(
+    how: str, message: str, tmp_path: Path
+) -> None:
+    assert re.search(message, run_ranks(2, leaving.leave_and_ask_presence, how, str(tmp_path))[0])

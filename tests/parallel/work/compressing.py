@@ -1,4 +1,4 @@
-"""What ranks do in the tests of compressed and delayed exchanges, and the same in one process."""
+"""Functions of ranks for the tests of compressed and delayed exchanges, and a simulation of them in one process."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from decentnode.parallel.planning.topologies import make_topology
 from tests.parallel.work.models import SGD, batch, flat, model
 
 
-def _decoded(coding: Coding, vector: Tensor, sizes: Sequence[int]) -> Tensor:
-    """A model as receivers decode it: the largest of its entries, or all of them by the codec, tensor by tensor."""
+def _decode(coding: Coding, vector: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Returns a model as receivers decode it: its largest entries alone, or all of them through the codec, tensor by
+    tensor."""
     if coding.fraction < 1:
         assert coding.codec is None
         at = vector.abs().topk(round(coding.fraction * len(vector))).indices
@@ -32,10 +33,11 @@ def _decoded(coding: Coding, vector: Tensor, sizes: Sequence[int]) -> Tensor:
 
 
 def simulate(topology: Any, sharing: Any, n: int, steps: int, delayed: bool) -> list[Tensor]:
-    """By rank, the parameters after so many steps: x_i + sum_j W_ij (q_j - q_i), half of it if delayed, then the local
-    step.
+    """Returns the parameters of each rank after so many steps of x_i <- x_i + c sum_j W_ij (q_j - q_i) and the local
+    step, where c is 1/2 if exchanges are delayed, else 1.
 
-    q_i is what is known of x_i: the decoded model, or a public copy for each round of the topology's period.
+    q_i is what receivers know of x_i: the decoded model, or with compressed differences the copy that all neighbors
+    have, one for each round of the topology's period.
     """
     graph, rule = make_topology(topology, n, n), make_sharing(sharing)
     if isinstance(rule, Differences):
@@ -46,42 +48,43 @@ def simulate(topology: Any, sharing: Any, n: int, steps: int, delayed: bool) -> 
     optimizers = [SGD(m.parameters()) for m in models]
     public: dict[int, list[Tensor]] = {}
 
-    def sent(step: int) -> tuple[int, list[Tensor]] | None:
+    def start_exchange(step: int) -> tuple[int, list[Tensor]] | None:
         x = [flat(m) for m in models]
         if rule.exchange_number(step) is None:
             return None
         if coding is None:
             return step, x
         if not coding.differences:
-            return step, [_decoded(coding, each, sizes) for each in x]
+            return step, [_decode(coding, each, sizes) for each in x]
         phase = plans[0].phase(step)
         known = public.get(phase)
         public[phase] = x if known is None else [
-            old + _decoded(coding, new - old, sizes) for old, new in zip(known, x, strict=True)]
+            old + _decode(coding, new - old, sizes) for old, new in zip(known, x, strict=True)]
         return step, public[phase]
 
-    flight = sent(0)
+    in_flight = start_exchange(0)
     for t in range(steps):
-        rests = delayed and rule.exchange_number(t + 1) is None
+        no_exchange_due = delayed and rule.exchange_number(t + 1) is None
         for rank, m in enumerate(models):
             x, y = (each.cpu() for each in batch(rank, t))
             m.zero_grad()
             (m(x) - y).square().mean().backward()
         for rank, m in enumerate(models):
-            if flight is not None and not rests:
-                step, q = flight
-                half = 0.5 if delayed else 1.0
-                pull = half * sum(w * (q[j] - q[rank]).double() for j, w in plans[rank].view(step).weights.items())
+            if in_flight is not None and not no_exchange_due:
+                step, q = in_flight
+                strength = 0.5 if delayed else 1.0
+                pull = strength * sum(w * (q[j] - q[rank]).double() for j, w in plans[rank].view(step).weights.items())
                 torch.nn.utils.vector_to_parameters((flat(m).double() + pull).float(), m.parameters())
             optimizers[rank].step()
-        flight = flight if rests else sent(t + 1)
+        in_flight = in_flight if no_exchange_due else start_exchange(t + 1)
     return [flat(m) for m in models]
 
 
 def train(
     rank: int, n: int, topology: Any, sharing: Any, options: dict[str, Any], steps: int
 ) -> tuple[float, dict[str, float], int]:
-    """(greatest difference from the simulation, metrics, parameters)."""
+    """Trains with a compressed or delayed rule. Returns (greatest difference from `simulate`, metrics, number of
+    parameters)."""
     wrapped = DecentralizedDataParallel(model(rank), optimizer=SGD, topology=topology, sharing=sharing, **options)
     for t in range(steps):
         x, y = batch(rank, t)
@@ -91,9 +94,12 @@ def train(
     return float((found - expected).abs().max()), wrapped.metrics, found.numel()
 
 
-def settle(rank: int, n: int, cases: Sequence[tuple[Any, Any, dict[str, Any]]]) -> list[tuple[float, float, float]]:
-    """For each (topology, rule, options): ranks that have drifted apart take steps without gradients. (spread before,
-    spread after, how far the mean has moved; all relative to the models' norm)."""
+def mix_without_gradients(
+    rank: int, n: int, cases: Sequence[tuple[Any, Any, dict[str, Any]]]
+) -> list[tuple[float, float, float]]:
+    """For each (topology, rule, options), gives the ranks different models and takes 160 steps whose gradients are
+    zero. Returns by case (distance from the mean before, after, distance by which the mean moved), all relative to the
+    norm of the mean, the first two averaged over the ranks."""
     found = []
     for topology, sharing, options in cases:
         wrapped = DecentralizedDataParallel(
@@ -106,7 +112,7 @@ def settle(rank: int, n: int, cases: Sequence[tuple[Any, Any, dict[str, Any]]]) 
             for p in wrapped.parameters():
                 p.add_(torch.randn(p.shape, generator=draws))
 
-        def spread(wrapped: DecentralizedDataParallel = wrapped) -> tuple[float, Tensor]:
+        def distance_and_mean(wrapped: DecentralizedDataParallel = wrapped) -> tuple[float, Tensor]:
             own = flat(wrapped.module)
             mean = own.clone()
             dist.all_reduce(mean)
@@ -115,18 +121,18 @@ def settle(rank: int, n: int, cases: Sequence[tuple[Any, Any, dict[str, Any]]]) 
             dist.all_reduce(distance)
             return float(distance) / n, mean
 
-        before, first = spread()
+        before, first = distance_and_mean()
         for _ in range(160):
             (0.0 * wrapped(x)).sum().backward()
-        after, last = spread()
+        after, last = distance_and_mean()
         found.append((before, after, float((last - first).norm() / first.norm())))
         wrapped.close()
         dist.barrier()
     return found
 
 
-def resume(rank: int, n: int, sharing: Any, options: dict[str, Any], at: int) -> bool:
-    """Whether a training that is saved and loaded after `at` steps has the bits of one that is not."""
+def resume_and_compare(rank: int, n: int, sharing: Any, options: dict[str, Any], at: int) -> bool:
+    """Returns whether a training that is saved and loaded after `at` steps has the bits of one that is not."""
     ends = []
     make = functools.partial(DecentralizedDataParallel, optimizer=SGD, topology="ring", sharing=sharing, **options)
     for cut in (-1, at):
@@ -145,8 +151,8 @@ def resume(rank: int, n: int, sharing: Any, options: dict[str, Any], at: int) ->
     return torch.equal(*ends)
 
 
-def refused(rank: int, n: int, topology: Any, sharing: Any, options: dict[str, Any]) -> str:
-    """Why a model cannot be wrapped so."""
+def reason_of_refusal(rank: int, n: int, topology: Any, sharing: Any, options: dict[str, Any]) -> str:
+    """Returns the error with which a model with these arguments is refused, "nothing" if it is not."""
     try:
         DecentralizedDataParallel(model(), optimizer=SGD, topology=topology, sharing=sharing, **options)
     except ValueError as error:
@@ -154,9 +160,9 @@ def refused(rank: int, n: int, topology: Any, sharing: Any, options: dict[str, A
     return "nothing"
 
 
-def searched(rank: int, n: int, sharing: Any) -> tuple[int, list[float | None]]:
-    """(searches of this rank, the steps of its buckets' rules), where the ranks' processors would find different ones.
-    """
+def count_step_searches(rank: int, n: int, sharing: Any) -> tuple[int, list[float | None]]:
+    """Returns (number of searches for a step size on this rank, the step sizes of its buckets' rules). The search is
+    replaced by one that gives every rank another size, as different processors would."""
     searches = []
 
     def search(rule: Differences, _: Any) -> None:

@@ -1,4 +1,4 @@
-"""What ranks do in the tests of ranks that cannot start, differ, or leave."""
+"""Functions of ranks for the tests of ranks that cannot start, differ from the others, or leave."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ from tests.conftest import wait_until
 from tests.parallel.work.models import SGD, batch, model
 
 
-def differing(rank: int, n: int, what: str) -> None:
+def wrap_with_difference(rank: int, n: int, what: str) -> None:
+    """Wraps a model that differs on rank 1 (rank 2 for "more"), or with an option that differs on rank 1."""
     module = nn.Linear(4, 5 if rank == 1 and what == "shape" else 3)
     if rank == 1 and what == "frozen":
         module.bias.requires_grad = False
@@ -39,15 +40,15 @@ def differing(rank: int, n: int, what: str) -> None:
     DecentralizedDataParallel(module, optimizer=SGD, topology=topology, **options.get(what, {}) if rank == 1 else {})
 
 
-def dies_while_it_wraps(rank: int, n: int, module: str, function: str) -> None:
-    """The last rank is gone before the first operation of all ranks that this function makes."""
+def exit_while_wrapping(rank: int, n: int, module: str, function: str) -> None:
+    """The last rank exits where it would call a function of decentnode.parallel whose collective the others enter."""
     if rank == n - 1:
         setattr(importlib.import_module(f"decentnode.parallel.{module}"), function, lambda *_: os._exit(1))
     DecentralizedDataParallel(model(), optimizer=SGD, topology="complete", transport="auto")
 
 
-def killed_in_an_operation(rank: int, n: int) -> None:
-    """The last rank is killed in an operation of all ranks that it has come to, and the first is slow to come."""
+def kill_in_collective_operation(rank: int, n: int) -> None:
+    """The last rank is killed inside a collective operation, which rank 0 enters late."""
     with succeed_on_all_ranks("look for the file"):
         pass
     if rank == n - 1:
@@ -58,25 +59,26 @@ def killed_in_an_operation(rank: int, n: int) -> None:
         pass
 
 
-def vanish(rank: int, n: int, transport: str, noticed: str) -> None:
-    """The last rank stops taking part, until somebody has noticed and makes the file of that name."""
+def stop_taking_part(rank: int, n: int, transport: str, notice_file: str) -> None:
+    """The last rank stops after one step; its process lives until another rank has raised PeerLost and made the
+    file."""
     wrapped = DecentralizedDataParallel(
         model(), optimizer=SGD, topology="exp", timeout_seconds=3, transport=transport,  # type: ignore[arg-type]
     )
     for t in range(3):
         if rank == n - 1 and t == 1:
-            wait_until(lambda: os.path.exists(noticed))
+            wait_until(lambda: os.path.exists(notice_file))
             return
         x, y = batch(rank, t)
         try:
             (wrapped(x) - y).square().mean().backward()
         except PeerLost:
-            open(noticed, "x").close()
+            open(notice_file, "x").close()
             raise
 
 
-def out_of_memory(rank: int, n: int, topology: str, where: str) -> None:
-    """The last rank's device or host has no memory for its second exchange."""
+def run_out_of_memory(rank: int, n: int, topology: str, where: str) -> None:
+    """The last rank's device or host has no memory left for its second exchange."""
     wrapped = DecentralizedDataParallel(model(), optimizer=SGD, topology=topology, transport="collective")
 
     def fails(*_: Any, **__: Any) -> None:
@@ -91,20 +93,23 @@ def out_of_memory(rank: int, n: int, topology: str, where: str) -> None:
         (wrapped(x) - y).square().mean().backward()
 
 
-def leave(rank: int, n: int, how: str, transport: str, gone: int = 1) -> None:
-    """Rank `gone` takes four steps fewer than the others, and then does what `how` says."""
+def leave_early(rank: int, n: int, how: str, transport: str, leaver: int = 1) -> None:
+    """Rank `leaver` takes four steps fewer than the others.
+
+    how: what it does then; "done": ends its training; "average": calls global_avg; "killed"; "worker left": is killed,
+    while a child process still has its shared memory open."""
     wrapped = DecentralizedDataParallel(
         model(), optimizer=SGD, topology="ring", timeout_seconds=1000, bucket_size_in_mb=0,
         transport=transport,  # type: ignore[arg-type]
     )
-    for t in range(5 if rank == gone else 9):
+    for t in range(5 if rank == leaver else 9):
         x, y = batch(rank, t)
         (wrapped(x) - y).square().mean().backward()
-    if rank != gone or how == "done":  # what is dropped here is closed, and a barrier comes next
+    if rank != leaver or how == "done":  # the wrapper goes out of scope and is closed; a barrier comes next
         return
     if how == "average":
         wrapped.global_avg()
-    if how == "worker left" and os.fork() == 0:  # as a data loader's: it has the rank's shared memory open
+    if how == "worker left" and os.fork() == 0:  # like a data loader's worker: it has the rank's shared memory open
         for number in map(int, os.listdir("/proc/self/fd")):
             with contextlib.suppress(OSError):
                 if "decentnode-ddp" not in os.readlink(f"/proc/self/fd/{number}"):
@@ -118,34 +123,38 @@ class DiskFull(OSError):
     pass
 
 
-def refuses(rank: int, n: int, what: str) -> tuple[str, float]:
-    """Rank 1 cannot do its part of the start. What it comes to, and a sum over all ranks that are asked for next."""
+def fail_to_start_on_rank_1(rank: int, n: int, what: str) -> tuple[str, float]:
+    """Wraps a model where a system call, the model or the optimizer fails on rank 1. Returns (the error, the sum of 1
+    over the ranks by an all_reduce that comes next). what: the call, "model" or "optimizer"."""
 
-    def no(*_: object, **__: object) -> Any:
+    def raise_disk_full(*_: object, **__: object) -> Any:
         raise DiskFull(errno.ENOSPC, "No space left on device")
 
     opened = os.open
 
-    def own_only(path: Any, flags: int, *mode: int) -> int:
-        return opened(path, flags, *mode) if flags & os.O_CREAT or "decentnode-ddp" not in str(path) else no()
+    def open_own_segment_only(path: Any, flags: int, *mode: int) -> int:
+        is_own = flags & os.O_CREAT or "decentnode-ddp" not in str(path)
+        return opened(path, flags, *mode) if is_own else raise_disk_full()
 
     if rank == 1:
-        where: Any = {"mmap": mmap}.get(what.partition(".")[0], os)
-        setattr(where, what.partition(".")[2], own_only if what == "os.open" else no)
+        module_of_call: Any = {"mmap": mmap}.get(what.partition(".")[0], os)
+        setattr(module_of_call, what.partition(".")[2],
+                open_own_segment_only if what == "os.open" else raise_disk_full)  # fmt: skip
     module = nn.Sequential() if rank == 1 and what == "model" else model()
-    optimizer = no if rank == 1 and what == "optimizer" else SGD
-    told = ""
+    optimizer = raise_disk_full if rank == 1 and what == "optimizer" else SGD
+    error_text = ""
     try:
         DecentralizedDataParallel(module, optimizer=optimizer, topology="ring", transport="shared_memory")
     except (OSError, ValueError, AssemblyError) as error:
-        told = f"{type(error).__name__}: {error}"
+        error_text = f"{type(error).__name__}: {error}"
     total = torch.ones(1)
     dist.all_reduce(total)
-    return told, float(total)
+    return error_text, float(total)
 
 
-def present(rank: int, n: int, how: str, folder: str) -> str:
-    """Rank 1 leaves as `how` says, and its process lives on; what rank 0 knows of it."""
+def leave_and_ask_presence(rank: int, n: int, how: str, folder: str) -> str:
+    """Rank 1 closes or drops its presence while its process lives on. Returns on rank 0 why it counts as absent, "" if
+    it does not. how: "stays", "closed", "forgotten" (garbage-collected), "forgotten by a child" (in a fork)."""
     paths = [Path(folder, str(r)) for r in range(n)]
     own = Segment.create(paths[rank], 2 * PAGE, PAGE, watched=True)
     dist.barrier()
@@ -172,8 +181,8 @@ def present(rank: int, n: int, how: str, folder: str) -> str:
     return "" if absence is None else absence.reason
 
 
-def ended_before(rank: int, n: int) -> None:
-    """The last rank's process ends before it wraps its model."""
+def exit_before_wrapping(rank: int, n: int) -> None:
+    """The last rank's process exits before it wraps its model."""
     if rank == n - 1:
         os._exit(1)
     DecentralizedDataParallel(model(), optimizer=SGD)
@@ -195,31 +204,32 @@ def report_ends(rank: int, n: int, how: str) -> Any:
     return rank_status.first_reported_end() if rank == 0 else (rank, rank_status.first_reported_end())
 
 
-def killed_in_average(rank: int, n: int, transport: Any) -> float | None:
-    """The last rank is killed where the others average."""
+def kill_before_average(rank: int, n: int, transport: Any) -> float | None:
+    """The last rank is killed while the others call global_avg."""
     wrapped = DecentralizedDataParallel(model(), optimizer=SGD, topology="ring", transport=transport)
     if rank == n - 1:
         os.kill(os.getpid(), signal.SIGKILL)
     return wrapped.global_avg(return_d2c=True)
 
 
-def killed_while_mapping(rank: int, n: int) -> None:
-    """The last rank is killed when it has made its segment; raises AssertionError where the others leave its name."""
-    made: list[Path] = []
+def kill_while_mapping_memory(rank: int, n: int) -> None:
+    """The last rank is killed when it has made its segment of shared memory. Raises AssertionError on the others if a
+    file name of any segment is left."""
+    paths: list[Path] = []
     create = Segment.create
 
-    def watched(path: Path, *more: Any, **keys: Any) -> Segment:
-        made.append(path)
-        found = create(path, *more, **keys)
+    def create_and_die(path: Path, *more: Any, **keys: Any) -> Segment:
+        paths.append(path)
+        segment = create(path, *more, **keys)
         if rank == n - 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        return found
+        return segment
 
-    Segment.create = watched  # type: ignore[method-assign, assignment]
+    Segment.create = create_and_die  # type: ignore[method-assign, assignment]
     try:
         DecentralizedDataParallel(model(), optimizer=SGD, topology="complete", transport="shared_memory")
     except (AssemblyError, PeerLost, RuntimeError):
-        token = made[0].name.rpartition("-")[0]
-        assert not any(made[0].with_name(f"{token}-{each}").exists() for each in range(n)), "a name is left"
+        token = paths[0].name.rpartition("-")[0]
+        assert not any(paths[0].with_name(f"{token}-{r}").exists() for r in range(n)), "a name is left"
     else:
-        raise AssertionError("it was made")
+        raise AssertionError("the model was wrapped although a rank was killed")

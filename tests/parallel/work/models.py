@@ -1,4 +1,4 @@
-"""The models, batches and optimizers that ranks train in the tests."""
+"""Models, batches and an optimizer for the ranks of the tests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 DEVICE = torch.device("cpu")
-"""Where models and batches lie: `run_ranks` is told."""
+"""Where models and batches lie: set in each rank's process by `run_ranks` and `JobProcesses`."""
 
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 
@@ -30,8 +30,9 @@ def flat(module: nn.Module) -> Tensor:
     return torch.cat([p.detach().reshape(-1).cpu() for p in module.parameters()])
 
 
-class Odd(nn.Module):
-    """Frozen, tied, unused and differently ordered parameters, and a norm with buffers."""
+class UnusualParameters(nn.Module):
+    """A model with frozen, tied and unused parameters, others whose gradients come in another order if `flip` is set, a
+    weight in channels_last, and a norm with buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,8 +52,8 @@ class Odd(nn.Module):
         return out + self.unused(x) if self.flip else out
 
 
-class Mixed(nn.Module):
-    """float32 and bfloat16 parameters, one of them without a use in odd steps."""
+class MixedPrecision(nn.Module):
+    """A model with float32 and bfloat16 parameters, one layer of which is used in every other forward pass only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +69,9 @@ class Mixed(nn.Module):
         return self.c((self.sometimes(h) if self.calls % 2 else h).float())
 
 
-class Images(nn.Module):
+class ImageModel(nn.Module):
+    """Convolutions in channels_last, on images that it makes of the usual inputs."""
+
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Conv2d(2, 4, 2), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 3, 2))
@@ -85,7 +88,7 @@ class Output:
 
 
 class Checkpointed(nn.Module):
-    """All but the first layer run again in the backward pass; says what it found in a dict with a dataclass in it."""
+    """Runs all but the first layer again in the backward pass. Its output is inside a dataclass in a list in a dict."""
 
     def __init__(self, layers: nn.Module, reentrant: bool) -> None:
         super().__init__()

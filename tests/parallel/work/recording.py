@@ -1,4 +1,4 @@
-"""Trainings that are recorded as a run."""
+"""Functions of ranks for the tests of trainings that are recorded as a run (`TrainingRun`)."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from tests.parallel.work.models import flat
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 
 
-SPARSE = "PRETENDED_CUDA" not in os.environ  # that GPU has no sparse tensors
+SPARSE = "PRETENDED_CUDA" not in os.environ  # the pretended GPU has no sparse tensors
 
 
-class Odd:
-    """Whose state no file can keep."""
+class UnsavableState:
+    """Has a state that no checkpoint can hold."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"lock": object()}
@@ -42,8 +42,8 @@ class Odd:
         del state_dict
 
 
-class Remembering(Tensors, Full):
-    """A rule of a script's own that keeps what it has mixed last."""
+class RuleWithTensorState(Tensors, Full):
+    """A rule of a script's own that keeps the last mixed model and mixes a tenth of it into the next."""
 
     requirements = replace(Full.requirements, linear=False)
     TENSORS = ("last",)
@@ -56,24 +56,25 @@ class Remembering(Tensors, Full):
         self.last = model.clone()
 
 
-class Stopped(Exception):
-    """What ends a training between two epochs."""
+class TrainingStopped(Exception):
+    """Ends a training in the midst of an epoch."""
 
 
-def wrapped(there: bool | str = False) -> DecentralizedDataParallel:
-    """there: by the names of Decent-DP, "faithful" to it; or with a rule that "remembers"."""
+def wrap_model(variant: str = "plain") -> DecentralizedDataParallel:
+    """variant: "plain"; "decent_dp": by the names of Decent-DP; "faithful": the same with faithful=True; "stateful
+    rule": with RuleWithTensorState."""
     torch.manual_seed(0)
     inner = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.ReLU(), nn.Linear(8, 2)).to(models.DEVICE)
-    if there == "remembers":
-        return DecentralizedDataParallel(inner, optimizer=SGD, topology="ring", sharing=Remembering,
+    if variant == "stateful rule":
+        return DecentralizedDataParallel(inner, optimizer=SGD, topology="ring", sharing=RuleWithTensorState,
                                          bucket_size_in_mb=0)  # fmt: skip
-    if there:
+    if variant in ("decent_dp", "faithful"):
         adam = partial(decent_dp.optim_fn_accum_adam, lr=0.05)
-        return decent_dp.DecentralizedDataParallel(inner, adam, topology="ring", faithful=there == "faithful")
+        return decent_dp.DecentralizedDataParallel(inner, adam, topology="ring", faithful=variant == "faithful")
     return DecentralizedDataParallel(inner, optimizer=SGD, topology="complete")
 
 
-def measure(module: nn.Module) -> dict[str, float]:
+def evaluate(module: nn.Module) -> dict[str, float]:
     assert not module.training and not torch.is_grad_enabled()
     x = torch.randn(64, 4, generator=torch.Generator().manual_seed(7)).to(models.DEVICE)
     output, y = module(x), (x.sum(1) > 0).long()
@@ -81,44 +82,46 @@ def measure(module: nn.Module) -> dict[str, float]:
     return {"accuracy": float((output.argmax(1) == y).float().mean()), "loss": float(loss)}
 
 
-def inputs(epoch: int, step: int, rank: int) -> torch.Tensor:
+def make_inputs(epoch: int, step: int, rank: int) -> torch.Tensor:
     draw = torch.Generator().manual_seed(1000 * epoch + 10 * step + rank)
     return torch.randn(16, 4, generator=draw).to(models.DEVICE)
 
 
 def train(
     rank: int, n: int, runs: str, epochs: int, seed: int = 1, stop: int | None = None, resume: bool = False,
-    config: Mapping[str, Any] | None = None, there: bool | str = False, **more: Any,
+    config: Mapping[str, Any] | None = None, variant: str = "plain", **more: Any,
 ) -> tuple[str, list[int], list[float]]:
-    """(the run's directory, the epochs trained, the parameters). stop: the epoch in whose midst it fails."""
-    model, trained = wrapped(there), []
+    """Records a training of epochs of four steps. Returns (the run's directory, the epochs trained, the parameters in
+    the end). stop: the epoch in the midst of which the training fails."""
+    model, trained = wrap_model(variant), []
     torch.manual_seed(100 + rank)
-    run = TrainingRun(model, "script", config=config or {"seed": seed, "betas": (0.9, 0.99)}, evaluate=measure,
+    run = TrainingRun(model, "script", config=config or {"seed": seed, "betas": (0.9, 0.99)}, evaluate=evaluate,
                       runs=runs, resume=resume, **more)  # fmt: skip
     try:
         with run:
             for epoch in run.epochs(epochs):
                 trained.append(epoch)
                 for step in range(4):
-                    x = inputs(epoch, step, rank)
+                    x = make_inputs(epoch, step, rank)
                     loss = nn.functional.cross_entropy(model(x), (x.sum(1) > 0).long())
                     loss.backward()
                     run.add(loss, len(x))
                     if epoch == stop and step == 1:
-                        raise Stopped
-    except Stopped:
+                        raise TrainingStopped
+    except TrainingStopped:
         pass
     model.close()
     return str(run.path), trained, flat(model.module).tolist()
 
 
-def stopped_and_resumed(
-    rank: int, n: int, runs: str, there: bool | str = False
+def stop_and_resume(
+    rank: int, n: int, runs: str, variant: str = "plain"
 ) -> tuple[list[tuple[str, list[int], list[float]]], str]:
-    """A training at one go, one that fails in its third epoch, and that one again; then with another config."""
-    results = [train(rank, n, f"{runs}/whole", 4, there=there)]
-    results += [train(rank, n, f"{runs}/parts", 4, stop=2, there=there),
-                train(rank, n, f"{runs}/parts", 4, resume=True, there=there)]  # fmt: skip
+    """Trains four epochs without a stop; then the same, failing in the third epoch, and resumes that run. Returns (the
+    three results of `train`, the error where the run is resumed with another config)."""
+    results = [train(rank, n, f"{runs}/whole", 4, variant=variant)]
+    results += [train(rank, n, f"{runs}/parts", 4, stop=2, variant=variant),
+                train(rank, n, f"{runs}/parts", 4, resume=True, variant=variant)]  # fmt: skip
     try:
         train(rank, n, f"{runs}/parts", 4, seed=2, resume=True)
     except Exception as error:
@@ -126,25 +129,26 @@ def stopped_and_resumed(
     return results, ""
 
 
-def with_other_ranks(
+def train_with_other_world_size(
     rank: int, n: int, runs: str, epochs: int, resume: bool
 ) -> tuple[list[int], list[float], list[float]]:
-    """(the epochs trained, the parameters at which they began, and with which they ended)."""
-    model, trained = wrapped(), []
+    """Begins or resumes a run with this number of ranks. Returns (the epochs trained, the parameters before, after)."""
+    model, trained = wrap_model(), []
     torch.manual_seed(100 + rank)
-    with TrainingRun(model, "script", evaluate=measure, runs=runs, resume=resume) as run:
-        began = flat(model.module).tolist()
+    with TrainingRun(model, "script", evaluate=evaluate, runs=runs, resume=resume) as run:
+        before = flat(model.module).tolist()
         for epoch in run.epochs(epochs):
             trained.append(epoch)
             for step in range(4):
-                x = inputs(epoch, step, rank)
+                x = make_inputs(epoch, step, rank)
                 nn.functional.cross_entropy(model(x), (x.sum(1) > 0).long()).backward()
         assert model.steps == 4 * epochs
-    return trained, began, flat(model.module).tolist()
+    return trained, before, flat(model.module).tolist()
 
 
-def begun_anew(rank: int, n: int, runs: str) -> tuple[list[int], str]:
-    """The epochs of a training that had failed in its first; why one without checkpoints does not go on."""
+def restart_after_failed_first_epoch(rank: int, n: int, runs: str) -> tuple[list[int], str]:
+    """Returns (the epochs of a resumed run that had failed in its first epoch, the error where a run without
+    checkpoints is resumed)."""
     train(rank, n, runs, 2, stop=0)
     trained = train(rank, n, runs, 2, resume=True)[1]
     train(rank, n, f"{runs}/bare", 2, stop=1, keep=0)
@@ -155,54 +159,56 @@ def begun_anew(rank: int, n: int, runs: str) -> tuple[list[int], str]:
     return trained, ""
 
 
-def uneven_disks(rank: int, n: int, runs: str) -> tuple[list[str], list[int]]:
-    """A rank cannot write its second checkpoint: the others keep the one before it, from which the run goes on."""
-    def refuse(*_: Any) -> int:
+def fail_to_write_on_rank_1(rank: int, n: int, runs: str) -> tuple[list[str], list[int]]:
+    """Rank 1 cannot write its second checkpoint, and the run is then resumed. Returns (the errors, the epochs of the
+    resumed run)."""
+    def raise_disk_full(*_: Any) -> int:
         raise OSError("disk full")
 
-    told = []
+    errors = []
     write = store.write
     try:
-        model = wrapped()
-        with TrainingRun(model, "script", evaluate=measure, runs=runs, keep=1) as run:
+        model = wrap_model()
+        with TrainingRun(model, "script", evaluate=evaluate, runs=runs, keep=1) as run:
             for epoch in run.epochs(3):
                 model(torch.ones(2, 4, device=models.DEVICE)).sum().backward()
                 if epoch == 1 and rank == 1:
-                    store.write = refuse
+                    store.write = raise_disk_full
     except (OSError, AssemblyError) as error:
-        told.append(f"{type(error).__name__}: {error}")
+        errors.append(f"{type(error).__name__}: {error}")
     store.write = write
     model.close()
-    model = wrapped()
+    model = wrap_model()
     trained = []
-    with TrainingRun(model, "script", evaluate=measure, runs=runs, keep=1, resume=True) as run:
+    with TrainingRun(model, "script", evaluate=evaluate, runs=runs, keep=1, resume=True) as run:
         for epoch in run.epochs(3):
             trained.append(epoch)
             model(torch.ones(2, 4, device=models.DEVICE)).sum().backward()
     model.close()
-    return told, trained
+    return errors, trained
 
 
-def drawing(rank: int, n: int, runs: str) -> list[list[float]]:
-    """What a script draws before its epochs and in the second of them: at one go, and when it goes on."""
+def draw_random_numbers(rank: int, n: int, runs: str) -> list[list[float]]:
+    """Returns the random numbers that a script draws before its epochs and in the second epoch: in a run without a
+    stop, and in one that is resumed after the first epoch."""
     drawn: list[list[float]] = [[], []]
     for number, epochs in ((0, 2), (1, 1), (1, 2)):
         torch.manual_seed(rank)
         random.seed(rank)
         np.random.seed(rank)
-        model = wrapped()
+        model = wrap_model()
         with TrainingRun(model, "script", runs=f"{runs}/{number}", resume=True) as run:
-            drawn[number] = torch.rand(2).tolist()  # such as the script's data
+            drawn[number] = torch.rand(2).tolist()  # as a script does that draws its data
             for epoch in run.epochs(epochs):
                 model(torch.ones(2, 4, device=models.DEVICE)).sum().backward()
-                found = [random.random(), float(np.random.rand()), float(torch.rand(1))]
-                drawn[number] += found if epoch == 1 else []
+                numbers = [random.random(), float(np.random.rand()), float(torch.rand(1))]
+                drawn[number] += numbers if epoch == 1 else []
         model.close()
     return drawn
 
 
-class Looked(nn.Module):
-    """With gradients that are sparse, dense, and of no step's first passes."""
+class EmbeddingModel(nn.Module):
+    """A model whose embedding has a sparse gradient, in odd passes only, and whose linear layer has a dense one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -213,14 +219,15 @@ class Looked(nn.Module):
         return self.linear(x if number % 2 else x.detach()).square().mean()
 
 
-def added_up(rank: int, n: int, runs: str) -> list[tuple[list[float], int]]:
-    """The parameters and steps of a training whose steps of three passes do not end with its epochs of four: at one go,
-    and when it goes on after each epoch."""
+def accumulate_across_epochs(rank: int, n: int, runs: str) -> list[tuple[list[float], int]]:
+    """Trains four epochs of four passes, where three passes make a step, so that epochs end with gradients that no step
+    has used yet. Returns (parameters, steps) of a run without a stop, and of one that is resumed after each epoch."""
     found = []
     for name, parts in (("whole", [4]), ("parts", [1, 2, 3, 4])):
         for epochs in parts:
             torch.manual_seed(0)
-            model = DecentralizedDataParallel(Looked().to(models.DEVICE), optimizer=partial(torch.optim.SGD, lr=0.05))
+            model = DecentralizedDataParallel(EmbeddingModel().to(models.DEVICE),
+                                              optimizer=partial(torch.optim.SGD, lr=0.05))  # fmt: skip
             with TrainingRun(model, "script", runs=f"{runs}/{name}", resume=True) as run:
                 for epoch in run.epochs(epochs):
                     for number in range(4 * epoch, 4 * epoch + 4):
@@ -231,8 +238,9 @@ def added_up(rank: int, n: int, runs: str) -> list[tuple[list[float], int]]:
     return found
 
 
-def while_another_does(rank: int, n: int, runs: str, seconds: float) -> list[int] | str:
-    """The epochs that are trained, or why none is, where another process may record the same run for so long."""
+def train_while_another_records(rank: int, n: int, runs: str, seconds: float) -> list[int] | str:
+    """Resumes a run that another process may be recording. Returns the epochs trained, or the error. seconds: how long
+    to wait for the lock."""
     records.LOCK_SECONDS = seconds
     try:
         return train(rank, n, runs, 2, resume=True)[1]
@@ -240,17 +248,18 @@ def while_another_does(rank: int, n: int, runs: str, seconds: float) -> list[int
         return f"{type(error).__name__}: {error}"
 
 
-def refusals(rank: int, n: int, runs: str) -> list[str]:
-    """What a script is told that names an unknown metric, measures another one, or adds a loss between epochs."""
-    told = []
+def reasons_of_refusals(rank: int, n: int, runs: str) -> list[str]:
+    """Returns the errors for an unknown metric, another one than is measured, keep=-1, a config and a state that cannot
+    be saved, and a loss that is added outside of an epoch."""
+    errors = []
     for more in ({"metrics": ["bleu"]}, {"metrics": ["loss"]}, {"keep": -1}, {"config": {"model": nn.Linear}},
-                 {"also": {"odd": Odd()}}):  # fmt: skip
+                 {"also": {"odd": UnsavableState()}}):  # fmt: skip
         try:
             train(rank, n, runs, 1, **more)
         except (ValueError, CheckpointError) as error:
-            told.append(str(error))
+            errors.append(str(error))
     try:
-        TrainingRun(wrapped(), "script", runs=runs).add(1.0)
+        TrainingRun(wrap_model(), "script", runs=runs).add(1.0)
     except ValueError as error:
-        told.append(str(error))
-    return told
+        errors.append(str(error))
+    return errors

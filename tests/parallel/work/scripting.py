@@ -1,4 +1,4 @@
-"""What ranks do in the tests of what scripts do with a wrapped model beside training it."""
+"""Functions of ranks for the tests of what scripts do with a wrapped model beside training it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,13 @@ from decentnode.parallel import DecentralizedDataParallel
 from tests.parallel.work.models import SGD, Checkpointed, batch, flat, model
 
 
-def features(rank: int, n: int) -> dict[str, Any]:
-    """Averages, reverting, writing parameters, accumulation, odd orders: figures for the test to look at."""
+def use_every_feature(rank: int, n: int) -> dict[str, Any]:
+    """Averages, reverts, evaluates at the average, keeps an average and writes parameters, with one wrapper.
+
+    Returns distance: of consensus; averaged: the mean model; off_center: the own model's distance from it; d2c: the
+    same as global_avg returns it; reverted: whether the own model came back bit for bit; still_averaged: whether
+    evaluation leaves the average in place; went_on: steps after that; stays: how far a step of rate 0 moves a kept
+    average; written: least and greatest parameter two steps after all ranks wrote 7."""
     found: dict[str, Any] = {}
     wrapped = DecentralizedDataParallel(model(), optimizer=SGD, topology="ring", bucket_size_in_mb=25)
 
@@ -61,7 +66,7 @@ def features(rank: int, n: int) -> dict[str, Any]:
     return found
 
 
-class Explode(torch.autograd.Function):
+class RaisesInBackward(torch.autograd.Function):
     """The identity, whose backward pass raises."""
 
     @staticmethod
@@ -73,8 +78,9 @@ class Explode(torch.autograd.Function):
         raise ArithmeticError("in the middle of the backward pass")
 
 
-def exception(rank: int, n: int, where: int) -> tuple[int, float]:
-    """A backward pass that raises after the last layer's gradients came; (steps, distance from never having raised)."""
+def raise_in_backward(rank: int, n: int, where: int) -> tuple[int, float]:
+    """Raises in a backward pass once the last layer's gradients have come. Returns (steps, greatest difference from a
+    training in which nothing was raised). where: the step before which it raises."""
     wrapped = DecentralizedDataParallel(model(), optimizer=SGD, topology="complete")
     plain = DecentralizedDataParallel(model(), optimizer=SGD, topology="complete")
     for t in range(4):
@@ -82,26 +88,26 @@ def exception(rank: int, n: int, where: int) -> tuple[int, float]:
         if t == where:
             layers = wrapped.module
             try:
-                layers[2:](Explode.apply(layers[:2](x))).sum().backward()
+                layers[2:](RaisesInBackward.apply(layers[:2](x))).sum().backward()
             except ArithmeticError:
                 wrapped.zero_grad()
         for each in (wrapped, plain):
             (each(x) - y).square().mean().backward()
     return wrapped.steps, float((flat(wrapped.module) - flat(plain.module)).abs().max())
 
-WRITES = {"element": "auto", "data": "collective", "numpy": "auto", "swap": "auto", "copy": "auto",
+TRANSPORT_OF_WRITE = {"element": "auto", "data": "collective", "numpy": "auto", "swap": "auto", "copy": "auto",
           "load": "collective"}  # fmt: skip
-"""How a script writes -> the transport to try it with."""
+"""Way in which a script writes into parameters -> the transport to test it with."""
 
 
-def writes(rank: int, n: int) -> dict[str, tuple[float, float]]:
-    return {way: write(rank, n, way, transport) for way, transport in WRITES.items()}
+def write_in_every_way(rank: int, n: int) -> dict[str, tuple[float, float]]:
+    return {way: write_between_steps(rank, n, way, transport) for way, transport in TRANSPORT_OF_WRITE.items()}
 
 
-def write(rank: int, n: int, way: str, transport: Any) -> tuple[float, float]:
-    """One element (or all) raised by 3 on rank 0 between two steps, with a learning rate of 0 and W = 1/n.
-
-    (what the mean gained, greatest difference between ranks after the next step); the gain must not be lost.
+def write_between_steps(rank: int, n: int, way: str, transport: Any) -> tuple[float, float]:
+    """Adds 3 to one element on rank 0 (in some ways 3 in all, spread over the elements) between two steps, with a
+    learning rate of 0 and W = 1/n. Returns (by how much this rank's sum grew, greatest difference between ranks after
+    the next steps).
     """
     wrapped = DecentralizedDataParallel(
         nn.Linear(301, 7, bias=False), optimizer=partial(torch.optim.SGD, lr=0.0), topology="complete",
@@ -133,8 +139,9 @@ def write(rank: int, n: int, way: str, transport: Any) -> tuple[float, float]:
     return float(after.double().sum() - before), float((others[0] - others[-1]).abs().max())
 
 
-def checkpointed(rank: int, n: int) -> tuple[list[int], float]:
-    """Steps with both kinds of checkpoints, a gradient of the inputs alone taken in each; their difference."""
+def train_with_checkpoints(rank: int, n: int) -> tuple[list[int], float]:
+    """Trains with both kinds of activation checkpoints, and in each step also takes a gradient for the inputs alone.
+    Returns (steps of both, greatest difference between them)."""
     wrapped = [DecentralizedDataParallel(Checkpointed(model(), kind), optimizer=SGD, topology="complete")
                for kind in (False, True)]  # fmt: skip
     for t in range(3):
@@ -146,8 +153,8 @@ def checkpointed(rank: int, n: int) -> tuple[list[int], float]:
     return [each.steps for each in wrapped], float((flat(wrapped[0]) - flat(wrapped[1])).abs().max())
 
 
-def script(rank: int, n: int, path: str, arguments: list[str]) -> str:
-    """Run a script as torchrun would that is started in its folder; what it prints."""
+def run_script(rank: int, n: int, path: str, arguments: list[str]) -> str:
+    """Runs a script as torchrun does when started in the script's folder. Returns what it prints."""
     sys.argv = [path, *arguments]
     os.chdir(Path(path).parent)
     printed = io.StringIO()

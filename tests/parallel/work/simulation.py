@@ -1,4 +1,4 @@
-"""D-PSGD and sharing rules in one process, for comparison."""
+"""Simulations of D-PSGD and of sharing rules in one process, with which the tests compare."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ class Clipped(Full):
             model.add_((payload.tensors["x"] - before).clamp_(-0.01, 0.01), alpha=view.weights[uid])
 
 
-def rule_of(section: Any) -> Any:
+def make_rule_argument(section: Any) -> Any:
+    """Returns what a script passes as sharing=: an object of Clipped for "object", else the section itself."""
     return Clipped(Config()) if section == "object" else section
 
 
@@ -59,7 +60,7 @@ def simulate_rule(graph: Graph, section: Any, n: int, steps: int) -> list[Tensor
     """As `simulate`, for any elementwise rule, each rank's on its whole model."""
     models = [model().cpu() for _ in range(n)]
     optimizers = [SGD(m.parameters()) for m in models]
-    rules = [make_sharing(rule_of(section)) for _ in range(n)]
+    rules = [make_sharing(make_rule_argument(section)) for _ in range(n)]
     for rank, rule in enumerate(rules):
         rule.begin(flat(models[rank]), Plan(graph, rule, rank).view(0))
     for t in range(steps):

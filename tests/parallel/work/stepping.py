@@ -1,4 +1,4 @@
-"""Trainings whose script takes the steps, beside those whose backward passes do."""
+"""Functions of ranks that compare trainings whose script takes the steps with those whose backward passes do."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch.optim.lr_scheduler import StepLR
 
 from decentnode.parallel import DecentralizedDataParallel
 from tests.parallel.work import models
-from tests.parallel.work.models import SGD, Odd, batch, flat, model
+from tests.parallel.work.models import SGD, UnusualParameters, batch, flat, model
 
 ADAM = functools.partial(torch.optim.AdamW, lr=0.01, fused=True)
 
 
-def make(kind: str, **options: Any) -> DecentralizedDataParallel:
+def wrap_model(kind: str, **options: Any) -> DecentralizedDataParallel:
     torch.manual_seed(0)
-    module = Odd() if kind == "odd" else model()
+    module = UnusualParameters() if kind == "odd" else model()
     return DecentralizedDataParallel(module, optimizer=ADAM if kind == "adam" else SGD, **options)
 
 
@@ -30,17 +30,17 @@ def backward(wrapped: nn.Module, rank: int, t: int, scaler: Any = None) -> None:
     (loss if scaler is None else scaler.scale(loss)).backward()
 
 
-def pair(rank: int, n: int, kind: str, options: dict[str, Any]) -> tuple[bool, int, float]:
-    """Trains in both ways. (whether they have the same bits, steps, distance of the ranks' models)."""
+def compare_ways_of_stepping(rank: int, n: int, kind: str, options: dict[str, Any]) -> tuple[bool, int, float]:
+    """Trains in both ways. Returns (whether they have the same bits, steps, consensus distance)."""
     halving = functools.partial(StepLR, step_size=3, gamma=0.5)
-    automatic = make(kind, lr_scheduler_fn=halving, grad_clip_norm=0.5, **options)
+    automatic = wrap_model(kind, lr_scheduler_fn=halving, grad_clip_norm=0.5, **options)
     for t in range(8):
         with automatic.no_sync():
             backward(automatic, rank, 2 * t)
         backward(automatic, rank, 2 * t + 1)
     expected = flat(automatic.module)
     automatic.close()
-    wrapped = make(kind, step_in_backward=False, **options)
+    wrapped = wrap_model(kind, step_in_backward=False, **options)
     schedule = halving(wrapped.optimizer)
     for t in range(8):
         wrapped.optimizer.zero_grad()
@@ -55,13 +55,14 @@ def pair(rank: int, n: int, kind: str, options: dict[str, Any]) -> tuple[bool, i
     return result
 
 
-def scaled(rank: int, n: int, unscales: bool) -> bool:
-    """Whether a scaler of the script's own does what the wrapper's does, where rank 0 overflows in one step."""
+def compare_grad_scalers(rank: int, n: int, unscales: bool) -> bool:
+    """Returns whether the script's own GradScaler gives the bits of one that the wrapper steps, where rank 0 overflows
+    in one step. unscales: the script calls unscale_ itself."""
     ends = []
     for automatic in (True, False):
         scaler = torch.amp.GradScaler(models.DEVICE.type, init_scale=2.0**10)
         given: dict[str, Any] = {"scaler": scaler} if automatic else {"step_in_backward": False}
-        wrapped = make("sgd", topology="ring", grad_clip_norm=0.5, **given)
+        wrapped = wrap_model("sgd", topology="ring", grad_clip_norm=0.5, **given)
         optimizer = wrapped.optimizer
         for t in range(6):
             if t == 3 and rank == 0:
@@ -81,9 +82,9 @@ def scaled(rank: int, n: int, unscales: bool) -> bool:
     return torch.equal(*ends)
 
 
-def uneven(rank: int, n: int) -> tuple[int, list[float]]:
-    """A rank with fewer batches inside torch's Join. (steps, the model)."""
-    wrapped = make("sgd", topology="ring", step_in_backward=False)
+def join_with_uneven_inputs(rank: int, n: int) -> tuple[int, list[float]]:
+    """Trains inside torch's Join, with fewer batches on rank 0. Returns (steps, the mean model)."""
+    wrapped = wrap_model("sgd", topology="ring", step_in_backward=False)
     with Join([wrapped]):
         for t in range(4 + 3 * rank):
             wrapped.optimizer.zero_grad()
@@ -95,17 +96,17 @@ def uneven(rank: int, n: int) -> tuple[int, list[float]]:
     return result
 
 
-def resumed(rank: int, n: int) -> bool:
-    """Whether a training that is saved and loaded in the middle has the bits of one that is not."""
+def resume_and_compare(rank: int, n: int) -> bool:
+    """Returns whether a training that is saved and loaded in the middle has the bits of one that is not."""
     ends = []
     for cut in (-1, 5):
-        wrapped = make("adam", step_in_backward=False, topology="ring")
+        wrapped = wrap_model("adam", step_in_backward=False, topology="ring")
         for t in range(9):
             if t == cut:
                 state = {name: value.clone() if isinstance(value, Tensor) else value
                          for name, value in wrapped.state_dict().items()}  # fmt: skip
                 wrapped.close()
-                wrapped = make("adam", step_in_backward=False, topology="ring")
+                wrapped = wrap_model("adam", step_in_backward=False, topology="ring")
                 wrapped.load_state_dict(state)
             backward(wrapped, rank, t)
             wrapped.optimizer.step()

@@ -1,4 +1,4 @@
-"""What ranks do in the tests of training with DecentralizedDataParallel."""
+"""Functions of ranks for the tests of training with DecentralizedDataParallel."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from decentnode.parallel import DecentralizedDataParallel
 from decentnode.parallel.buckets import bucket as buckets
 from decentnode.parallel.planning.topologies import make_topology
 from decentnode.parallel.transports import shared_memory
-from tests.parallel.work.models import SGD, Images, Mixed, Odd, batch, flat, model
-from tests.parallel.work.simulation import rule_of, simulate, simulate_rule
+from tests.parallel.work.models import SGD, ImageModel, MixedPrecision, UnusualParameters, batch, flat, model
+from tests.parallel.work.simulation import make_rule_argument, simulate, simulate_rule
 
 
-def shared_rule(rank: int, n: int, topology: Any, section: Any, transport: str, cut: int) -> tuple[float, float]:
-    """Train 7 steps with a rule, started anew from its state at step `cut`; (difference from the simulation, moved)."""
+def train_with_rule(rank: int, n: int, topology: Any, section: Any, transport: str, cut: int) -> tuple[float, float]:
+    """Trains 7 steps with a rule, from a saved and loaded state at step `cut` on. Returns (greatest difference from the
+    simulation, greatest change of a parameter)."""
     def make() -> DecentralizedDataParallel:
         return DecentralizedDataParallel(
-            model(), optimizer=SGD, topology=topology, sharing=rule_of(section), bucket_size_in_mb=0,
+            model(), optimizer=SGD, topology=topology, sharing=make_rule_argument(section), bucket_size_in_mb=0,
             transport=transport,  # type: ignore[arg-type]
         )  # fmt: skip
 
@@ -44,7 +45,7 @@ def shared_rule(rank: int, n: int, topology: Any, section: Any, transport: str, 
 def train(
     rank: int, n: int, topology: Any, steps: int, options: dict[str, Any]
 ) -> tuple[list[float], float, dict[str, float]]:
-    """Train; (final parameters, greatest difference from the simulation, metrics)."""
+    """Trains D-PSGD. Returns (final parameters, greatest difference from the simulation, metrics)."""
     wrapped = DecentralizedDataParallel(model(rank), optimizer=SGD, topology=topology, **options)
     for t in range(steps):
         x, y = batch(rank, t)
@@ -55,16 +56,16 @@ def train(
     return flat(wrapped.module).tolist(), float((flat(wrapped.module) - expected).abs().max()), wrapped.metrics
 
 
-def with_and_without_regroup(
+def train_with_and_without_regroup(
     rank: int, n: int, topology: Any, transport: str, sharing: Any, delayed: bool = False
 ) -> tuple[list[float], list[float]]:
-    """The parameters after training and an average, without missing="regroup" and with it."""
+    """Returns the parameters after a training with an average in it, without missing="regroup" and with it."""
     found = []
     for missing in ("fail", "regroup"):
-        mine = "collective" if transport == "sockets" and missing == "fail" else transport
+        own_transport = "collective" if transport == "sockets" and missing == "fail" else transport
         wrapped = DecentralizedDataParallel(
-            model(rank), optimizer=SGD, topology=topology, sharing=rule_of(sharing), bucket_size_in_mb=0.0001,
-            transport=mine, missing=missing, delayed=delayed,  # type: ignore[arg-type]
+            model(rank), optimizer=SGD, topology=topology, sharing=make_rule_argument(sharing),
+            bucket_size_in_mb=0.0001, transport=own_transport, missing=missing, delayed=delayed,  # type: ignore[arg-type]
         )  # fmt: skip
         for t in range(9):
             if t == 6:
@@ -77,15 +78,16 @@ def with_and_without_regroup(
     return found[0], found[1]
 
 
-def factored(rank: int, n: int, topology: str, transport: str) -> float:
-    """Train with a factor that the script sets between steps, cut at step 4; greatest difference from a simulation."""
+def train_with_adaptive_factor(rank: int, n: int, topology: str, transport: str) -> float:
+    """Trains with a factor that the script sets between steps, from a saved and loaded state at step 4 on. Returns the
+    greatest difference from the simulation."""
     def make() -> DecentralizedDataParallel:
         return DecentralizedDataParallel(model(), optimizer=SGD, topology=topology, transport=transport)  # type: ignore[arg-type]
 
     factors = [1.0, 1.0, 0.3, 0.3, 0.3, 0.0, 0.8]
     wrapped = make()
     for t, factor in enumerate(factors):
-        if t == 4:  # the factor comes back with the state
+        if t == 4:  # the state has the factor
             state = copy.deepcopy(wrapped.state_dict())
             wrapped = make()
             wrapped.load_state_dict(state)
@@ -105,9 +107,10 @@ OPTIMIZERS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def by_parts(rank: int, n: int, name: str, transport: str, compiled: bool) -> tuple[bool, int, list[int]]:
-    """5 steps taken part by part beside 5 taken at once, both with compiled loops or both without: (same bits, parts,
-    calls of the optimizer)."""
+def step_by_parts(rank: int, n: int, name: str, transport: str, compiled: bool) -> tuple[bool, int, list[int]]:
+    """Takes 5 steps whose updates are made part by part while models arrive, and 5 with one update each, both with or
+    both without compiled loops. Returns (whether both have the same bits, number of parts, calls of the optimizer
+    in either)."""
     buckets.PART_BYTES, buckets.BLOCK_BYTES = 128, 64
     if not compiled:
         buckets.loops = lambda: None  # type: ignore[assignment]
@@ -137,8 +140,9 @@ def by_parts(rank: int, n: int, name: str, transport: str, compiled: bool) -> tu
     return same, len(parts), calls
 
 
-def accumulation(rank: int, n: int) -> float:
-    """Two half batches with no_sync equal one whole; set_accumulate_grad does the same."""
+def accumulate_gradients(rank: int, n: int) -> float:
+    """Trains with whole batches, with two half batches by no_sync, and by set_accumulate_grad. Returns the greatest
+    difference of the latter two from the first."""
     whole = DecentralizedDataParallel(model(), optimizer=SGD, topology="complete")
     halves = DecentralizedDataParallel(model(), optimizer=SGD, topology="complete")
     flagged = DecentralizedDataParallel(model(), optimizer=SGD, topology="complete")
@@ -156,12 +160,13 @@ def accumulation(rank: int, n: int) -> float:
     return max(float((a - flat(other.module)).abs().max()) for other in (halves, flagged))
 
 
-def oddities(rank: int, n: int, clip: float) -> tuple[float, float, bool]:
-    """(spread of everything after averaging all ranks often, clipped update norm, frozen parameters alike)."""
+def train_unusual_parameters(rank: int, n: int, clip: float) -> tuple[float, float, bool]:
+    """Trains UnusualParameters, whose gradients come in another order on each rank. Returns (greatest difference
+    between ranks of the averaged model, norm of a clipped update, whether frozen parameters are equal on all ranks)."""
     torch.manual_seed(rank)
     scale = 100.0 if clip else 1.0
     wrapped = DecentralizedDataParallel(
-        Odd(), optimizer=partial(torch.optim.SGD, lr=0.1), topology="complete", grad_clip_norm=clip,
+        UnusualParameters(), optimizer=partial(torch.optim.SGD, lr=0.1), topology="complete", grad_clip_norm=clip,
         bucket_size_in_mb=0, sync_buffer_in_global_avg=True,
     )  # fmt: skip
     for t in range(6):
@@ -185,11 +190,12 @@ def oddities(rank: int, n: int, clip: float) -> tuple[float, float, bool]:
     return float((both[0] - both[-1]).abs().max()), moved, torch.equal(frozen[0], frozen[-1])
 
 
-def variant(rank: int, n: int, what: str) -> tuple[float, bool]:
-    """Five steps of a kind of model; (difference from the simulation, types and memory formats kept)."""
+def train_kind_of_model(rank: int, n: int, what: str) -> tuple[float, bool]:
+    """Takes five steps with a kind of model. Returns (greatest difference from the simulation, whether types and memory
+    formats were kept and five steps taken)."""
     def make() -> nn.Module:
         torch.manual_seed(0)
-        return {"mixed": Mixed, "channels_last": Images}.get(what, model)()
+        return {"mixed": MixedPrecision, "channels_last": ImageModel}.get(what, model)()
 
     compiled = partial(torch.compile, backend="aot_eager")
     inner = make()
@@ -227,8 +233,9 @@ def variant(rank: int, n: int, what: str) -> tuple[float, bool]:
     return difference, formats == [(p.dtype, p.stride()) for p in inner.parameters()] and wrapped.steps == 5
 
 
-def resume(rank: int, n: int, transport: str, folder: str) -> bool:
-    """A run cut in the middle and restored into new objects gives the same bits. folder: for shared memory."""
+def resume_and_compare(rank: int, n: int, transport: str, folder: str) -> bool:
+    """Returns whether a training that is restored in the middle, into a new wrapper or the same one, gives the bits of
+    one that was not. folder: for the files of shared memory."""
     shared_memory.FOLDER = Path(folder)
 
     def make() -> DecentralizedDataParallel:
@@ -257,8 +264,9 @@ def resume(rank: int, n: int, transport: str, folder: str) -> bool:
     return same and again.get_lr() == straight.get_lr() and again.steps == 9
 
 
-def scaled(rank: int, n: int) -> tuple[float, int, bool]:
-    """A gradient scaler whose first step overflows on rank 0 alone: nothing is applied there, mixing goes on."""
+def train_with_overflow_on_rank_0(rank: int, n: int) -> tuple[float, int, bool]:
+    """Trains with a GradScaler whose first step overflows on rank 0 alone. Returns (greatest change of a parameter in
+    that step, steps, whether the model stays finite)."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     wrapped = DecentralizedDataParallel(model(), optimizer=SGD, topology="complete", scaler=scaler, grad_clip_norm=1.0)
     start = flat(wrapped.module)

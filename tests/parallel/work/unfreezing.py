@@ -1,4 +1,4 @@
-"""What ranks do in the tests of parameters that are frozen when they are wrapped and trained later."""
+"""Functions of ranks for the tests of parameters that are frozen when they are wrapped and trained later."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ OPTIMIZERS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def halves(module: nn.Module) -> tuple[nn.Module, nn.Module]:
-    """(The layers that are frozen at first, the last one.)"""
+def split_layers(module: nn.Module) -> tuple[nn.Module, nn.Module]:
+    """Returns (the layers that are frozen at first, the last one)."""
     assert isinstance(module, nn.Sequential)
     return module[:3], module[4]
 
 
-def made(optimizer: str, frozen: bool, options: dict[str, Any]) -> DecentralizedDataParallel:
-    """frozen: before the wrapping; otherwise right after it."""
+def wrap_and_freeze(optimizer: str, frozen: bool, options: dict[str, Any]) -> DecentralizedDataParallel:
+    """Wraps a model and freezes its first layers. frozen: before the wrapping; otherwise right after it."""
     module = model()
-    backbone, _ = halves(module)
+    backbone, _ = split_layers(module)
     if frozen:
         backbone.requires_grad_(False)
     wrapped = DecentralizedDataParallel(module, **OPTIMIZERS[optimizer], **options)
@@ -40,45 +40,48 @@ def made(optimizer: str, frozen: bool, options: dict[str, Any]) -> Decentralized
     return wrapped
 
 
-def train(wrapped: DecentralizedDataParallel, rank: int, first: int, last: int, own: bool) -> None:
+def train(wrapped: DecentralizedDataParallel, rank: int, first: int, last: int, script_steps: bool) -> None:
     for t in range(first, last):
         x, y = batch(rank, t)
         (wrapped(x) - y).square().mean().backward()
-        if own:
+        if script_steps:
             wrapped.optimizer.step()
             wrapped.optimizer.zero_grad()
 
 
-def unfrozen(rank: int, n: int, optimizer: str, options: dict[str, Any], swap: bool) -> tuple[float, float, float]:
-    """Beside a wrapper whose layers were frozen after the wrapping: (the largest difference of the models, how far the
-    layers have come, consensus distance). swap: the layers that were trained rest when the others begin."""
-    own = not options.get("step_in_backward", True)
+def compare_unfreezing(
+    rank: int, n: int, optimizer: str, options: dict[str, Any], swap: bool
+) -> tuple[float, float, float]:
+    """Trains with layers that were frozen before the wrapping, and the same with layers frozen after it; both are
+    unfrozen at step 4. Returns (greatest difference between the two, greatest change of the unfrozen layers, consensus
+    distance). swap: the last layer is frozen at step 4."""
+    script_steps = not options.get("step_in_backward", True)
     models = []
     for frozen in (True, False):
-        wrapped = made(optimizer, frozen, options)
-        backbone, head = halves(wrapped.module)
+        wrapped = wrap_and_freeze(optimizer, frozen, options)
+        backbone, head = split_layers(wrapped.module)
         before = flat(backbone)
-        train(wrapped, rank, 0, 4, own)
+        train(wrapped, rank, 0, 4, script_steps)
         assert torch.equal(flat(backbone), before)
         backbone.requires_grad_(True)
         head.requires_grad_(not swap)
-        train(wrapped, rank, 4, 9, own)
+        train(wrapped, rank, 4, 9, script_steps)
         assert wrapped.steps == 9
         models.append(flat(wrapped.module))
     moved = float((flat(backbone) - before).abs().max())
     return float((models[0] - models[1]).abs().max()), moved, wrapped.consensus_distance()
 
 
-def mean_is_kept(rank: int, n: int, options: dict[str, Any]) -> tuple[float, float, float]:
-    """Steps of rate 0 after the layers were unfrozen, whose values differ by then: (change of the mean over ranks, how
-    far ranks differed, how far they do in the end)."""
+def mix_unfrozen_layers(rank: int, n: int, options: dict[str, Any]) -> tuple[float, float, float]:
+    """Takes steps of rate 0 after layers were unfrozen whose values differ between the ranks. Returns (greatest change
+    of the mean over ranks, consensus distance before, after)."""
     wrapped = DecentralizedDataParallel(frozen_model(), optimizer=partial(torch.optim.SGD, lr=0.05), **options)
-    backbone, _ = halves(wrapped.module)
+    backbone, _ = split_layers(wrapped.module)
     train(wrapped, rank, 0, 8, False)
     backbone.requires_grad_(True)
     train(wrapped, rank, 8, 9, False)
     wrapped.optimizer.param_groups[0]["lr"] = 0.0
-    train(wrapped, rank, 9, 16, False)  # what was under way when the rate became 0 has arrived
+    train(wrapped, rank, 9, 16, False)  # exchanges in flight when the rate became 0 arrive here
 
     def mean() -> Tensor:
         values = flat(wrapped.module)
@@ -88,36 +91,37 @@ def mean_is_kept(rank: int, n: int, options: dict[str, Any]) -> tuple[float, flo
     with torch.no_grad():
         for p in backbone.parameters():
             p.add_(rank)
-    before, apart = mean(), wrapped.consensus_distance()
+    before, distance = mean(), wrapped.consensus_distance()
     train(wrapped, rank, 16, 64, False)
-    return float((mean() - before).abs().max()), apart, wrapped.consensus_distance()
+    return float((mean() - before).abs().max()), distance, wrapped.consensus_distance()
 
 
 def frozen_model() -> nn.Module:
+    """Returns a model whose first layers are frozen."""
     module = model()
-    halves(module)[0].requires_grad_(False)
+    split_layers(module)[0].requires_grad_(False)
     return module
 
 
-def resumed(rank: int, n: int, all_trained: bool) -> tuple[bool, bool]:
-    """A run whose layers were unfrozen, resumed by a wrapper whose layers are all trained, or frozen until after the
-    load: (the same bits at once, the same bits after more steps)."""
-    first = made("groups", True, {})
+def resume_after_unfreezing(rank: int, n: int, all_trained: bool) -> tuple[bool, bool]:
+    """Resumes a run whose layers were unfrozen, with a wrapper whose layers are all trained, or frozen until after the
+    load. Returns whether the two have the same bits (after the load, after more steps)."""
+    first = wrap_and_freeze("groups", True, {})
     train(first, rank, 0, 3, False)
-    halves(first.module)[0].requires_grad_(True)
+    split_layers(first.module)[0].requires_grad_(True)
     train(first, rank, 3, 6, False)
     state = first.state_dict()
     second = DecentralizedDataParallel(model() if all_trained else frozen_model(), **OPTIMIZERS["groups"])
     second.load_state_dict(state)
     same = torch.equal(flat(first.module), flat(second.module))
-    halves(second.module)[0].requires_grad_(True)
+    split_layers(second.module)[0].requires_grad_(True)
     for wrapped in (first, second):
         train(wrapped, rank, 6, 9, False)
     return same, torch.equal(flat(first.module), flat(second.module))
 
 
-def other_parts(rank: int, n: int) -> str:
-    """Ranks unfreeze different layers: what is raised."""
+def unfreeze_different_layers(rank: int, n: int) -> str:
+    """Unfreezes another layer on each rank. Returns the error."""
     wrapped = DecentralizedDataParallel(frozen_model(), optimizer=SGD, timeout_seconds=20)
     train(wrapped, rank, 0, 2, False)
     wrapped.module[2 * rank].requires_grad_(True)
@@ -128,34 +132,36 @@ def other_parts(rank: int, n: int) -> str:
     return "nothing"
 
 
-def loads_another(rank: int, n: int) -> tuple[str, int]:
-    """Rank 0 alone loads a state of a run whose layers are all trained; both go on: (what was raised, steps)."""
+def load_other_state_on_rank_0(rank: int, n: int) -> tuple[str, int]:
+    """Rank 0 loads a state of a run whose layers are all trained, rank 1 one of a run with frozen layers; both train
+    on. Returns (the error, steps)."""
     states = [DecentralizedDataParallel(made, optimizer=SGD).state_dict() for made in (model(), frozen_model())]
     wrapped = DecentralizedDataParallel(frozen_model(), optimizer=SGD, timeout_seconds=20)
     train(wrapped, rank, 0, 2, False)
-    told = ""
+    error_text = ""
     try:
         wrapped.load_state_dict(states[rank])
     except AssemblyError as error:
-        told = str(error)
+        error_text = str(error)
     train(wrapped, rank, 2, 4, False)
-    return told, wrapped.steps
+    return error_text, wrapped.steps
 
 
-def one_alone(rank: int, n: int) -> None:
-    """Rank 0 alone unfreezes."""
+def unfreeze_on_rank_0_only(rank: int, n: int) -> None:
+    """Rank 0 alone unfreezes layers, and both ranks train."""
     wrapped = DecentralizedDataParallel(frozen_model(), optimizer=SGD, timeout_seconds=20)
-    halves(wrapped.module)[0].requires_grad_(rank == 0)
+    split_layers(wrapped.module)[0].requires_grad_(rank == 0)
     train(wrapped, rank, 0, 4, False)
 
 
-def scaled(rank: int, n: int, direct: bool) -> float:
-    """The script's GradScaler with a large scale, and layers that are unfrozen: how far they have come. direct: forward
-    passes are not the wrapper's."""
+def train_with_grad_scaler(rank: int, n: int, direct: bool) -> float:
+    """Trains with the script's GradScaler, at a large scale, and layers that are unfrozen. Returns their greatest
+    change, which shows whether their gradients were unscaled. direct: forward passes call the inner module, not the
+    wrapper."""
     wrapped = DecentralizedDataParallel(frozen_model(), optimizer=partial(torch.optim.SGD, lr=0.05),
                                         step_in_backward=False)  # fmt: skip
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
-    backbone, _ = halves(wrapped.module)
+    backbone, _ = split_layers(wrapped.module)
     before = flat(backbone)
     for t in range(4):
         backbone.requires_grad_(t > 1)
@@ -168,13 +174,14 @@ def scaled(rank: int, n: int, direct: bool) -> float:
     return float((flat(backbone) - before).abs().max())
 
 
-def comm_unfrozen(rank: int, n: int, name: str) -> tuple[float, float, float]:
-    """Beside a CommOptimizer whose layers were frozen after it was made: (the largest difference of the models, how far
-    the layers have come, the largest difference of centers between ranks)."""
+def compare_unfreezing_with_comm_optimizer(rank: int, n: int, name: str) -> tuple[float, float, float]:
+    """Trains with layers that were frozen before the CommOptimizer was made, and the same with layers frozen after it;
+    both are unfrozen at step 4. Returns (greatest difference between the two, greatest change of the unfrozen layers,
+    greatest difference of the centers, or models, between ranks)."""
     models = []
     for frozen in (True, False):
         module = frozen_model() if frozen else model()
-        backbone, _ = halves(module)
+        backbone, _ = split_layers(module)
         before = flat(backbone)
         comm = CommOptimizer(SGD(module.parameters()), name, world_size=n, comm_period=2)
         for t in range(8):
@@ -192,11 +199,11 @@ def comm_unfrozen(rank: int, n: int, name: str) -> tuple[float, float, float]:
             float((other - center).abs().max()))  # fmt: skip
 
 
-def comm_other_parts(rank: int, n: int) -> str:
-    """Rank 0 alone unfreezes under gradient averaging: what is raised."""
+def unfreeze_on_rank_0_with_averaged_gradients(rank: int, n: int) -> str:
+    """Rank 0 alone unfreezes layers, with averaged gradients. Returns the error."""
     module = frozen_model()
     comm = CommOptimizer(SGD(module.parameters()), "DDP", world_size=n)
-    halves(module)[0].requires_grad_(rank == 0)
+    split_layers(module)[0].requires_grad_(rank == 0)
     try:
         module(batch(rank, 0)[0]).sum().backward()
         comm.step()

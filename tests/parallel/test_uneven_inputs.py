@@ -1,4 +1,4 @@
-"""A CommOptimizer whose ranks have unequally many batches."""
+"""A CommOptimizer whose ranks have unequal numbers of batches (torch's Join)."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from torch.distributed.algorithms.join import Join
 
 from decentnode.compat import sdtl
 from tests.parallel.ranks import run_ranks
-from tests.parallel.work import joining
-from tests.parallel.work.habits import alone  # noqa: F401  (a fixture)
+from tests.parallel.work import uneven_inputs
 from tests.parallel.work.models import SGD, batch, flat, model
 
 N = 3
@@ -23,25 +22,25 @@ N = 3
 @pytest.mark.sampled(one=["name", "options"])
 @pytest.mark.parametrize("options", [{}, {"overlap": True}], ids=["plain", "overlap"])
 @pytest.mark.parametrize("name", ["EASGD", "EASGD+", "LSGD", "LSGD+"])
-def test_ranks_without_inputs_go_on_meeting_the_others(name: str, options: dict[str, Any]) -> None:
-    found = run_ranks(N, joining.uneven, name, options, timeout_seconds=60)
-    for each in found:
-        assert each["steps"] == len(joining.steps_of(0, N)) and each["apart"] < 1e-6
-        assert each["leader"] in (None, 0), "rank 0 alone had inputs at last"
+def test_ranks_without_inputs_keep_exchanging_with_the_others(name: str, options: dict[str, Any]) -> None:
+    for result in run_ranks(N, uneven_inputs.train_with_uneven_inputs, name, options, timeout_seconds=60):
+        assert result["steps"] == len(uneven_inputs.batch_numbers(0, N)) and result["apart"] < 1e-6
+        assert result["leader"] in (None, 0), "rank 0 is the last that had inputs"
 
 
 def gradients(module: torch.nn.Module, rank: int, t: int | None) -> list[Tensor]:
+    """Returns the gradients of a batch; zeros if the rank has no batch (t is None)."""
     if t is None:
         return [torch.zeros_like(p) for p in module.parameters()]
     x, y = batch(rank, t)
     return list(torch.autograd.grad((module(x) - y).square().mean(), list(module.parameters())))
 
 
-def test_a_center_of_ranks_without_inputs_is_that_of_elastic_averaging_without_their_updates() -> None:
-    found = run_ranks(N, joining.uneven, "EASGD", {}, timeout_seconds=60)
+def test_easgd_with_uneven_inputs_equals_easgd_without_the_missing_updates() -> None:
+    results = run_ranks(N, uneven_inputs.train_with_uneven_inputs, "EASGD", {}, timeout_seconds=60)
     modules = [model() for _ in range(N)]
     optimizers = [SGD(each.parameters()) for each in modules]
-    center, steps = flat(modules[0]), [joining.steps_of(rank, N) for rank in range(N)]
+    center, steps = flat(modules[0]), [uneven_inputs.batch_numbers(rank, N) for rank in range(N)]
     for number, batches in enumerate(zip(*steps, strict=True)):
         pulls = [flat(each) - center for each in modules]
         for rank, (module, optimizer, t) in enumerate(zip(modules, optimizers, batches, strict=True)):
@@ -56,30 +55,30 @@ def test_a_center_of_ranks_without_inputs_is_that_of_elastic_averaging_without_t
                         p.sub_(0.1 * pull.view(p.shape))
         if number % 2:
             center = center + 0.1 * torch.stack(pulls).sum(0)
-    for each, module in zip(found, modules, strict=True):
-        assert np.allclose(each["center"], center, atol=1e-5)
-        assert np.allclose(each["model"], flat(module), atol=1e-5)
+    for result, module in zip(results, modules, strict=True):
+        assert np.allclose(result["center"], center, atol=1e-5)
+        assert np.allclose(result["model"], flat(module), atol=1e-5)
 
 
 def test_averaged_gradients_of_ranks_without_inputs_count_as_zero() -> None:
-    found = run_ranks(N, joining.uneven, "DDP", {}, timeout_seconds=60)
+    results = run_ranks(N, uneven_inputs.train_with_uneven_inputs, "DDP", {}, timeout_seconds=60)
     whole = model()
     optimizer = SGD(whole.parameters())
-    for batches in zip(*(joining.steps_of(rank, N) for rank in range(N)), strict=True):
-        every = map(partial(gradients, whole), range(N), batches)
-        for p, *parts in zip(whole.parameters(), *every, strict=True):
+    for batches in zip(*(uneven_inputs.batch_numbers(rank, N) for rank in range(N)), strict=True):
+        by_rank = map(partial(gradients, whole), range(N), batches)
+        for p, *parts in zip(whole.parameters(), *by_rank, strict=True):
             p.grad = torch.stack(parts).mean(0)
         optimizer.step()
-    for each in found:
-        assert np.allclose(each["model"], flat(whole), atol=1e-5) and each["apart"] == 0.0
+    for result in results:
+        assert np.allclose(result["model"], flat(whole), atol=1e-5) and result["apart"] == 0.0
 
 
-def test_a_rank_without_inputs_knows_of_a_scaler_s_overflow() -> None:
-    assert run_ranks(2, joining.scaled, timeout_seconds=60) == [(3, True)] * 2
+def test_a_rank_without_inputs_skips_a_step_whose_gradients_overflow_elsewhere() -> None:
+    assert run_ranks(2, uneven_inputs.overflow_while_rank_0_idles, timeout_seconds=60) == [(3, True)] * 2
 
 
-@pytest.mark.usefixtures("alone")
-def test_sdtl_s_own_methods_have_no_ranks_without_inputs() -> None:
+@pytest.mark.usefixtures("single_rank_group")
+def test_sdtls_faithful_methods_refuse_join() -> None:
     comm = sdtl.CommOptimizer(SGD(model().parameters()), "LSGD", faithful=True)
     with pytest.raises(ValueError, match="all ranks must take equally many steps with faithful=True"):
         Join([comm])

@@ -1,15 +1,12 @@
-"""Models and ranks of the tests of users' habits."""
+"""Models, and functions of ranks, for the tests of what users of torch's DistributedDataParallel do with a model."""
 
 from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint
@@ -19,26 +16,18 @@ from torch.utils.checkpoint import checkpoint
 
 from decentnode.errors import DecentnodeError
 from decentnode.parallel import CommOptimizer, DecentralizedDataParallel
-from tests.parallel.work.face import step
+from tests.parallel.work.ddp_interface import train_step
 from tests.parallel.work.models import SGD, batch, flat, model
 
 
-@pytest.fixture
-def alone(tmp_path: Path) -> Iterator[None]:
-    """A process group of this process alone."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-class Sharpness(torch.optim.SGD):
-    """An optimizer that asks for the loss twice."""
+class NeedsClosure(torch.optim.SGD):
+    """An optimizer that evaluates the loss again, by a closure that it cannot do without."""
 
     def step(self, closure: Any) -> Any:  # type: ignore[override]
         raise NotImplementedError
 
 
-class Scaled(nn.Module):
+class ReturnsParameter(nn.Module):
     """Returns a parameter beside its output."""
 
     def __init__(self) -> None:
@@ -49,34 +38,36 @@ class Scaled(nn.Module):
         return self.layer(x), self.scale
 
 
-class Box:
+class OpaqueOutput:
+    """An output in which the wrapper cannot find the tensor."""
+
     def __init__(self, value: Tensor) -> None:
         self.value = value
 
 
-class Boxed(nn.Module):
-    """A reentrant checkpoint inside, the output in an object that nobody knows."""
+class HidesOutput(nn.Module):
+    """A model with a reentrant checkpoint inside, whose output is an OpaqueOutput."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = model()
 
-    def forward(self, x: Tensor) -> Box:
+    def forward(self, x: Tensor) -> OpaqueOutput:
         assert isinstance(self.layers, nn.Sequential)
         hidden = checkpoint(self.layers[1:3], self.layers[0](x), use_reentrant=True)
-        return Box(self.layers[3:](hidden))
+        return OpaqueOutput(self.layers[3:](hidden))
 
 
-class Named(nn.Module):
-    """A module whose part is called module."""
+class HasPartNamedModule(nn.Module):
+    """A module with a submodule called "module", as the entries of a wrapped model begin."""
 
     def __init__(self) -> None:
         super().__init__()
         self.module = nn.Linear(6, 3)
 
 
-class Waves(nn.Module):
-    """Complex and real parameters."""
+class ComplexModel(nn.Module):
+    """A model with complex and real parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,24 +79,24 @@ class Waves(nn.Module):
         return (x.to(self.waves.dtype) @ self.waves).abs().to(self.last.dtype) @ self.last
 
 
-def numbers(module: nn.Module) -> Tensor:
-    """[P] all parameters, complex128."""
+def flat_complex(module: nn.Module) -> Tensor:
+    """Returns all parameters as one tensor, [P] complex128."""
     return torch.cat([p.detach().reshape(-1).to(torch.complex128) for p in module.parameters()])
 
 
-def mean_of(values: Tensor, n: int) -> Tensor:
+def mean_over_ranks(values: Tensor, n: int) -> Tensor:
     total = torch.view_as_real(values.clone())
     dist.all_reduce(total)
     return torch.view_as_complex(total / n)
 
 
-def complex_distances(rank: int, n: int) -> tuple[float, float, float, float]:
-    """(consensus distance, as expected; this rank's distance to the mean, as expected)."""
-    wrapped = DecentralizedDataParallel(Waves(), optimizer=SGD)
+def measure_complex_distances(rank: int, n: int) -> tuple[float, float, float, float]:
+    """Returns (consensus distance, its expected value, this rank's distance to the mean, its expected value)."""
+    wrapped = DecentralizedDataParallel(ComplexModel(), optimizer=SGD)
     for t in range(3):
-        step(wrapped, rank, t)
-    mine = numbers(wrapped.module)
-    mean = mean_of(mine, n)
+        train_step(wrapped, rank, t)
+    mine = flat_complex(wrapped.module)
+    mean = mean_over_ranks(mine, n)
     squares = (mine - mean).abs().square().sum()
     total = squares.clone()
     dist.all_reduce(total)
@@ -114,15 +105,16 @@ def complex_distances(rank: int, n: int) -> tuple[float, float, float, float]:
     return found, expected, wrapped.global_avg(return_d2c=True) or 0.0, float(squares) ** 0.5
 
 
-KINDS = [torch.bool, torch.int16, torch.uint8, torch.int64, torch.complex64, torch.float64, torch.bfloat16]
+BUFFER_DTYPES = [torch.bool, torch.int16, torch.uint8, torch.int64, torch.complex64, torch.float64, torch.bfloat16]
 
 
-def buffers(rank: int, n: int, transport: Any) -> list[str]:
-    """The kinds of buffers that differ from rank 0's after wrapping."""
+def find_wrong_buffers(rank: int, n: int, transport: Any) -> list[str]:
+    """Returns the names of those buffers, of every type and layout, that differ from rank 0's after an average."""
     wrong = []
-    made = {str(kind): torch.tensor([1, 0, 1]).to(kind) for kind in KINDS}
-    made |= {"expanded": torch.eye(3).expand(2, 3, 3), "turned": torch.arange(6).view(2, 3).t(), "empty": torch.ones(0)}
-    for name, buffer in made.items():
+    buffers = {str(dtype): torch.tensor([1, 0, 1]).to(dtype) for dtype in BUFFER_DTYPES}
+    buffers |= {"expanded": torch.eye(3).expand(2, 3, 3), "transposed": torch.arange(6).view(2, 3).t(),
+                "empty": torch.ones(0)}  # fmt: skip
+    for name, buffer in buffers.items():
         module = nn.Linear(6, 3)
         mine = buffer if rank == 0 else torch.zeros_like(buffer)
         module.register_buffer("kept", torch.zeros(3, 3).expand(2, 3, 3) if name == "expanded" and rank else mine)
@@ -133,17 +125,18 @@ def buffers(rank: int, n: int, transport: Any) -> list[str]:
     return wrong
 
 
-def other_buffers(rank: int, n: int) -> None:
+def wrap_with_different_buffers(rank: int, n: int) -> None:
     module = model()
     module.register_buffer("kept", torch.zeros(3 + rank))
     DecentralizedDataParallel(module, optimizer=SGD)
 
 
-def refused_state(rank: int, n: int, transport: Any) -> tuple[str, int]:
-    """Rank 1's state lacks an entry and is of another step; all ranks go on: (what was raised, steps)."""
+def load_bad_state_on_rank_1(rank: int, n: int, transport: Any) -> tuple[str, int]:
+    """Loads a state that on rank 1 lacks an entry and is of another step, then takes four more steps. Returns (the
+    error, steps)."""
     wrapped = DecentralizedDataParallel(model(), optimizer=SGD, transport=transport, timeout_seconds=20)
     for t in range(2):
-        step(wrapped, rank, t)
+        train_step(wrapped, rank, t)
     state = wrapped.state_dict()
     if rank == 1:
         del state["module.0.weight"]
@@ -154,18 +147,18 @@ def refused_state(rank: int, n: int, transport: Any) -> tuple[str, int]:
     except (DecentnodeError, RuntimeError) as error:
         told = str(error)
     for t in range(2, 6):
-        step(wrapped, rank, t)
+        train_step(wrapped, rank, t)
     return told, wrapped.steps
 
 
-def distributed_checkpoint(rank: int, n: int, folder: str) -> bool:
-    """Whether a training that goes on from a state in torch.distributed.checkpoint has the same bits."""
+def resume_from_distributed_checkpoint(rank: int, n: int, folder: str) -> bool:
+    """Returns whether a training that is resumed from torch.distributed.checkpoint has the same bits."""
     def make() -> DecentralizedDataParallel:
         return DecentralizedDataParallel(model(), optimizer=partial(torch.optim.Adam, lr=0.01), topology="ring")
 
     first, last, file = make(), make(), io.BytesIO()
     for t in range(6):
-        step(first, rank, t)
+        train_step(first, rank, t)
         if t == 2:
             torch.save(first.state_dict(), file)
             torch.distributed.checkpoint.save({f"rank{rank}": file.getvalue()}, checkpoint_id=folder)
@@ -173,27 +166,30 @@ def distributed_checkpoint(rank: int, n: int, folder: str) -> bool:
     torch.distributed.checkpoint.load(saved, checkpoint_id=folder)
     last.load_state_dict(torch.load(io.BytesIO(saved[f"rank{rank}"])))
     for t in range(3, 6):
-        step(last, rank, t)
+        train_step(last, rank, t)
     return torch.equal(flat(first.module), flat(last.module))
 
 
-def inside_another(rank: int, n: int) -> tuple[int, bool]:
-    """A wrapper that is a part of a module is loaded with it: (steps, the same bits as before)."""
+def load_as_part_of_module(rank: int, n: int) -> tuple[int, bool]:
+    """Saves and loads a module of which a wrapper is a part, and repeats two steps. Returns (steps, whether the steps
+    gave the same bits again)."""
     wrapped = DecentralizedDataParallel(model(), optimizer=SGD)
     whole = nn.ModuleDict({"net": wrapped, "other": nn.Linear(2, 2)})
     for t in range(3):
-        step(wrapped, rank, t)
+        train_step(wrapped, rank, t)
     state = copy.deepcopy(whole.state_dict())
     for t in range(3, 5):
-        step(wrapped, rank, t)
+        train_step(wrapped, rank, t)
     before = flat(wrapped.module)
     whole.load_state_dict(state)
     for t in range(3, 5):
-        step(wrapped, rank, t)
+        train_step(wrapped, rank, t)
     return wrapped.steps, torch.equal(before, flat(wrapped.module))
 
 
-class Heads(nn.Module):
+class MultiHead(nn.Module):
+    """A model of which each forward pass uses one of three heads."""
+
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -204,9 +200,10 @@ class Heads(nn.Module):
         return self.heads[self.which](self.body(x))
 
 
-def other_heads(rank: int, n: int) -> float:
-    """Gradient averaging where ranks use heads of their own; the difference from one process with the mean loss."""
-    module, whole = Heads(), Heads()
+def average_gradients_of_different_heads(rank: int, n: int) -> float:
+    """Averages gradients while each rank uses another head. Returns the greatest difference from one process that
+    minimizes the mean loss."""
+    module, whole = MultiHead(), MultiHead()
     comm = CommOptimizer(torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9), "DDP", world_size=n)
     plain = torch.optim.SGD(whole.parameters(), lr=0.1, momentum=0.9)
     for t in range(4):
@@ -224,7 +221,7 @@ def other_heads(rank: int, n: int) -> float:
     return float((flat(module) - flat(whole)).abs().max())
 
 
-def comm_steps(module: nn.Module, comm: CommOptimizer, rank: int, first: int, last: int) -> None:
+def train_comm_optimizer(module: nn.Module, comm: CommOptimizer, rank: int, first: int, last: int) -> None:
     for t in range(first, last):
         x, y = batch(rank, t)
         loss = (module(x) - y).square().mean()
@@ -233,30 +230,30 @@ def comm_steps(module: nn.Module, comm: CommOptimizer, rank: int, first: int, la
         comm.zero_grad()
 
 
-def comm_of(name: str, n: int, module: nn.Module, **options: Any) -> CommOptimizer:
+def make_comm_optimizer(name: str, n: int, module: nn.Module, **options: Any) -> CommOptimizer:
     return CommOptimizer(torch.optim.SGD(module.parameters(), lr=0.05), name, world_size=n, **options)
 
 
-def comm_loads_alone(rank: int, n: int, name: str) -> str:
-    """Rank 0 alone loads a state of step 6: what is raised."""
+def load_comm_state_on_rank_0_only(rank: int, n: int, name: str) -> str:
+    """Rank 0 alone loads a state, of step 6. Returns the error."""
     module = model()
-    comm = comm_of(name, n, module)
-    comm_steps(module, comm, rank, 0, 6)
+    comm = make_comm_optimizer(name, n, module)
+    train_comm_optimizer(module, comm, rank, 0, 6)
     state = comm.state_dict()
-    again = comm_of(name, n, module)
+    again = make_comm_optimizer(name, n, module)
     if rank == 0:
         again.load_state_dict(state)
     try:
-        comm_steps(module, again, rank, 0, 8)
+        train_comm_optimizer(module, again, rank, 0, 8)
     except (DecentnodeError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
 
 
-def losses_of_one(rank: int, n: int) -> str:
-    """LSGD where rank 0 alone tells its loss: what is raised."""
+def pass_loss_on_rank_0_only(rank: int, n: int) -> str:
+    """Trains with LSGD, where rank 0 alone passes its loss. Returns the error."""
     module = model()
-    comm = comm_of("LSGD", n, module)
+    comm = make_comm_optimizer("LSGD", n, module)
     for t in range(4):
         x, y = batch(rank, t)
         loss = (module(x) - y).square().mean()
@@ -268,30 +265,31 @@ def losses_of_one(rank: int, n: int) -> str:
     return "nothing"
 
 
-def comm_saves(rank: int, n: int, name: str, overlap: bool, folder: str) -> None:
+def save_comm_states(rank: int, n: int, name: str, overlap: bool, folder: str) -> None:
     module = model()
-    comm = comm_of(name, n, module, overlap=overlap, comm_period=2)
-    comm_steps(module, comm, rank, 0, 6)
+    comm = make_comm_optimizer(name, n, module, overlap=overlap, comm_period=2)
+    train_comm_optimizer(module, comm, rank, 0, 6)
     torch.save((module.state_dict(), comm.state_dict()), f"{folder}/{rank}.pt")
 
 
-def comm_takes_up(rank: int, n: int, name: str, overlap: bool, folder: str) -> tuple[float, int]:
-    """(Largest change of a parameter in six more steps, steps)."""
+def resume_comm_with_other_world_size(rank: int, n: int, name: str, overlap: bool, folder: str) -> tuple[float, int]:
+    """Resumes from a state of `save_comm_states`. Returns (largest change of a parameter in six more steps, steps)."""
     module = model()
-    comm = comm_of(name, n, module, overlap=overlap, comm_period=2)
+    comm = make_comm_optimizer(name, n, module, overlap=overlap, comm_period=2)
     parameters, state = torch.load(f"{folder}/{rank % 2}.pt", weights_only=True)
     module.load_state_dict(parameters)
     comm.load_state_dict(state)
     before = flat(module)
-    comm_steps(module, comm, rank, 6, 12)
+    train_comm_optimizer(module, comm, rank, 6, 12)
     return float((flat(module) - before).abs().max()), comm.steps
 
 
-def elastic_of(rank: int, n: int, kind: Any) -> float:
-    """EASGD beside the same in one process; the greatest difference of parameters and centers."""
+def compare_easgd_with_one_process(rank: int, n: int, kind: Any) -> float:
+    """Returns the greatest difference between EASGD and the same in one process, of the last layer and its center.
+    kind: the type of the parameters; "mixed" is float32 with a last layer of float64."""
     def make() -> nn.Module:
         if kind == torch.complex64:
-            return Waves()
+            return ComplexModel()
         made = model()
         assert isinstance(made, nn.Sequential)
         (made[4] if kind == "mixed" else made).double()
@@ -305,15 +303,15 @@ def elastic_of(rank: int, n: int, kind: Any) -> float:
         return (module(x) - y).square().mean()
 
     mine = make()
-    comm = comm_of("EASGD", n, mine, comm_period=2)
+    comm = make_comm_optimizer("EASGD", n, mine, comm_period=2)
     others = [make() for _ in range(n)]
     plain = [torch.optim.SGD(each.parameters(), lr=0.05) for each in others]
-    center = sum(numbers(each) for each in others) / n
+    center = sum(flat_complex(each) for each in others) / n
     for t in range(6):
         loss(mine, rank, t).backward()
         comm.step()
         comm.zero_grad()
-        before = [numbers(each) for each in others]
+        before = [flat_complex(each) for each in others]
         for r, (module, optimizer) in enumerate(zip(others, plain, strict=True)):
             loss(module, r, t).backward()
             optimizer.step()
@@ -328,11 +326,11 @@ def elastic_of(rank: int, n: int, kind: Any) -> float:
     return max(float((found - expected).abs().max()), float((comm.center[-3:] - center[-3:]).abs().max()))
 
 
-def idle_after_average(rank: int, n: int) -> tuple[int, bool]:
-    """Rank 0 has no inputs and the average in place: (steps, its own model came back)."""
+def join_without_inputs_after_average(rank: int, n: int) -> tuple[int, bool]:
+    """Joins while rank 0 has no inputs and still the averaged model. Returns (steps, whether its own model is back)."""
     wrapped = DecentralizedDataParallel(model(), optimizer=SGD)
     wrapped.global_avg()
     with Join([wrapped]):
         for t in range(3 * rank):
-            step(wrapped, rank, t)
+            train_step(wrapped, rank, t)
     return wrapped.steps, wrapped._average.local is None

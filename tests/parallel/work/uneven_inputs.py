@@ -1,4 +1,4 @@
-"""What ranks do in the tests of a CommOptimizer whose ranks have unequally many batches."""
+"""Functions of ranks for the tests of a CommOptimizer whose ranks have unequal numbers of batches."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from decentnode.parallel import CommOptimizer
 from tests.parallel.work.models import SGD, batch, flat, model
 
 STEPS = 3
-"""More steps of each rank than the one before has; rank 0 has none at first."""
+"""Each rank has this many more batches in the first part than the rank before it; rank 0 has none."""
 
 
-def spread(values: Tensor) -> float:
+def difference_from_rank_0(values: Tensor) -> float:
+    """Returns the greatest difference of a tensor from that of rank 0. All ranks must call it."""
     first = values.clone()
     dist.broadcast(first, 0)
     return float((values - first).abs().max())
@@ -31,8 +32,11 @@ def train(module: nn.Module, comm: CommOptimizer, rank: int, first: int, last: i
         comm.step(loss=loss.item())
 
 
-def uneven(rank: int, n: int, name: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Twice with unequally many batches, then with equally many."""
+def train_with_uneven_inputs(rank: int, n: int, name: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Trains in three parts: two inside Join with unequal numbers of batches, the last with four batches on each rank.
+
+    Returns leader: after the joins; steps; apart: the greatest difference from rank 0, of the model with averaged
+    gradients, else of the center; model and center: the final values."""
     module = model()
     comm = CommOptimizer(SGD(module.parameters()), name, world_size=n, comm_period=2, **options)
     found: dict[str, Any] = {}
@@ -43,13 +47,13 @@ def uneven(rank: int, n: int, name: str, options: dict[str, Any]) -> dict[str, A
     found["leader"] = getattr(comm.dist_optimizer, "leader", None)
     train(module, comm, rank, 40, 44)
     found["steps"] = comm.steps
-    found["apart"] = spread(flat(module) if name == "DDP" else comm.center)
+    found["apart"] = difference_from_rank_0(flat(module) if name == "DDP" else comm.center)
     found["model"], found["center"] = flat(module).numpy(), comm.center.numpy()
     return found
 
 
-def steps_of(rank: int, n: int) -> list[int | None]:
-    """[step] the number of the batch that `uneven` trains with, None for a step without one."""
+def batch_numbers(rank: int, n: int) -> list[int | None]:
+    """Returns, for each step of `train_with_uneven_inputs`, the number of the batch, None for a step without one."""
     most = STEPS * (n - 1)
     first = [t if t < STEPS * rank else None for t in range(most)]
     last = 22 + STEPS * (n - 1 - rank)
@@ -57,8 +61,9 @@ def steps_of(rank: int, n: int) -> list[int | None]:
     return [*first, *second, *range(40, 44)]
 
 
-def scaled(rank: int, n: int) -> tuple[int, bool]:
-    """A GradScaler, an overflow on rank 1 while rank 0 has no batch: (steps, whether all numbers are finite)."""
+def overflow_while_rank_0_idles(rank: int, n: int) -> tuple[int, bool]:
+    """Trains through a GradScaler that finds an overflow on rank 1 while rank 0 has no batch. Returns (steps, whether
+    all parameters are finite)."""
     module = model()
     comm = CommOptimizer(SGD(module.parameters()), "EASGD", world_size=n, comm_period=2)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)

@@ -1,4 +1,4 @@
-"""What ranks do in the tests of what a user of torch's DistributedDataParallel expects of the wrapper."""
+"""Functions of ranks for the tests of the wrapper's interface, as users of torch's DistributedDataParallel know it."""
 
 from __future__ import annotations
 
@@ -13,57 +13,61 @@ from decentnode.errors import AssemblyError
 from decentnode.parallel import CommOptimizer, DecentralizedDataParallel
 from tests.parallel.work.models import SGD, batch, flat, model
 
-FUSED = partial(torch.optim.Adam, lr=0.01, fused=True)
+FUSED_ADAM = partial(torch.optim.Adam, lr=0.01, fused=True)
 
 
-def step(wrapped: DecentralizedDataParallel, rank: int, t: int) -> None:
+def train_step(wrapped: DecentralizedDataParallel, rank: int, t: int) -> None:
     x, y = batch(rank, t)
     (wrapped(x) - y).square().mean().backward()
 
 
-def several(rank: int, n: int, transport: str) -> dict[str, Any]:
-    """Several findings of one wrapper, so that the ranks need not start again for each."""
+def average_join_and_load(rank: int, n: int, transport: str) -> dict[str, Any]:
+    """Averages, joins with uneven inputs, saves and loads with one wrapper, so that the ranks start only once.
+
+    Returns averaged_output: of the mean model in train mode; steps and distance: after the join; same_after_load:
+    whether a wrapper that loaded the state takes a step with the same bits; refusal: the error where rank 1 loads a
+    state of another step."""
     found: dict[str, Any] = {}
     wrapped = DecentralizedDataParallel(model(), optimizer=SGD, transport=transport)  # type: ignore[arg-type]
     for t in range(3):
-        step(wrapped, rank, t)
+        train_step(wrapped, rank, t)
     wrapped.global_avg()
     with torch.no_grad():
-        found["average's"] = wrapped(batch(0, 9)[0]).tolist()  # still in train mode
+        found["averaged_output"] = wrapped(batch(0, 9)[0]).tolist()  # still in train mode
     wrapped.revert_global_avg()
     with Join([wrapped]):
         for t in range(2 + 3 * rank):
-            step(wrapped, rank, t)
+            train_step(wrapped, rank, t)
     found["steps"] = wrapped.steps
     found["distance"] = wrapped.consensus_distance()
     state = wrapped.state_dict()
     other = DecentralizedDataParallel(model(), optimizer=SGD, transport=transport)  # type: ignore[arg-type]
     other.load_state_dict(state)
-    step(other, rank, 9)
-    step(wrapped, rank, 9)
-    found["same"] = torch.equal(flat(other.module), flat(wrapped.module))
+    train_step(other, rank, 9)
+    train_step(wrapped, rank, 9)
+    found["same_after_load"] = torch.equal(flat(other.module), flat(wrapped.module))
     if rank == 1:
         state["_extra_state"]["steps"] += 1
     try:
         other.load_state_dict(state)
     except AssemblyError as error:
-        found["refused"] = str(error)
+        found["refusal"] = str(error)
     return found
 
 
-def loads_alone(rank: int, n: int) -> None:
-    """Rank 0 loads a state, rank 1 goes on."""
+def load_state_on_rank_0_only(rank: int, n: int) -> None:
+    """Rank 0 loads a state while rank 1 trains on."""
     wrapped = DecentralizedDataParallel(model(), optimizer=SGD, timeout_seconds=20)
-    step(wrapped, rank, 0)
+    train_step(wrapped, rank, 0)
     if rank == 0:
         wrapped.load_state_dict(wrapped.state_dict())
     for t in range(1, 4):
-        step(wrapped, rank, t)
+        train_step(wrapped, rank, t)
 
 
-def scaled(rank: int, n: int) -> tuple[list[bool], float, list[float]]:
-    """A GradScaler around a CommOptimizer, with an inf on rank 0 in the second step. (moved in each step, the
-    difference from plain steps, scales)."""
+def train_with_grad_scaler(rank: int, n: int) -> tuple[list[bool], float, list[float]]:
+    """Trains a CommOptimizer through a GradScaler, with a loss of inf on rank 0 in the second step. Returns (for each
+    step whether the parameters changed, difference from training without a scaler, scales)."""
     modules = [model(), model()]
     comm, plain = (
         CommOptimizer(torch.optim.SGD(module.parameters(), lr=0.1), "EASGD", world_size=n, comm_period=2)
@@ -91,20 +95,21 @@ def scaled(rank: int, n: int) -> tuple[list[bool], float, list[float]]:
     return moved, float((flat(modules[0]) - flat(modules[1])).abs().max()), scales
 
 
-def kept(rank: int, n: int, folder: str) -> None:
-    """Every rank saves its state after three steps."""
-    wrapped = DecentralizedDataParallel(model(), optimizer=FUSED, topology="complete")
+def save_states(rank: int, n: int, folder: str) -> None:
+    """Each rank saves its state after three steps as FOLDER/RANK.pt."""
+    wrapped = DecentralizedDataParallel(model(), optimizer=FUSED_ADAM, topology="complete")
     for t in range(3):
-        step(wrapped, rank, t)
+        train_step(wrapped, rank, t)
     torch.save(wrapped.state_dict(), f"{folder}/{rank}.pt")
 
 
-def taken_up(rank: int, n: int, folder: str) -> tuple[bool, int, float]:
-    """Every rank loads one of two such states and goes on: (has loaded it, steps in the end, spread of the models)."""
+def resume_with_other_world_size(rank: int, n: int, folder: str) -> tuple[bool, int, float]:
+    """Each rank loads one of the two states of `save_states` and takes two more steps. Returns (whether it loaded the
+    saved parameters, steps in the end, consensus distance)."""
     state = torch.load(f"{folder}/{rank % 2}.pt", weights_only=True)
-    wrapped = DecentralizedDataParallel(model(1), optimizer=FUSED, topology="complete")
+    wrapped = DecentralizedDataParallel(model(1), optimizer=FUSED_ADAM, topology="complete")
     wrapped.load_state_dict(state)
     same = all(torch.equal(value, state[f"module.{name}"]) for name, value in wrapped.export().items())
     for t in range(3, 5):
-        step(wrapped, rank, t)
+        train_step(wrapped, rank, t)
     return same, wrapped.steps, wrapped.consensus_distance()

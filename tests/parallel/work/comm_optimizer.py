@@ -1,4 +1,4 @@
-"""What ranks do in the tests of CommOptimizer."""
+"""Functions of ranks for the tests of CommOptimizer."""
 
 from __future__ import annotations
 
@@ -19,57 +19,67 @@ from tests.parallel.work import models
 from tests.parallel.work.models import batch, flat, model
 
 
-def machines(rank: int, n: int, hosts: list[str]) -> tuple[int, int, int]:
-    """Ranks per machine that LSGD and the wrapper count, and LSGD's from torchrun; hosts: [rank] its machine."""
-    def local() -> int:
+def count_ranks_per_machine(rank: int, n: int, hosts: list[str]) -> tuple[int, int, int]:
+    """Returns the number of ranks per machine (that LSGD counts, that the wrapper counts, that torchrun tells LSGD).
+    hosts: [rank] the machine that it pretends to be on."""
+    def per_machine_of_lsgd() -> int:
         made = CommOptimizer(torch.optim.SGD([nn.Parameter(torch.zeros(3))], lr=0.1), "LSGD", world_size=n)
         return int(made.dist_optimizer.ranks_per_machine)
 
-    told = local()
+    from_torchrun = per_machine_of_lsgd()
     del os.environ["LOCAL_WORLD_SIZE"]
     per_machine.boot_id = lambda: hosts[rank]
-    return local(), per_machine.ranks_per_machine(), told
+    return per_machine_of_lsgd(), per_machine.ranks_per_machine(), from_torchrun
 
 
-def agreed(rank: int, n: int, told: list[str | None], given: dict[int, int]) -> int | str | None:
-    """What ranks agree on as the number of ranks per machine, or what is raised; told: [rank] by the environment. Ranks
-    0 and 1 are on one machine, 2 and 3 on another."""
+def agree_on_ranks_per_machine(
+    rank: int, n: int, environment: list[str | None], arguments: dict[int, int]
+) -> int | str | None:
+    """Returns the number of ranks per machine on which the ranks agree, or the error. Ranks 0 and 1 are on one machine,
+    2 and 3 on another. environment: [rank] its LOCAL_WORLD_SIZE, None if unset. arguments: rank -> the number that the
+    script gives there."""
     del os.environ["LOCAL_WORLD_SIZE"]
-    if (mine := told[rank]) is not None:
+    if (mine := environment[rank]) is not None:
         os.environ["LOCAL_WORLD_SIZE"] = mine
     per_machine.boot_id = lambda: f"host {rank // 2}"
     try:
-        return per_machine.agreed_per_machine(given.get(rank))
+        return per_machine.agreed_per_machine(arguments.get(rank))
     except (AssemblyError, ValueError) as error:
         return str(error)
 
 
-def elastic(rank: int, n: int, name: str, options: dict[str, Any]) -> dict[str, Any]:
-    """A quadratic without gradients, and a short training, with a CommOptimizer."""
+def exchange_and_train(rank: int, n: int, name: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Takes nine steps of a parameter whose gradient is zero, which exchanges alone change, then trains a model.
+
+    Returns unchanged_at_start: whether making the optimizer left the parameter; center_is_mean: whether the center is
+    the mean at the start; exchange_steps: those that changed the parameter; conserved: by how much the sum of all
+    parameters and centers has changed; leader; parameter: its last value; losses: of the first and last three steps of
+    the training; lr."""
     warnings.simplefilter("error")
     torch.manual_seed(rank)
-    still = nn.Parameter(torch.randn(7).to(models.DEVICE))
-    start = still.detach().clone()
-    local = torch.optim.SGD([still], lr=0.1, momentum=0.9 if name == "EAMSGD" else 0.0)
+    parameter = nn.Parameter(torch.randn(7).to(models.DEVICE))
+    start = parameter.detach().clone()
+    local = torch.optim.SGD([parameter], lr=0.1, momentum=0.9 if name == "EAMSGD" else 0.0)
     comm = CommOptimizer(local, name, world_size=n, comm_period=3, **options)
     total = start.clone()
     if n > 1:
         dist.all_reduce(total)
-    found: dict[str, Any] = {"unchanged": torch.equal(start, still), "center": torch.allclose(comm.center, total / n)}
-    met = []
+    found: dict[str, Any] = {"unchanged_at_start": torch.equal(start, parameter),
+                             "center_is_mean": torch.allclose(comm.center, total / n)}  # fmt: skip
+    exchange_steps = []
     for step in range(9):
-        still.grad = torch.zeros_like(still)
-        before = still.detach().clone()
+        parameter.grad = torch.zeros_like(parameter)
+        before = parameter.detach().clone()
         comm.step(loss=float(rank))
-        if not torch.equal(before, still):
-            met.append(step + 1)
-    after = still.detach().clone()
+        if not torch.equal(before, parameter):
+            exchange_steps.append(step + 1)
+    after = parameter.detach().clone()
     if n > 1:
         dist.all_reduce(after)
-    found["met"] = met
+    found["exchange_steps"] = exchange_steps
     found["conserved"] = float((after + comm.center - total - total / n).abs().max())
     found["leader"] = getattr(comm.dist_optimizer, "leader", None)
-    found["at"] = still.detach().tolist()
+    found["parameter"] = parameter.detach().tolist()
     module = model()
     local = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9, nesterov=True)
     trained = CommOptimizer(local, name, world_size=n, comm_period=4, **options)
@@ -94,8 +104,8 @@ def elastic(rank: int, n: int, name: str, options: dict[str, Any]) -> dict[str, 
     return found
 
 
-def compiled(rank: int, n: int, name: str) -> tuple[bool, int]:
-    """Whether a compiled training step does what one does that is not, and the steps that it took."""
+def compare_compiled_step(rank: int, n: int, name: str) -> tuple[bool, int]:
+    """Returns (whether a compiled training step has the bits of a plain one, the steps that it took)."""
     def step(module: nn.Module, comm: CommOptimizer, t: int) -> None:
         x, y = batch(rank, t)
         comm.zero_grad()
@@ -113,20 +123,23 @@ def compiled(rank: int, n: int, name: str) -> tuple[bool, int]:
     return torch.equal(*found), comm.steps
 
 
-def overlapped(rank: int, n: int, name: str, period: int) -> dict[str, Any]:
-    """Exchanges that fly behind the next steps: when they take effect, and a resume in the middle of one."""
+def exchange_with_overlap(rank: int, n: int, name: str, period: int) -> dict[str, Any]:
+    """Trains with exchanges that overlap the next steps, as `exchange_and_train`, and resumes while one is in flight.
+
+    Returns exchange_steps and conserved as there; same_after_resume: whether a training that was saved and loaded after
+    any step of a period has the bits of one that was not."""
     torch.manual_seed(rank)
-    still = nn.Parameter(torch.randn(7))
-    local = torch.optim.SGD([still], lr=0.1, momentum=0.9 if name == "EAMSGD" else 0.0)
+    parameter = nn.Parameter(torch.randn(7))
+    local = torch.optim.SGD([parameter], lr=0.1, momentum=0.9 if name == "EAMSGD" else 0.0)
     comm = CommOptimizer(local, name, world_size=n, comm_period=period, dist_pulling_strength=0.2, overlap=True)
-    total = torch.cat([still.detach(), comm.center])
-    met = []
+    total = torch.cat([parameter.detach(), comm.center])
+    exchange_steps = []
     for step in range(9):
-        still.grad, before = torch.zeros(7), still.detach().clone()
+        parameter.grad, before = torch.zeros(7), parameter.detach().clone()
         comm.step(loss=float(rank))
-        if not torch.equal(before, still):
-            met.append(step + 1)
-    after = torch.cat([still.detach(), comm.center])
+        if not torch.equal(before, parameter):
+            exchange_steps.append(step + 1)
+    after = torch.cat([parameter.detach(), comm.center])
     dist.all_reduce(total)
     dist.all_reduce(after)
     conserved = after[:7] + after[7:] / n - total[:7] - total[7:] / n
@@ -146,11 +159,12 @@ def overlapped(rank: int, n: int, name: str, period: int) -> dict[str, Any]:
                 trained = CommOptimizer(make(), name, world_size=n, comm_period=period, overlap=True)
                 trained.load_state_dict(state)
         ends.append(flat(module))
-    return {"met": met, "conserved": float(conserved.abs().max()), "same": all(torch.equal(ends[0], e) for e in ends)}
+    return {"exchange_steps": exchange_steps, "conserved": float(conserved.abs().max()),
+            "same_after_resume": all(torch.equal(ends[0], e) for e in ends)}  # fmt: skip
 
 
-def diverged(rank: int, n: int, name: str) -> tuple[int, bool]:
-    """Rank 0's model and loss are no numbers; (who leads, whether this rank's model is one of numbers)."""
+def exchange_with_nan_on_rank_0(rank: int, n: int, name: str) -> tuple[int, bool]:
+    """Exchanges once while rank 0's model and loss are NaN. Returns (leader, whether this rank's model is finite)."""
     p = nn.Parameter(torch.full((3,), float("nan") if rank == 0 else 1.0))
     comm = CommOptimizer(torch.optim.SGD([p], lr=0.1), name, world_size=n, comm_period=1)
     p.grad = torch.zeros(3)
@@ -158,8 +172,8 @@ def diverged(rank: int, n: int, name: str) -> tuple[int, bool]:
     return comm.dist_optimizer.leader, bool(p.isfinite().all())  # type: ignore[attr-defined]
 
 
-def ends_early(rank: int, n: int) -> None:
-    """The last rank's process ends where the others exchange."""
+def exit_before_exchange(rank: int, n: int) -> None:
+    """The last rank's process exits when the others exchange."""
     p = torch.ones(3, requires_grad=True)
     comm = CommOptimizer(torch.optim.SGD([p], lr=0.1), "EASGD", world_size=n, comm_period=1)
     if rank == n - 1:
@@ -168,16 +182,16 @@ def ends_early(rank: int, n: int) -> None:
     comm.step()
 
 
-def refused(rank: int, n: int, options: dict[str, Any], elements: int) -> tuple[str, float]:
-    """Only rank 1 has these options and so many parameters. What ranks come to, and a sum over them that is asked for
-    next."""
+def construct_with_options_on_rank_1(rank: int, n: int, options: dict[str, Any], elements: int) -> tuple[str, float]:
+    """Makes a CommOptimizer, with these options and so many elements on rank 1 alone. Returns (the error, the sum of 1
+    over the ranks by an all_reduce that comes next)."""
     p = torch.zeros(elements if rank == 1 else 3, requires_grad=True)
     given = {"dist_optim_name": "LSGD", "world_size": n, **(options if rank == 1 else {})}
-    told = ""
+    error_text = ""
     try:
         CommOptimizer(torch.optim.SGD([p], lr=0.1), **given)
     except (ValueError, TypeError, AssemblyError) as error:
-        told = f"{type(error).__name__}: {error}"
+        error_text = f"{type(error).__name__}: {error}"
     total = torch.ones(1)
     dist.all_reduce(total)
-    return told, float(total)
+    return error_text, float(total)
