@@ -1,4 +1,7 @@
-"""Buckets by themselves: mixing, what a script wrote meanwhile, and the count of passes over memory."""
+"""Buckets: mixing, what a script wrote into parameters since the snapshot, and the count of passes over memory.
+
+A bucket detects writes by marks of the compiled loops, by hashes of blocks, or by torch's version counters.
+"""
 
 from __future__ import annotations
 
@@ -21,19 +24,20 @@ VIEW = RoundView(0, 0, (1, 2), (1, 2), {0: 0.5, 1: 0.2, 2: 0.3}, {}, (0, 1, 2))
 PAIR = RoundView(0, 0, (1,), (1,), {0: 0.75, 1: 0.25}, {}, (0, 1))
 
 
-LOOKS = [
+DETECTIONS = [
     pytest.param("compiled", marks=pytest.mark.skipif(loops() is None, reason="no C compiler")), "hashes", "versions",
 ]  # fmt: skip
 
 
-def bucket(looks: str, monkeypatch: pytest.MonkeyPatch) -> Bucket:
-    """4000 elements in blocks of 2048 (in one, as on other devices, by versions), and what two neighbors sent."""
+def make_bucket(detection: str, monkeypatch: pytest.MonkeyPatch) -> Bucket:
+    """Returns a bucket of 4000 elements in blocks of 2048 (with "versions" in one block, as on other devices), after a
+    snapshot, with models of two neighbors."""
     monkeypatch.setattr(buckets, "BLOCK_BYTES", GRAIN_BYTES)
-    if looks != "compiled":
+    if detection != "compiled":
         monkeypatch.setattr(buckets, "loops", lambda: None)
     torch.manual_seed(0)
     made = Bucket(0, [Parameter(torch.randn(3, 1000)), Parameter(torch.randn(1000))], True, Full(Config()))
-    if looks == "versions":
+    if detection == "versions":
         made._hashes, made._block = False, 4000
     for peer in (1, 2):
         made.received[peer] = torch.randn(4000)
@@ -41,11 +45,13 @@ def bucket(looks: str, monkeypatch: pytest.MonkeyPatch) -> Bucket:
     return made
 
 
-@pytest.mark.parametrize("looks", LOOKS)
-@pytest.mark.parametrize("way", ["nobody", "in place", "other memory", "data"])
+@pytest.mark.parametrize("detection", DETECTIONS)
+@pytest.mark.parametrize("way", ["nothing", "in place", "other memory", "data"])
 @pytest.mark.parametrize("view", [VIEW, PAIR])
-def test_what_was_written_is_kept_whole(looks: str, way: str, view: RoundView, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = bucket(looks, monkeypatch)
+def test_what_a_script_writes_is_not_scaled_by_mixing(
+    detection: str, way: str, view: RoundView, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = make_bucket(detection, monkeypatch)
     p, start = made.params[0], made.flat.clone()
     with torch.no_grad():
         if way == "in place":
@@ -58,19 +64,21 @@ def test_what_was_written_is_kept_whole(looks: str, way: str, view: RoundView, m
     made.gather()
     made.mix(view)
     expected = view.weights[0] * start + sum(view.weights[j] * made.received[j] for j in view.sources)
-    if way != "data" or looks != "versions":
+    if way != "data" or detection != "versions":
         expected[:3000] += written.flatten()
-    else:  # the write is mixed like everything else: nothing but a counter could have told
+    else:  # a write through .data does not change the version counter, so it is mixed like everything else
         expected[:3000] += view.weights[0] * written.flatten()
     torch.testing.assert_close(made.flat, expected)
     assert p.data_ptr() == made.flat.data_ptr()
 
 
-@pytest.mark.parametrize("looks", LOOKS)
+@pytest.mark.parametrize("detection", DETECTIONS)
 @pytest.mark.parametrize("strength", [1.0, 0.4])
-def test_the_mean_of_all(looks: str, strength: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mixing_with_the_mean_keeps_what_a_script_writes(
+    detection: str, strength: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for write in (0.0, 3.0):
-        made = bucket(looks, monkeypatch)
+        made = make_bucket(detection, monkeypatch)
         start, total = made.flat.clone(), torch.randn(4000)
         mean = total / 3
         with torch.no_grad():
@@ -81,9 +89,9 @@ def test_the_mean_of_all(looks: str, strength: float, monkeypatch: pytest.Monkey
         torch.testing.assert_close(made.flat, expected)
 
 
-@pytest.mark.parametrize("looks", LOOKS[:2])
-def test_passes_over_memory(looks: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = bucket(looks, monkeypatch)
+@pytest.mark.parametrize("detection", DETECTIONS[:2])
+def test_moved_bytes_count_the_passes_over_memory(detection: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = make_bucket(detection, monkeypatch)
     made.mix(PAIR)
     assert made.moved_bytes == 5 * made.size_bytes == 5 * 16000
     made.snapshot(made.send_buffer())
@@ -93,19 +101,21 @@ def test_passes_over_memory(looks: str, monkeypatch: pytest.MonkeyPatch) -> None
     with torch.no_grad():
         made.params[0][0, 0] += 1  # the first block of 2048 is compared and mixed with what was sent
     made.mix(PAIR)
-    assert made.moved_bytes == (5 + 6 + 5) * 16000 + (8192 if looks == "hashes" else 0)
+    assert made.moved_bytes == (5 + 6 + 5) * 16000 + (8192 if detection == "hashes" else 0)
 
 
 @pytest.mark.parametrize("written", [False, True])
-def test_a_gpu_mixes_all_that_arrived_in_one_launch(written: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With what a script wrote: a launch for each would read and write the bucket each time."""
-    made, calls = bucket("versions", monkeypatch), list[tuple[float, list[float]]]()
+def test_a_gpu_mixes_all_arrived_models_in_one_launch(written: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a script wrote into the parameters: a launch for each model would read and write the bucket again."""
+    made, calls = make_bucket("versions", monkeypatch), list[tuple[float, list[float]]]()
 
-    def mixed(out: torch.Tensor, model: torch.Tensor, own: float, given: list[tuple[torch.Tensor, float]]) -> None:
+    def record_and_mix(
+        out: torch.Tensor, model: torch.Tensor, own: float, given: list[tuple[torch.Tensor, float]]
+    ) -> None:
         calls.append((own, [weight for _, weight in given]))
         mix_into(out, model, own, given)
 
-    monkeypatch.setattr(buckets, "mix_into", mixed)
+    monkeypatch.setattr(buckets, "mix_into", record_and_mix)
     if written:
         with torch.no_grad():
             made.params[0][0, 0] += 1
@@ -115,15 +125,15 @@ def test_a_gpu_mixes_all_that_arrived_in_one_launch(written: bool, monkeypatch: 
     assert made.moved_bytes - before == (4 + written) * 16000
 
 
-def test_types_sizes_and_order() -> None:
+def test_buckets_hold_parameters_of_one_dtype_in_reverse_order_up_to_the_size() -> None:
     params = [Parameter(torch.zeros(4)), Parameter(torch.zeros(6).bfloat16()), Parameter(torch.zeros(8))]
     made = make_buckets(params, 16, False, iter([Full(Config())] * 9))
     assert [[p.numel() for p in b.params] for b in made] == [[8], [4], [6]]
     assert [b.flat.dtype for b in made] == [torch.float32, torch.float32, torch.bfloat16]
 
 
-def test_rules_of_buckets_learn_the_learning_rate() -> None:
-    """SlowMo with a rate that falls by ten at the second exchange of a lone rank: u <- u / 2 + (x0 - x') / lr."""
+def test_rules_of_buckets_get_the_learning_rate() -> None:
+    """SlowMo on one rank, u <- u / 2 + (x0 - x') / lr, whose learning rate falls to a tenth at the second exchange."""
     rule = SlowMo(SlowMo.Config.model_validate({"every": 1}))
     plan = Plan(make("ring", nodes=1), rule, 0)
     parameter = Parameter(torch.full((4,), 8.0))

@@ -1,4 +1,4 @@
-"""What a compressed bucket is sent as."""
+"""Packing: the bytes of a compressed bucket."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RULES: list[Any] = [
 ]  # fmt: skip
 
 
-def packing(rule: Any, sizes: list[int], dtype: torch.dtype) -> Packing:
+def make_packing(rule: Any, sizes: list[int], dtype: torch.dtype) -> Packing:
     coding = make_coding(make_sharing(rule))
     assert coding is not None
     return Packing(coding, sizes, dtype)
@@ -31,40 +31,40 @@ def packing(rule: Any, sizes: list[int], dtype: torch.dtype) -> Packing:
 
 @given(rule=st.sampled_from(RULES), dtype=st.sampled_from(DTYPES), seed=st.integers(0, 1000),
        sizes=st.lists(st.integers(1, 70), min_size=1, max_size=4))  # fmt: skip
-def test_what_is_packed_comes_back_near_where_it_was(
+def test_encoding_and_decoding_is_a_contraction(
     rule: Any, dtype: torch.dtype, seed: int, sizes: list[int]
 ) -> None:
-    made, draws = packing(rule, sizes, dtype), torch.Generator().manual_seed(seed)
+    made, draws = make_packing(rule, sizes, dtype), torch.Generator().manual_seed(seed)
     values = torch.randn(sum(sizes), generator=draws).to(dtype)
     before, packed = values.clone(), torch.full((made.size_bytes,), 255, dtype=torch.uint8)
     made.encode(values, packed, draws)
     assert torch.equal(values, before)
-    found = torch.zeros_like(values)
-    made.add_to(found, packed)
-    left = (values - found).double().norm() / values.double().norm()
-    assert left < 1.0 + 1e-2, "a contraction, or nearly one"
+    decoded = torch.zeros_like(values)
+    made.add_to(decoded, packed)
+    error = (values - decoded).double().norm() / values.double().norm()
+    assert error < 1.0 + 1e-2, "a contraction, or nearly one"
     if "fraction" in rule:
-        assert int((found != 0).sum()) <= max(1, round(rule["fraction"] * len(values)))
+        assert int((decoded != 0).sum()) <= max(1, round(rule["fraction"] * len(values)))
     elif rule["name"] == "full":
         again = torch.empty_like(values)
         made.decode(packed, again)
-        assert torch.equal(again, found) and left < 0.01
+        assert torch.equal(again, decoded) and error < 0.01
 
 
 @given(rule=st.sampled_from(RULES), raw=st.binary(min_size=400, max_size=400))
 def test_any_bytes_are_decoded_or_refused(rule: Any, raw: bytes) -> None:
-    """Of a rank that says nonsense: no crash, nothing outside the bucket is written."""
-    made = packing(rule, [11, 9], torch.float32)
+    """A rank may send nonsense: decoding must neither crash nor write outside of the bucket."""
+    made = make_packing(rule, [11, 9], torch.float32)
     packed = torch.frombuffer(bytearray(raw[: made.size_bytes]), dtype=torch.uint8)
-    room = torch.zeros(60)
+    memory = torch.zeros(60)
     try:
-        made.add_to(room[20:40], packed)
+        made.add_to(memory[20:40], packed)
     except PeerFault:
         return
-    assert not room[:20].any() and not room[40:].any()
+    assert not memory[:20].any() and not memory[40:].any()
 
 
 def test_complex_parameters_are_not_compressed() -> None:
     with pytest.raises(ValueError, match="must be floating point to be compressed"):
-        packing(RULES[0], [4], torch.complex64)
-    assert packing({"name": "choco", "choose": "all"}, [4], torch.complex64).size_bytes == 32
+        make_packing(RULES[0], [4], torch.complex64)
+    assert make_packing({"name": "choco", "choose": "all"}, [4], torch.complex64).size_bytes == 32

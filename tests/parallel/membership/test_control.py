@@ -1,10 +1,9 @@
-"""The threads by which ranks agree on who is a member, several in one process, without any training."""
+"""The threads by which ranks agree on the members of each generation: several in one process, without training."""
 
 from __future__ import annotations
 
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from datetime import timedelta
@@ -18,152 +17,156 @@ from decentnode.parallel.membership.control import ConnectionBroken, Control
 from decentnode.parallel.membership.generation_groups import FORM_SECONDS, GlooGroups
 from decentnode.parallel.membership.job import Job
 from decentnode.wire.generation import Generation
-from tests.conftest import free_ports
+from tests.conftest import free_ports, wait_until
 
 RUN = bytes(range(8))
 LINES = ("parameter w (3, 4)", "topology 'ring'")
 
 
-class Jobs:
-    """Founders' threads, and those of newcomers."""
+class Controls:
+    """The control threads of a job, of founders and of ranks that join."""
 
     def __init__(self) -> None:
-        self.controls: list[Control] = []
+        self.all: list[Control] = []
         self.terms: JobTerms
 
-    def make(self, min_ranks: int, count: int, port: int = 0) -> list[Control]:
-        """port: of the first, the others' any."""
-        made = [Control("127.0.0.1", 0 if number else port) for number in range(count)]
-        self.controls += made
-        founders = tuple(Address(each.endpoint, "tcp://127.0.0.1:1") for each in made)
-        self.terms = JobTerms(RUN, founders, count + 4, min_ranks, 1.6)
-        for uid, each in enumerate(made):
-            each.begin(uid, self.terms, LINES, "digest", 10.0)
-        return made
+    def found_job(self, min_ranks: int, count: int, port: int = 0) -> list[Control]:
+        """Begins a job of `count` founders. port: that of uid 0; the system chooses the others."""
+        founders = [Control("127.0.0.1", 0 if uid else port) for uid in range(count)]
+        self.all += founders
+        addresses = tuple(Address(control.endpoint, "tcp://127.0.0.1:1") for control in founders)
+        self.terms = JobTerms(RUN, addresses, count + 4, min_ranks, 1.6)
+        for uid, control in enumerate(founders):
+            control.begin(uid, self.terms, LINES, "digest", 10.0)
+        return founders
 
-    def newcomer(self, door: Control, digest: str = "digest", seconds: float = 5.0) -> Control:
-        made = Control("127.0.0.1", 0)
-        self.controls.append(made)
-        own = Address(made.endpoint, "tcp://127.0.0.1:1")
-        admission = ask_to_join([door.endpoint], own, seconds)
-        made.begin(admission.uid, admission.terms, LINES, digest, 10.0, admission)
-        return made
+    def join_job(self, member: Control, digest: str = "digest", seconds: float = 5.0) -> Control:
+        """Begins a newcomer, which asks `member` for its uid."""
+        newcomer = Control("127.0.0.1", 0)
+        self.all.append(newcomer)
+        own = Address(newcomer.endpoint, "tcp://127.0.0.1:1")
+        admission = ask_to_join([member.endpoint], own, seconds)
+        newcomer.begin(admission.uid, admission.terms, LINES, digest, 10.0, admission)
+        return newcomer
 
 
 @pytest.fixture
-def jobs() -> Iterator[Jobs]:
-    made = Jobs()
+def controls() -> Iterator[Controls]:
+    made = Controls()
     yield made
-    for each in made.controls:
-        each.close()
+    for control in made.all:
+        control.close()
 
 
-def together(*calls: Callable[[], Any]) -> list[Any]:
-    """What calls that wait for each other return, or raise."""
-    found: list[Any] = [None] * len(calls)
+def run_in_threads(*calls: Callable[[], Any]) -> list[Any]:
+    """Makes calls that wait for each other at the same time. Returns what each returned or raised."""
+    results: list[Any] = [None] * len(calls)
 
     def run(number: int) -> None:
         try:
-            found[number] = calls[number]()
+            results[number] = calls[number]()
         except Exception as error:
-            found[number] = error
+            results[number] = error
 
     threads = [threading.Thread(target=run, args=(number,)) for number in range(len(calls))]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join(30)
-    return found
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return results
 
 
-def next_of(*controls: Control, error: PeerLost | None = None) -> list[Any]:
-    """What all of them get as their next generation."""
-    return together(*(lambda each=each: each.next_generation(error, 10.0, False) for each in controls))
+def next_generations(*controls: Control, error: PeerLost | None = None) -> list[Any]:
+    """Returns the next generation as each of them gets it."""
+    calls = [lambda control=control: control.next_generation(error, 10.0, False) for control in controls]
+    return run_in_threads(*calls)
 
 
-def members(found: list[Any]) -> list[tuple[int, ...]]:
-    for each in found:
-        assert isinstance(each, Generation), each
-    assert len({each.name for each in found}) == 1
-    return [each.members for each in found]
+def members_of(generations: list[Any]) -> list[tuple[int, ...]]:
+    """Returns the members of a generation as each rank has them, and checks that all ranks are in the same one."""
+    for generation in generations:
+        assert isinstance(generation, Generation), generation
+    assert len({generation.name for generation in generations}) == 1
+    return [generation.members for generation in generations]
 
 
-def test_survivors_agree_though_only_one_misses_the_dead(jobs: Jobs) -> None:
-    """Two at once, the leader among them."""
-    zero, one, two, three, four = jobs.make(2, 5)
+def test_survivors_agree_on_a_generation_though_only_one_noticed_the_deaths(controls: Controls) -> None:
+    """Two ranks die at once, the leader among them."""
+    zero, one, two, three, four = controls.found_job(2, 5)
     zero.close()
     three.close()
-    found = together(lambda: two.next_generation(PeerLost("no answer"), 10.0, False),
-                     lambda: one.next_generation(None, 10.0, False),
-                     lambda: four.next_generation(None, 10.0, False))  # fmt: skip
-    assert members(found) == [(1, 2, 4)] * 3
+    generations = run_in_threads(lambda: two.next_generation(PeerLost("no answer"), 10.0, False),
+                                 lambda: one.next_generation(None, 10.0, False),
+                                 lambda: four.next_generation(None, 10.0, False))  # fmt: skip
+    assert members_of(generations) == [(1, 2, 4)] * 3
     assert not (one.broken or two.broken or four.broken)
 
 
-def test_a_newcomer_is_sent_on_to_who_admits_and_counts_as_new(jobs: Jobs) -> None:
-    zero, one = jobs.make(1, 2)
-    new = jobs.newcomer(one)
+def test_a_newcomer_that_asks_any_member_is_admitted_and_is_fresh_until_its_model_is_ready(controls: Controls) -> None:
+    zero, one = controls.found_job(1, 2)
+    new = controls.join_job(one)
     assert new.fresh
-    found = next_of(zero, one, new)
-    assert members(found) == [(0, 1, 2)] * 3
-    assert found[0].fresh == {2}
+    generations = next_generations(zero, one, new)
+    assert members_of(generations) == [(0, 1, 2)] * 3
+    assert generations[0].fresh == {2}
     new.set_model_ready(7)
     assert not new.fresh
 
 
-def test_a_newcomer_takes_the_place_of_the_dead_where_less_than_half_is_enough(jobs: Jobs) -> None:
-    zero, one = jobs.make(1, 2)
-    new = jobs.newcomer(zero)
-    members(next_of(zero, one, new))
+def test_a_newcomer_alone_continues_a_job_whose_min_ranks_is_one(controls: Controls) -> None:
+    zero, one = controls.found_job(1, 2)
+    new = controls.join_job(zero)
+    members_of(next_generations(zero, one, new))
     new.set_model_ready(1)
     zero.close()
     one.close()
-    assert members(next_of(new, error=PeerLost("gone"))) == [(2,)]
+    assert members_of(next_generations(new, error=PeerLost("gone"))) == [(2,)]
 
 
-def test_a_process_that_comes_back_to_its_port_is_who_it_was(jobs: Jobs) -> None:
-    zero, one, two = jobs.make(2, 3)
+def test_a_process_restarted_at_its_port_gets_its_old_uid(controls: Controls) -> None:
+    zero, one, two = controls.found_job(2, 3)
     one.close()
     port = int(one.endpoint.rpartition(":")[2])
-    assert members(next_of(zero, two, error=PeerLost("gone"))) == [(0, 2)] * 2
+    assert members_of(next_generations(zero, two, error=PeerLost("gone"))) == [(0, 2)] * 2
     back = Control("127.0.0.1", port)
-    jobs.controls.append(back)
-    admission = ask_to_join([two.endpoint], jobs.terms.founders[1], 5.0)
+    controls.all.append(back)
+    admission = ask_to_join([two.endpoint], controls.terms.founders[1], 5.0)
     assert admission.uid == 1 and admission.lines == LINES
     back.begin(1, admission.terms, LINES, "digest", 10.0, admission)
-    found = next_of(zero, back, two)
-    assert members(found) == [(0, 1, 2)] * 3
-    assert found[1].fresh == {1}
+    generations = next_generations(zero, back, two)
+    assert members_of(generations) == [(0, 1, 2)] * 3
+    assert generations[1].fresh == {1}
 
 
 @pytest.mark.slow
-def test_a_newcomer_whose_place_only_the_dead_knew_asks_the_others_for_another(jobs: Jobs) -> None:
-    zero, one, two = jobs.make(1, 3)
-    new = jobs.newcomer(zero)
+def test_a_newcomer_admitted_only_by_a_rank_that_died_asks_the_others_again(controls: Controls) -> None:
+    zero, one, two = controls.found_job(1, 3)
+    new = controls.join_job(zero)
     zero.close()
-    assert members(next_of(one, two, error=PeerLost("gone"))) == [(1, 2)] * 2
+    assert members_of(next_generations(one, two, error=PeerLost("gone"))) == [(1, 2)] * 2
     own = Address(new.endpoint, "tcp://127.0.0.1:1")
 
-    def again() -> None:
+    def ask_again() -> None:
         admission = ask_to_join([one.endpoint], own, 5.0)
         new.begin(admission.uid, admission.terms, LINES, "digest", 10.0, admission)
 
-    found = together(lambda: new.next_generation(None, 30.0, False, again),
-                     *(lambda each=each: each.next_generation(None, 30.0, False) for each in (one, two)))  # fmt: skip
-    assert members(found) == [(1, 2, 3)] * 3
+    generations = run_in_threads(lambda: new.next_generation(None, 30.0, False, ask_again),
+                                 lambda: one.next_generation(None, 30.0, False),
+                                 lambda: two.next_generation(None, 30.0, False))  # fmt: skip
+    assert members_of(generations) == [(1, 2, 3)] * 3
 
 
-def test_another_config_is_refused_by_name_and_ends_nothing(jobs: Jobs) -> None:
-    zero, one = jobs.make(1, 2)
-    other = jobs.newcomer(zero, digest="another")
+def test_a_newcomer_with_another_config_is_refused_and_breaks_no_generation(controls: Controls) -> None:
+    zero, one = controls.found_job(1, 2)
+    other = controls.join_job(zero, digest="another")
     with pytest.raises(AssemblyError, match="another config or graph"):
         other.next_generation(None, 10.0, False)
     assert not zero.broken and not one.broken
 
 
 @pytest.mark.slow
-def test_too_few_say_whom_they_miss_and_how_many_they_need(jobs: Jobs) -> None:
-    zero, one, two = jobs.make(2, 3)
+def test_too_few_survivors_name_the_missing_ranks_and_how_many_they_need(controls: Controls) -> None:
+    zero, one, two = controls.found_job(2, 3)
     one.close()
     two.close()
     with pytest.raises(PeerLost, match="rank 1, rank 2 do not answer, and a generation needs 2 of 3"):
@@ -171,53 +174,50 @@ def test_too_few_say_whom_they_miss_and_how_many_they_need(jobs: Jobs) -> None:
 
 
 @pytest.mark.slow
-def test_where_nobody_is_missed_the_error_is_the_callers(jobs: Jobs) -> None:
-    zero, _ = jobs.make(1, 2)
+def test_the_callers_error_is_raised_again_if_no_rank_is_missing(controls: Controls) -> None:
+    zero, _ = controls.found_job(1, 2)
     with pytest.raises(PeerLost, match="took longer"):
         zero.next_generation(PeerLost("the exchange took longer than 1 s"), 20.0, False)
 
 
 @pytest.mark.slow
-def test_after_a_broken_connection_all_go_on_in_another_generation(jobs: Jobs) -> None:
-    zero, one = jobs.make(1, 2)
-    found = together(lambda: zero.next_generation(None, 10.0, False),
-                     lambda: one.next_generation(PeerLost("connection reset"), 10.0, True))  # fmt: skip
-    assert members(found) == [(0, 1)] * 2
-    assert found[0].number == 1
+def test_all_ranks_continue_in_a_new_generation_after_a_broken_connection(controls: Controls) -> None:
+    zero, one = controls.found_job(1, 2)
+    generations = run_in_threads(lambda: zero.next_generation(None, 10.0, False),
+                                 lambda: one.next_generation(PeerLost("connection reset"), 10.0, True))  # fmt: skip
+    assert members_of(generations) == [(0, 1)] * 2
+    assert generations[0].number == 1
 
 
-def test_a_wrong_address_is_told_with_what_became_of_it() -> None:
+def test_join_addresses_that_are_wrong_or_silent_are_named_with_the_reason() -> None:
     own = Address("tcp://127.0.0.1:1", "tcp://127.0.0.1:2")
     with ExitStack() as stack:
         silent = stack.enter_context(closing(socket.create_server(("127.0.0.1", 0))))
         free = free_ports(1)
-        with pytest.raises(AssemblyError) as told:
+        with pytest.raises(AssemblyError) as raised:
             ask_to_join([f"127.0.0.1:{free}", f"127.0.0.1:{silent.getsockname()[1]}"], own, 0.3)
-    assert f"0.3 s: 127.0.0.1:{free}: nothing listens there; 127.0.0.1:" in str(told.value)
-    assert "no member of a job answers" in str(told.value)
+    assert f"0.3 s: 127.0.0.1:{free}: nothing listens there; 127.0.0.1:" in str(raised.value)
+    assert "no member of a job answers" in str(raised.value)
     for wrong in ("", "host", "127.0.0.1:0", "127.0.0.1:x", "no.such.host.invalid:5"):
         with pytest.raises(UsageError, match="join must be addresses"):
             ask_to_join([wrong], own, 1.0)
 
 
-def test_who_is_to_join_where_nobody_listens_yet_is_told_at_once(
-    jobs: Jobs, caplog: pytest.LogCaptureFixture
+def test_a_newcomer_logs_at_once_that_nothing_listens_and_is_admitted_when_a_job_begins_there(
+    controls: Controls, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """And gets its place when somebody does."""
     port = free_ports(1)
     own = Address("tcp://127.0.0.1:1", "tcp://127.0.0.1:2")
-    asking = threading.Thread(target=lambda: found.append(ask_to_join([f"127.0.0.1:{port}"], own, 20.0)))
-    found: list[Any] = []
-    asking.start()
-    until = time.monotonic() + 10
-    while not caplog.messages and time.monotonic() < until:
-        time.sleep(0.01)
-    assert not found
+    admissions: list[Any] = []
+    newcomer = threading.Thread(target=lambda: admissions.append(ask_to_join([f"127.0.0.1:{port}"], own, 20.0)))
+    newcomer.start()
+    wait_until(lambda: caplog.messages, "nothing was logged", 10)
+    assert not admissions
     where = f"127.0.0.1:{port}, where this process is to join a job"
     assert caplog.messages == [f"nothing listens at {where}: trying again for 20 s"]
-    jobs.make(1, 1, port)
-    asking.join(20)
-    assert found[0].lines == LINES
+    controls.found_job(1, 1, port)
+    newcomer.join(20)
+    assert admissions[0].lines == LINES
 
 
 @pytest.fixture
@@ -227,30 +227,30 @@ def job() -> Iterator[Job]:
 
 
 @pytest.mark.slow
-def test_a_newcomer_of_a_job_that_is_over_is_told_so(job: Job) -> None:
+def test_a_newcomer_is_told_that_the_job_is_over(job: Job) -> None:
     job._join_addresses = [f"127.0.0.1:{free_ports(1)}"]
     with pytest.raises(AssemblyError, match="the job is over: nothing listens at 127"):
         job._knock_again()
 
 
-def test_the_store_of_a_member_that_dies_meanwhile_is_given_up_at_once(
+def test_connecting_to_the_store_of_a_member_ends_early_once_the_member_refuses_connections(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tried: list[float] = []
+    timeouts: list[float] = []
 
-    def dies(*_: Any, timeout: timedelta) -> None:
-        tried.append(timeout.total_seconds())
+    def time_out(*_: Any, timeout: timedelta) -> None:
+        timeouts.append(timeout.total_seconds())
         raise RuntimeError("timed out")
 
-    monkeypatch.setattr("torch.distributed.TCPStore", dies)
-    monkeypatch.setattr(Address, "refuses_connection", lambda *_: len(tried) > 1)
+    monkeypatch.setattr("torch.distributed.TCPStore", time_out)
+    monkeypatch.setattr(Address, "refuses_connection", lambda *_: len(timeouts) > 1)
     assert isinstance(job._groups, GlooGroups)
     with pytest.raises(ConnectionBroken, match="1:5 any more"):
         job._groups._store_at("tcp://127.0.0.1:5")
-    assert len(tried) == 2 and max(tried) < FORM_SECONDS
+    assert len(timeouts) == 2 and max(timeouts) < FORM_SECONDS
 
 
-def test_what_a_stranger_sends_is_refused() -> None:
+def test_malformed_messages_of_strangers_are_refused() -> None:
     for frames in ([], [b"x"], [b"x" * 30], [b"a", b"b"]):
         with pytest.raises(PeerFault):
             unpacked_frame(frames)

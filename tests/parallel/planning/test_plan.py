@@ -1,4 +1,4 @@
-"""Topologies by name, and sharing rules that buckets can use."""
+"""Plans: topologies by name, and the sharing rules that buckets can use."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from decentnode.sharing.choco import Choco, ChocoConfig
 from decentnode.sharing.full import Full
 
 
-def test_cliques_are_the_same_for_everybody() -> None:
+def test_all_ranks_compute_the_same_cliques() -> None:
     graph = make_topology("alternating-exp-ring", 12, 3)
     plans = [Plan(graph, make_sharing({"name": "ac", "factor": 0.5, "final": 0.5}), rank) for rank in range(12)]
     machines, both = [(0, 1, 2), (3, 4, 5)], (0, 1, 2, 3, 4, 5)
@@ -36,19 +36,19 @@ def test_cliques_are_the_same_for_everybody() -> None:
         assert not Plan(make_topology(topology, 8, 8), make_sharing("full"), 0).cliques()
 
 
-@pytest.mark.parametrize(("name", "n", "local", "says"), [
+@pytest.mark.parametrize(("name", "n", "local", "message"), [
     ("ring", 5, 5, "odd"), ("exp", 6, 6, "no power of two"), ("alternating-exp-ring", 4, 4, "on one machine"),
     ("alternating-exp-ring", 4, 1, "every machine has one rank"),
     ("alternating-exp-ring", 6, 2, "unequal|power of two"),
 ])  # fmt: skip
-def test_fallbacks_are_said_once(
-    name: str, n: int, local: int, says: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+def test_a_fallback_to_another_topology_is_logged_once_and_still_averages(
+    name: str, n: int, local: int, message: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("decentnode.parallel.planning.topologies._warned", set())
     with caplog.at_level(logging.WARNING):
         graph: Graph = make_topology(name, n, local)
         make_topology(name, n, local)
-    assert len(set(caplog.messages)) == len(caplog.messages) and re.search(says, caplog.text)
+    assert len(set(caplog.messages)) == len(caplog.messages) and re.search(message, caplog.text)
     product = np.eye(n)
     for r in range(3 * (graph.period or 8)):
         matrix = graph.matrix(r)
@@ -57,7 +57,7 @@ def test_fallbacks_are_said_once(
     assert np.abs(product - 1 / n).max() < 0.3
 
 
-def test_no_fallback_where_none_is_needed(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_topology_that_fits_is_used_without_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     for name, n, local in (("ring", 4, 4), ("exp", 8, 8), ("alternating-exp-ring", 8, 2), ("complete", 3, 3)):
         make_topology(name, n, local)
     assert not caplog.messages
@@ -65,14 +65,14 @@ def test_no_fallback_where_none_is_needed(caplog: pytest.LogCaptureFixture) -> N
         make_topology(make_topology("ring", 6, 6), 4, 4)
 
 
-def test_a_section_with_a_wrong_key_is_told_in_one_line_what_it_takes() -> None:
+def test_an_invalid_section_is_refused_in_one_line_with_the_keys_it_takes() -> None:
     with pytest.raises(ValueError, match=r"^topology regular \(takes .*degree.*\): degree: [^\n]*$"):
         make_topology({"name": "regular", "degree": "x"}, 4, 4)
     with pytest.raises(UsageError, match=r"^topology must be one of .*, got 'rnig'; did you mean 'ring'"):
         make_topology("rnig", 4, 4)
 
 
-@pytest.mark.parametrize(("rule", "says"), [
+@pytest.mark.parametrize(("rule", "message"), [
     ({"name": "noloco"}, "NoLoCo, which is not elementwise"), ("leader", "Leader, which is not elementwise"),
     ("relaysgd", "must be an elementwise rule"), ("push_sum", "must be an elementwise rule"),
     ("full_", "did you mean 'full'"), ({"name": "ac", "factor": 2}, "factor"), (type("Mine", (Full,), {
@@ -86,20 +86,20 @@ def test_a_section_with_a_wrong_key_is_told_in_one_line_what_it_takes() -> None:
     (type("Rare", (Full,), {"outgoing": lambda _, x, view: {uid: Payload({"x": x}) for uid in view.neighbors
                                                             if view.round % 2}}), "which sends something other"),
 ])  # fmt: skip
-def test_rules_that_do_not_fit_are_refused(rule: Any, says: str) -> None:
-    with pytest.raises((ValueError, UsageError), match=says):
+def test_rules_that_buckets_cannot_use_are_refused(rule: Any, message: str) -> None:
+    with pytest.raises((ValueError, UsageError), match=message):
         make_sharing(rule)
 
 
-def test_a_rule_says_what_it_needs_of_the_topology() -> None:
+def test_a_rules_requirements_of_the_topology_are_checked() -> None:
     picky = type("Picky", (Full,), {"requirements": replace(Full.requirements, static=True)})
     with pytest.raises(ValueError, match="topology must be static for Picky"):
         Plan(make_topology("ring", 4, 4), make_sharing(picky), 0)
     assert Plan(make_topology("complete", 4, 4), make_sharing(AdaptiveConsensus), 0).view(0, 0.5).weights[0] == 0.625
 
 
-def test_robust_rules_need_neighbors() -> None:
-    """Without enough of them, every rank would train alone, and nothing would say so."""
+def test_a_robust_rule_with_too_few_neighbors_is_refused() -> None:
+    """It would trim all neighbors, so that every rank trained alone without a warning."""
     for topology in ("ring", "one-peer-exp"):
         with pytest.raises(ValueError, match="at least 3 neighbors in every step for TrimmedMean, rank 0 has 1; use "
                            "topology='complete'"):  # fmt: skip
@@ -109,7 +109,7 @@ def test_robust_rules_need_neighbors() -> None:
     Plan(make_topology("ring", 4, 4), make_sharing({"name": "trimmed_mean", "byzantine": "most"}), 0).check_neighbors()
 
 
-def test_choco_is_one_rule_by_name_class_and_object() -> None:
+def test_choco_given_as_a_class_an_object_or_a_section_is_the_rule_of_differences() -> None:
     config = ChocoConfig(name="choco", choose="all", compression={"name": "int8"})  # type: ignore[arg-type]
     for given in (Choco, Choco(config), config.model_dump()):
         assert type(make_sharing(given)) is Differences
@@ -117,17 +117,17 @@ def test_choco_is_one_rule_by_name_class_and_object() -> None:
         make_sharing({"name": "choco", "every": 0})
 
 
-def test_choco_every_few_steps_uses_all_edges_of_a_topology_that_changes() -> None:
+def test_choco_that_exchanges_every_second_step_visits_all_rounds_of_the_topology() -> None:
     plan = Plan(make_topology("one-peer-exp", 4, 4), make_sharing({"name": "choco", "every": 2, "step_size": 1.0}), 0)
     assert [(plan.view(step).sources, plan.phase(step)) for step in (1, 3, 5)] == [((1,), 0), ((2,), 1), ((1,), 0)]
     assert not plan.view(2).sources and not plan.exchanges_after(2) and plan.exchanges_after(3)
 
 
-def test_the_step_of_an_object_is_that_of_the_graph_for_which_it_is_used() -> None:
-    """missing="regroup" plans anew for other numbers of ranks, with the object that the script gave."""
+def test_choco_chooses_its_step_size_again_for_each_graph() -> None:
+    """With missing="regroup", the object that the script gave is used again for other numbers of ranks."""
     rule = Differences.of(ChocoConfig(name="choco", fraction=0.1))
-    steps = []
+    step_sizes = []
     for graph in (make_topology("complete", 1, 1), make_topology({"name": "ring"}, 3, 1)):
         rule.choose_step(graph)
-        steps.append(rule.step_size)
-    assert steps[1] is not None and steps[1] < 0.9 and steps[0] == 1.0
+        step_sizes.append(rule.step_size)
+    assert step_sizes[1] is not None and step_sizes[1] < 0.9 and step_sizes[0] == 1.0

@@ -1,4 +1,4 @@
-"""What is printed when a rank ends because of Ctrl-C or of another rank."""
+"""The traceback that is printed when a rank ends because of Ctrl-C or of another rank."""
 
 from __future__ import annotations
 
@@ -11,24 +11,26 @@ from decentnode.errors import PeerLost
 from decentnode.parallel.process_group.traces import shorten_traces
 
 
-class Raises:
+class RaisingIterator:
+    """Raises an error where torch's data loader asks for data, so that torch's frames are in the traceback."""
+
     def __init__(self, error: BaseException) -> None:
         self.error = error
 
     def __len__(self) -> int:
         return 1
 
-    def __iter__(self) -> Raises:
+    def __iter__(self) -> RaisingIterator:
         return self
 
     def __next__(self) -> None:
         raise self.error
 
 
-def printed(error: BaseException, capsys: pytest.CaptureFixture[str]) -> str:
-    """What the hook prints of an error that comes through torch."""
+def printed_traceback(error: BaseException, capsys: pytest.CaptureFixture[str]) -> str:
+    """Returns what sys.excepthook prints of an error that is raised through torch's frames."""
     try:
-        next(iter(DataLoader([1], collate_fn=lambda _: next(Raises(error)))))  # type: ignore[arg-type]
+        next(iter(DataLoader([1], collate_fn=lambda _: next(RaisingIterator(error)))))  # type: ignore[arg-type]
     except BaseException as caught:
         sys.excepthook(type(caught), caught, caught.__traceback__)
     return capsys.readouterr().err
@@ -38,21 +40,21 @@ def printed(error: BaseException, capsys: pytest.CaptureFixture[str]) -> str:
     (PeerLost("rank 0: rank 1 is gone", [1]), "decentnode.errors.PeerLost: rank 0: rank 1 is gone"),
     (KeyboardInterrupt(), "KeyboardInterrupt"),
 ])  # fmt: skip
-def test_an_end_that_is_no_bug_of_the_script_shows_its_own_lines(
+def test_tracebacks_of_lost_peers_and_ctrl_c_show_only_the_scripts_own_frames(
     error: BaseException, last: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     shorten_traces()
-    told = printed(error, capsys)
-    assert told.endswith(f"\n{last}\n") and "next(iter(DataLoader(" in told and "site-packages" not in told, told
+    text = printed_traceback(error, capsys)
+    assert text.endswith(f"\n{last}\n") and "next(iter(DataLoader(" in text and "site-packages" not in text, text
 
 
-def test_other_errors_and_hooks_stay_as_they_are(
+def test_other_errors_keep_their_traceback_and_the_scripts_own_excepthook_stays(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     shorten_traces()
-    assert "torch/utils/data" in printed(ValueError("a bug"), capsys)
+    assert "torch/utils/data" in printed_traceback(ValueError("a bug"), capsys)
     monkeypatch.setattr(sys, "excepthook", own := lambda *_: None)
     shorten_traces()
     assert sys.excepthook is own

@@ -1,4 +1,4 @@
-"""What a rank of a recorded training writes into its folder, without a training."""
+"""RankRecords: what a rank of a recorded training writes into its folder."""
 
 from __future__ import annotations
 
@@ -12,40 +12,41 @@ from decentnode.metrics import reader
 from decentnode.parallel.recording.records import RankRecords, figures_of
 
 
-def of_epoch(number: int) -> list[dict[str, Any]]:
-    """The records of an epoch, and of the evaluation after it."""
-    trained = {"kind": "round", "round": number, "time": 0.0, "seconds": 2.0 + number, "wait_seconds": 0.5,
-               "data_bytes_sent": 100 * (number + 1)}  # fmt: skip
-    return [trained, {"kind": "evaluation", "round": number + 1, "time": 0.0, "accuracy": number / 10}]
+def records_of_epoch(number: int) -> list[dict[str, Any]]:
+    """Returns the record of an epoch and that of the evaluation after it."""
+    training = {"kind": "round", "round": number, "time": 0.0, "seconds": 2.0 + number, "wait_seconds": 0.5,
+                "data_bytes_sent": 100 * (number + 1)}  # fmt: skip
+    return [training, {"kind": "evaluation", "round": number + 1, "time": 0.0, "accuracy": number / 10}]
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A run's directory with three epochs of rank 1."""
+    """A run's directory with the records of three epochs of rank 1."""
     records = RankRecords(tmp_path, 1)
     for number in range(3):
-        for record in of_epoch(number):
+        for record in records_of_epoch(number):
             records.write(record)
     records.close()
     return tmp_path
 
 
-@pytest.mark.parametrize(("epoch", "left"), [(3, 3), (2, 2), (0, 0), (-1, 0)])
-def test_epochs_that_are_trained_once_more_are_forgotten(run: Path, epoch: int, left: int) -> None:
+@pytest.mark.parametrize(("epoch", "kept"), [(3, 3), (2, 2), (0, 0), (-1, 0)])
+def test_records_of_epochs_that_are_trained_again_are_dropped(run: Path, epoch: int, kept: int) -> None:
     records = RankRecords(run, 1)
     assert records.epochs == 3
     records.drop_from(epoch)
     records.write({"kind": "round", "round": 7, "time": 0.0})
     records.close()
-    found = list(reader.read(run / "nodes" / "001" / "metrics.jsonl"))
-    assert found == [*(each for number in range(left) for each in of_epoch(number)), {**found[-1], "round": 7}]
-    assert records.bytes_sent_before == 100 * left, "the bytes of the epochs that count"
+    read = list(reader.read(run / "nodes" / "001" / "metrics.jsonl"))
+    earlier = [record for number in range(kept) for record in records_of_epoch(number)]
+    assert read == [*earlier, {**read[-1], "round": 7}]
+    assert records.bytes_sent_before == 100 * kept, "the bytes of the epochs that are kept"
 
 
-def test_the_first_evaluation_outlives_the_first_epoch(tmp_path: Path) -> None:
+def test_the_evaluation_before_the_first_epoch_is_kept_when_that_epoch_is_dropped(tmp_path: Path) -> None:
     records = RankRecords(tmp_path, 0)
     first = {"kind": "evaluation", "round": 0, "accuracy": 0.1}
-    for record in [first, *of_epoch(0)]:
+    for record in [first, *records_of_epoch(0)]:
         records.write(record)
     records.drop_from(0)
     records.close()
@@ -53,19 +54,19 @@ def test_the_first_evaluation_outlives_the_first_epoch(tmp_path: Path) -> None:
     assert RankRecords(tmp_path, 0).epochs == 0
 
 
-def test_closing_figures_are_those_of_the_records(run: Path) -> None:
+def test_figures_of_a_rank_are_computed_from_its_records(run: Path) -> None:
     assert figures_of(run, 1) == {
         "accuracy": 0.2, "uid": 1, "rounds": 3, "evaluated_round": 3, "round_seconds_median": 3.0,
         "round_seconds_total": 9.0, "wait_seconds": 1.5, "bytes_data": 300, "bytes_metadata": 0,
     }  # fmt: skip
     RankRecords(run, 2).close()
-    nothing = figures_of(run, 2)
-    assert (nothing["rounds"], nothing["bytes_data"], nothing["round_seconds_median"]) == (0, 0, None)
+    empty = figures_of(run, 2)
+    assert (empty["rounds"], empty["bytes_data"], empty["round_seconds_median"]) == (0, 0, None)
 
 
-def test_status_tells_what_the_rank_does(run: Path) -> None:
+def test_the_status_file_has_what_the_rank_is_doing(run: Path) -> None:
     records = RankRecords(run, 1)
     records.write_status("trains", 3, 10)
-    told = json.loads((run / "nodes" / "001" / "status.json").read_text())
-    assert (told["uid"], told["doing"], told["round"], told["rounds"]) == (1, "trains", 3, 10)
+    status = json.loads((run / "nodes" / "001" / "status.json").read_text())
+    assert (status["uid"], status["doing"], status["round"], status["rounds"]) == (1, "trains", 3, 10)
     records.close()

@@ -1,4 +1,4 @@
-"""What sharing rules keep, cut anew for other buckets."""
+"""States of sharing rules, converted to other buckets."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import torch
 from decentnode.parallel.states.layouts import convert_rule_states
 
 
-def test_states_that_cannot_be_cut_are_refused_before_anything_is_loaded() -> None:
+def test_rule_states_are_converted_to_another_layout_or_refused() -> None:
     saved = [[("b", 2)], [("a", 3)]]
     layout = [[("b", 2), ("a", 3)]]
     states = [{"m": torch.ones(2), "n": 1}, {"m": torch.zeros(3), "n": 1}]
-    (found,) = convert_rule_states(states, saved, layout)
-    assert found["m"].tolist() == [1, 1, 0, 0, 0] and found["n"] == 1
+    (converted,) = convert_rule_states(states, saved, layout)
+    assert converted["m"].tolist() == [1, 1, 0, 0, 0] and converted["n"] == 1
     with pytest.raises(ValueError, match=r"sharing\.n differs from bucket to bucket"):
         convert_rule_states([states[0], {**states[1], "n": 2}], saved, layout)
     with pytest.raises(ValueError, match="elements of parameter c"):

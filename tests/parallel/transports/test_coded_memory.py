@@ -1,4 +1,4 @@
-"""What ranks know of each other's models while exchanges are compressed."""
+"""CodedMemory: the copies that ranks keep of each other's models while exchanges are compressed."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ from decentnode.parallel.transports.regrouping import RegroupingExchange
 from decentnode.parallel.transports.sockets import SocketExchange
 
 INT8 = {"name": "int8"}
-CHANGES = {"name": "choco", "choose": "all", "compression": INT8}
+CHOCO = {"name": "choco", "choose": "all", "compression": INT8}
 
 
-class Rank(BucketExchange):
-    """A rank with one bucket, whose sends have arrived in memory that all ranks share."""
+class OneBucketExchange(BucketExchange):
+    """The exchange of a rank with one bucket. What it sends arrives at once, in a dictionary that all ranks share:
+    world[rank, step]."""
 
     def __init__(self, rank: int, n: int, topology: Any, sharing: Any, world: dict[tuple[int, int], Tensor]) -> None:
         plan = Plan(make_topology(topology, n, n), make_sharing(sharing), rank)
@@ -47,8 +48,8 @@ class Rank(BucketExchange):
         self.buffers = self.memory.receive_buffers(bucket, flight, view.sources)
 
     def _await(self, flight: Flight) -> None:
-        for peer, room in self.buffers.items():
-            room.copy_(self.world[peer, flight.step])
+        for peer, buffer in self.buffers.items():
+            buffer.copy_(self.world[peer, flight.step])
         self.memory.deliver(flight)
 
     def drain(self) -> None:
@@ -56,48 +57,53 @@ class Rank(BucketExchange):
         self.memory.forget()
 
     @torch.no_grad()
-    def take(self) -> None:
+    def finish_exchange(self) -> None:
+        """Mixes with the models of the exchange in flight."""
         self.finish(self.bucket)
 
 
-def test_models_that_were_received_whole_are_kept_once() -> None:
+def test_each_rank_keeps_one_copy_of_each_neighbor_and_of_itself() -> None:
     world: dict[tuple[int, int], Tensor] = {}
-    ranks = [Rank(rank, 3, {"name": "ring"}, CHANGES, world) for rank in range(3)]
+    ranks = [OneBucketExchange(rank, 3, {"name": "ring"}, CHOCO, world) for rank in range(3)]
     for step in range(3):
-        for each in ranks:
-            each.take()
-            each.launch([each.bucket], step)
+        for rank in ranks:
+            rank.finish_exchange()
+            rank.launch([rank.bucket], step)
     size = ranks[0].bucket.size_bytes
-    for each in ranks:
-        assert len(each.memory._own_copies) == 1 and len(each.memory._neighbor_copies) == 2
-        held = {id(tensor): tensor for value in vars(each.memory).values() if isinstance(value, dict)
-                for found in value.values() for tensor in (found if isinstance(found, list) else [found])
+    for rank in ranks:
+        assert len(rank.memory._own_copies) == 1 and len(rank.memory._neighbor_copies) == 2
+        held = {id(tensor): tensor for table in vars(rank.memory).values() if isinstance(table, dict)
+                for value in table.values() for tensor in (value if isinstance(value, list) else [value])
                 if isinstance(tensor, Tensor)}  # fmt: skip
+        # three copies of the model, and encoded ones (int8 and scales: less than half the size) to send and receive
         assert sum(tensor.nbytes for tensor in held.values()) < 3 * size + 3 * 0.5 * size
 
 
-def test_a_rank_that_exchanges_nothing_in_a_round_forgets_as_the_others_do() -> None:
-    """Of three ranks one rests in each round: where a state is loaded then, the next exchanges are whole for all."""
+def test_a_rank_without_a_partner_in_a_round_forgets_its_copies_when_the_others_do() -> None:
+    """Of three ranks, one has no partner in each round. If a state is loaded then, it too must send its next model
+    whole: the others have forgotten the copy to which a difference would be added."""
     world: dict[tuple[int, int], Tensor] = {}
-    ranks = [Rank(rank, 3, "one-peer-exp", CHANGES, world) for rank in range(3)]
+    ranks = [OneBucketExchange(rank, 3, "one-peer-exp", CHOCO, world) for rank in range(3)]
     job: Any = SimpleNamespace(members=(0, 1, 2), control=SimpleNamespace(broken="", set_waiting=lambda _: None))
-    outer = [RegroupingExchange(each, [each.bucket], job, lambda _: None) for each in ranks]
+    exchanges = [RegroupingExchange(rank, [rank.bucket], job, lambda _: None) for rank in ranks]
     for step in range(9):
-        for each, inner in zip(outer, ranks, strict=True):
+        for exchange, rank in zip(exchanges, ranks, strict=True):
             if step == 5:
-                each.drain()
+                exchange.drain()
             elif step:
-                inner.take()
-            each.launch([inner.bucket], step)
-    assert all(inner.bucket.flat.isfinite().all() for inner in ranks)
+                rank.finish_exchange()
+            exchange.launch([rank.bucket], step)
+    assert all(rank.bucket.flat.isfinite().all() for rank in ranks)
 
 
-def test_what_is_settled_leaves_alone_what_has_been_decoded() -> None:
-    """A rank of five waits for rank 2, which is gone; of the others rank 1 has not mixed this rank's."""
+def test_models_collected_twice_are_decoded_once() -> None:
+    """Rank 0 of five collects from ranks 1 and 2, then from 2 and 4, as when it settles a generation in which rank 2 is
+    gone: the model of rank 2 must be the same after both."""
     world: dict[tuple[int, int], Tensor] = {}
-    ranks = [Rank(rank, 5, "complete", {"name": "full", "compression": INT8}, world) for rank in range(5)]
-    for each in ranks:
-        each.launch([each.bucket], 0)
+    rule = {"name": "full", "compression": INT8}
+    ranks = [OneBucketExchange(rank, 5, "complete", rule, world) for rank in range(5)]
+    for rank in ranks:
+        rank.launch([rank.bucket], 0)
     own: Any = object.__new__(SocketExchange)
     own.plan, own._host, own.wait_seconds, own._accepted = ranks[0].plan, ranks[0].memory, 0.0, set()
     own._inbox = {(peer, 0, 0): world[peer, 0] for peer in (1, 2, 3, 4)}
