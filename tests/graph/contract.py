@@ -1,4 +1,4 @@
-"""Checks for every family of graphs."""
+"""The contract of all graphs: cases of every family, and checks that each of them must pass."""
 
 from __future__ import annotations
 
@@ -36,12 +36,14 @@ MEAN_IN_EXPECTATION = {"el_local"}
 
 
 def make(name: str, seed: int = 1, weights: object = None, **options: object) -> Topology:
-    found = load_class(name, GRAPHS, "graph")
-    graph: Topology = found(found.Config.model_validate({"name": name, **options}), seed=seed, weights=weights)
+    """Returns a graph of a family. options: the keys of its section; weights: a rule of weights, else the default."""
+    family = load_class(name, GRAPHS, "graph")
+    graph: Topology = family(family.Config.model_validate({"name": name, **options}), seed=seed, weights=weights)
     return graph
 
 
 def rounds_of(graph: Topology) -> range:
+    """Returns a whole period and one round more, or five rounds of a graph without a period."""
     return range(graph.period + 1 if graph.period else 5)
 
 
@@ -81,21 +83,20 @@ def check_connected(graph: Topology) -> None:
         reach = (graph.matrix(r) > 0) @ reach
         if reach.all():
             return
-    raise AssertionError("some node never hears of another")
+    raise AssertionError("information from some node does not reach all others")
 
 
 def check_partners(graph: Topology) -> None:
     """Checks that `partners` is exactly the set of nodes that a node ever exchanges with, with all members or without
     one, on both ends; None for graphs without a period."""
-    met: dict[int, set[int]] = {uid: set() for uid in range(graph.num_nodes)}
+    exchanged_with: dict[int, set[int]] = {uid: set() for uid in range(graph.num_nodes)}
     for r in range(2 * (graph.period or 1)):
-        for uid, others in met.items():
+        for uid, others in exchanged_with.items():
             alive = set(range(graph.num_nodes)) - {(uid + 1) % graph.num_nodes} | {uid}
             for members in (None, alive):
                 others |= {*graph.neighbors(uid, r, members), *graph.sources(uid, r, members)}
-    for uid, others in met.items():
-        told = graph.partners(uid)
-        assert told == (None if graph.period is None else others)
+    for uid, others in exchanged_with.items():
+        assert graph.partners(uid) == (None if graph.period is None else others)
         assert all(uid in (graph.partners(other) or {uid}) for other in others)
 
 

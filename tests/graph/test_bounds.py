@@ -1,4 +1,4 @@
-"""What a setting of a graph may be: its edges are taken, what lies past them is refused before a run."""
+"""Bounds of the settings of graphs: values at a bound are accepted, values beyond it refused before a run."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ BOUNDS: dict[str, tuple[list[Any], list[Any]]] = {
     "branching": ([1], [0]), "k_over_2": ([1], [0]), "beta": ([0, 1], [-0.001, 1.001]),
     "probability": ([0, 1], [-0.001, 1.001]), "peers": ([1], [0]),
 }  # fmt: skip
-"""Setting -> (taken, refused), wherever a graph has it."""
-FOUND = [(name, key) for name in GRAPHS if name not in ("grouped", "matcha") for key in BOUNDS
-         if key in load_class(name, GRAPHS, "graph").Config.model_fields]  # fmt: skip
+"""Setting -> (accepted values, refused values), for every graph that has it."""
+SETTINGS = [(name, key) for name in GRAPHS if name not in ("grouped", "matcha") for key in BOUNDS
+            if key in load_class(name, GRAPHS, "graph").Config.model_fields]  # fmt: skip
 
 
-def test_every_setting_is_one_of_a_graph() -> None:
-    assert {key for _, key in FOUND} == BOUNDS.keys()
+def test_every_listed_setting_belongs_to_a_graph() -> None:
+    assert {key for _, key in SETTINGS} == BOUNDS.keys()
 
 
-@pytest.mark.parametrize(("name", "key"), FOUND)
-def test_edges_are_taken_and_what_lies_past_them_is_refused(name: str, key: str) -> None:
-    config, given = load_class(name, GRAPHS, "graph").Config, {"name": name, "nodes": 16}
+@pytest.mark.parametrize(("name", "key"), SETTINGS)
+def test_values_at_a_bound_are_accepted_and_values_beyond_it_refused(name: str, key: str) -> None:
+    config, section = load_class(name, GRAPHS, "graph").Config, {"name": name, "nodes": 16}
     if "nodes_per_machine" in config.model_fields:
-        given["nodes_per_machine"] = 4
-    taken, refused = BOUNDS[key]
-    for value in taken:
-        assert getattr(config.model_validate(given | {key: value}), key) == value
+        section["nodes_per_machine"] = 4
+    accepted, refused = BOUNDS[key]
+    for value in accepted:
+        assert getattr(config.model_validate(section | {key: value}), key) == value
     for value in refused:
         with pytest.raises(ValidationError, match=key):
-            config.model_validate(given | {key: value})
+            config.model_validate(section | {key: value})

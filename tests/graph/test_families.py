@@ -1,3 +1,5 @@
+"""Families of graphs: the contract of all, and what single families promise."""
+
 from __future__ import annotations
 
 import numpy as np
@@ -16,7 +18,7 @@ CHECKS = [contract.check_lists, contract.check_weights, contract.check_connected
 
 
 @pytest.mark.parametrize("case", contract.CASES, ids=lambda c: f"{c[0]}-{c[1]['nodes']}")
-def test_contract(case: tuple[str, dict[str, object]]) -> None:
+def test_every_family_fulfills_the_contract(case: tuple[str, dict[str, object]]) -> None:
     graph = contract.make(case[0], **case[1])
     for check in CHECKS:
         if check is not contract.check_members or graph.num_nodes > 1:
@@ -24,21 +26,22 @@ def test_contract(case: tuple[str, dict[str, object]]) -> None:
     contract.check_same_everywhere(graph, contract.make(case[0], **case[1]))
 
 
-def test_every_family_has_a_case() -> None:
+def test_every_family_has_a_case_in_the_contract() -> None:
     assert {name for name, _ in contract.CASES} == set(GRAPHS) - {"file"}
 
 
 @pytest.mark.parametrize("name", ["regular", "small_world", "erdos_renyi", "random_matching", "random_regular"])
-def test_seeds_matter_and_repeat(name: str) -> None:
+def test_a_seed_gives_the_same_graph_again_and_another_seed_another_graph(name: str) -> None:
     lists = [contract.make(name, seed=seed, nodes=16).lists(3) for seed in (1, 1, 2, 3)]
     assert lists[0] == lists[1] and (lists[0] != lists[2] or lists[0] != lists[3])
-    own = contract.make(name, seed=5, nodes=16).lists(0)
-    found = contract.make(name, seed=9, nodes=16)
-    assert type(found)(found.config.model_copy(update={"seed": 5}), seed=9).lists(0) == own
+    # the seed in the graph's own section has precedence over that of the experiment
+    of_seed_5 = contract.make(name, seed=5, nodes=16).lists(0)
+    graph = contract.make(name, seed=9, nodes=16)
+    assert type(graph)(graph.config.model_copy(update={"seed": 5}), seed=9).lists(0) == of_seed_5
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "says"),
+    ("name", "options", "message"),
     [
         ("hypercube", {"nodes": 12}, "8 or 16 nodes"),
         ("one_peer_exponential", {"nodes": 6}, "base_k_plus_1"),
@@ -52,8 +55,8 @@ def test_seeds_matter_and_repeat(name: str) -> None:
         ("small_world", {"nodes": 4}, "k_over_2"),
     ],
 )
-def test_impossible_numbers_are_refused_with_advice(name: str, options: dict[str, object], says: str) -> None:
-    with pytest.raises(GraphError, match=says):
+def test_impossible_numbers_are_refused_with_advice(name: str, options: dict[str, object], message: str) -> None:
+    with pytest.raises(GraphError, match=message):
         contract.make(name, **options)
 
 
@@ -65,11 +68,12 @@ def test_regular_graphs_are_regular_and_connected_or_refused(n: int, degree: int
     except GraphError:
         assert degree >= n or n * degree % 2 or degree < 2
         return
-    assert {len(each) for each in graph.lists(0)} == {degree} and diameter(graph.lists(0)) is not None
+    assert {len(neighbors) for neighbors in graph.lists(0)} == {degree} and diameter(graph.lists(0)) is not None
 
 
-def test_known_contraction_rates() -> None:
-    """Ring with weights 1/3, static exponential 1 - 2 / (tau + 1) (docs/explanation/graphs.rst, "Rates")."""
+def test_contraction_rates_are_the_known_ones() -> None:
+    """Of the ring with weights 1/3, and 1 - 2 / (tau + 1) of the static exponential graph (docs/explanation/graphs.rst,
+    "Rates")."""
     for n, rate in ((8, 0.805), (16, 0.949), (32, 0.987)):
         assert contraction(contract.make("ring", nodes=n)) == pytest.approx(rate, abs=6e-4)
     for n, tau in ((8, 3), (16, 4), (32, 5)):
@@ -77,7 +81,7 @@ def test_known_contraction_rates() -> None:
     assert contraction(contract.make("alternating_ring", nodes=16)) ** 2 == pytest.approx(np.cos(2 * np.pi / 16))
 
 
-def test_rounds_to_consensus_are_those_that_it_takes() -> None:
+def test_rounds_to_consensus_is_the_first_round_below_the_threshold() -> None:
     for name, n in (("ring", 9), ("torus", 12), ("one_peer_exponential", 16), ("base_k_plus_1", 7)):
         graph = contract.make(name, nodes=n)
         needed = rounds_to_consensus(graph)
@@ -88,7 +92,7 @@ def test_rounds_to_consensus_are_those_that_it_takes() -> None:
         assert np.linalg.norm(product - 1 / n, 2) <= 1e-3 + 1e-12
 
 
-def test_views_of_all_nodes_hold_one_tuple_of_the_members() -> None:
+def test_views_of_all_nodes_share_one_tuple_of_members() -> None:
     graph = contract.make("ring", nodes=9)
     assert view(graph, 3, 0).members is view(graph, 5, 1).members is view_without_exchange(graph, 7, 2).members
     assert view(graph, 3, 0).members == tuple(range(9))

@@ -1,3 +1,5 @@
+"""Graph files: edges and adjacency lists."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -14,28 +16,28 @@ EDGES = "3\n0 1\n0 2\n1 0\n1 2\n2 0\n2 1\n"
 ADJACENCY = "3\n1 2\n0 2\n0 1\n"
 
 
-def test_golden_bytes() -> None:
+def test_files_have_the_expected_bytes() -> None:
     triangle = make("ring", nodes=3).lists(0)
     assert format_edges(triangle) == EDGES
     assert format_adjacency(triangle) == ADJACENCY
 
 
 @pytest.mark.parametrize("suffix", [".edges", ".adj"])
-def test_round_trip(tmp_path: Path, suffix: str) -> None:
+def test_a_written_graph_is_read_back(tmp_path: Path, suffix: str) -> None:
     lists = make("regular", nodes=16, degree=4).lists(0)
     write(lists, tmp_path / f"g{suffix}")
     assert read(tmp_path / f"g{suffix}") == list(lists)
     assert [p.name for p in tmp_path.iterdir()] == [f"g{suffix}"]
 
 
-def test_one_direction_and_blank_lines_at_the_end_are_enough(tmp_path: Path) -> None:
+def test_an_edge_may_be_given_once_and_blank_lines_may_end_the_file(tmp_path: Path) -> None:
     path = tmp_path / "g.edges"
     path.write_text("3\n0 1\n2 1\n\n\n")
     assert read(path) == [(1,), (0, 2), (1,)]
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "says"),
+    ("name", "text", "message"),
     [
         ("g.edges", "", "is empty"), ("g.edges", "\n\n", "is empty"), ("g.edges", "x\n0 1\n", ":1: must be the number"),
         ("g.edges", "0\n", ":1: must be the number"), ("g.edges", "2\n0 1 2\n", ":2: must be two node numbers"),
@@ -50,15 +52,15 @@ def test_one_direction_and_blank_lines_at_the_end_are_enough(tmp_path: Path) -> 
         ("g.adj", "2\n1 1\n0\n", ":2: node 0 names a neighbor twice"), ("g.adj", "2\n0\n0\n", ":2: node 0 is joined"),
     ],
 )  # fmt: skip
-def test_bad_files_name_the_line(tmp_path: Path, name: str, text: str, says: str) -> None:
+def test_errors_in_files_name_the_path_and_the_line(tmp_path: Path, name: str, text: str, message: str) -> None:
     path = tmp_path / name
     path.write_text(text, encoding="utf-8")
-    with pytest.raises(GraphError, match=says) as caught:
+    with pytest.raises(GraphError, match=message) as raised:
         read(path)
-    assert str(path) in str(caught.value)
+    assert str(path) in str(raised.value)
 
 
-def test_missing_and_binary_files(tmp_path: Path) -> None:
+def test_missing_and_binary_files_and_folders_are_refused(tmp_path: Path) -> None:
     with pytest.raises(GraphError, match="No such file"):
         read(tmp_path / "none.edges")
     (tmp_path / "b.edges").write_bytes(b"\xff\xfe\x00")
@@ -72,7 +74,7 @@ def test_missing_and_binary_files(tmp_path: Path) -> None:
 @settings(max_examples=150, deadline=None)
 @pytest.mark.slow
 def test_any_text_is_read_or_refused(tmp_path_factory: pytest.TempPathFactory, text: str, suffix: str) -> None:
-    path = tmp_path_factory.getbasetemp() / f"fuzz{suffix}"  # one file: a folder per example takes most of the time
+    path = tmp_path_factory.getbasetemp() / f"fuzz{suffix}"  # a folder for each example would be slow
     path.write_text(text)
     try:
         lists = read(path)
@@ -81,7 +83,7 @@ def test_any_text_is_read_or_refused(tmp_path_factory: pytest.TempPathFactory, t
     assert all(i in lists[j] for i, neighbors in enumerate(lists) for j in neighbors)
 
 
-def test_shipped_graphs() -> None:
+def test_shipped_graph_files_have_the_number_of_nodes_in_their_names() -> None:
     folder = Path(__file__).parents[2] / "graphs"
     files = sorted(folder.iterdir())
     assert files

@@ -1,4 +1,4 @@
-"""MATCHA's matchings, probabilities and weight, beside other ways to find them."""
+"""MATCHA's matchings, probabilities and weight alpha, compared with brute force and random search."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ BASES: dict[str, tuple[str, dict[str, object]]] = {
 }  # fmt: skip
 
 
-def parts(base: str) -> tuple[list[list[tuple[int, int]]], np.ndarray]:
+def matchings_and_laplacians(base: str) -> tuple[list[list[tuple[int, int]]], np.ndarray]:
     name, options = BASES[base]
     graph = make(name, **options)
     matchings = matchings_of(graph.lists(0))
-    return matchings, np.array([laplacian(graph.num_nodes, each) for each in matchings])
+    return matchings, np.array([laplacian(graph.num_nodes, matching) for matching in matchings])
 
 
 def matcha(**options: object) -> Matcha:
@@ -32,7 +32,8 @@ def matcha(**options: object) -> Matcha:
     return made
 
 
-def check_colors(lists: list[tuple[int, ...]]) -> None:
+def check_matchings(lists: list[tuple[int, ...]]) -> None:
+    """Checks that matchings have every edge once, no node twice, and are at most the greatest degree plus one."""
     matchings = matchings_of(lists)
     edges = sorted(edge for matching in matchings for edge in matching)
     assert edges == [(i, j) for i, others in enumerate(lists) for j in others if i < j]
@@ -42,26 +43,26 @@ def check_colors(lists: list[tuple[int, ...]]) -> None:
 
 
 @pytest.mark.parametrize("base", BASES)
-def test_an_edge_is_in_one_matching_and_there_are_no_more_than_the_degree_and_one(base: str) -> None:
+def test_matchings_partition_the_edges_of_base_graphs(base: str) -> None:
     name, options = BASES[base]
-    check_colors(list(make(name, **options).lists(0)))
+    check_matchings(list(make(name, **options).lists(0)))
 
 
-def test_any_graph_is_colored() -> None:
+def test_matchings_partition_the_edges_of_random_graphs() -> None:
     draws = np.random.default_rng(0)
     for _ in range(300):
         n = int(draws.integers(2, 14))
         pairs = list(itertools.combinations(range(n), 2))
         order = draws.permutation(n)
         edges = [(int(order[i]), int(order[j])) for i, j in pairs if draws.random() < draws.random()]
-        check_colors(list(adjacency(n, edges)))
+        check_matchings(list(adjacency(n, edges)))
 
 
 @pytest.mark.parametrize("budget", [0.25, 0.5, 0.8])
 @pytest.mark.parametrize("base", BASES)
-def test_no_other_probabilities_join_the_nodes_much_better(base: str, budget: float) -> None:
-    """Of many random ones, and of the directions around the best ones."""
-    _, laplacians = parts(base)
+def test_no_other_probabilities_give_much_better_connectivity(base: str, budget: float) -> None:
+    """Compares with equal probabilities and with random ones, near and far."""
+    _, laplacians = matchings_and_laplacians(base)
     count, draws = len(laplacians), np.random.default_rng(1)
     p = probabilities_of(laplacians, budget)
     assert p.mean() == pytest.approx(budget, abs=1e-6) and (p >= 0).all() and (p <= 1).all()
@@ -75,48 +76,48 @@ def test_no_other_probabilities_join_the_nodes_much_better(base: str, budget: fl
             assert connectivity(laplacians, near) <= 1.01 * best + 1e-9
 
 
-def test_a_bridge_is_on_more_often_than_edges_that_others_stand_in_for() -> None:
-    """Two cliques and one edge between them: the paper's example of what matters."""
+def test_a_bridge_is_active_more_often_than_redundant_edges() -> None:
+    """The paper's example: two cliques and one edge between them."""
     clique = list(itertools.combinations(range(5), 2))
     lists = adjacency(10, [*clique, *((a + 5, b + 5) for a, b in clique), (0, 5)])
     matchings = matchings_of(lists)
-    p = probabilities_of(np.array([laplacian(10, each) for each in matchings]), 0.5)
-    bridge = next(k for k, each in enumerate(matchings) if (0, 5) in each)
+    p = probabilities_of(np.array([laplacian(10, matching) for matching in matchings]), 0.5)
+    bridge = next(k for k, matching in enumerate(matchings) if (0, 5) in matching)
     assert p[bridge] > 0.99 and p[bridge] == p.max()
 
 
 @pytest.mark.parametrize("base", BASES)
-def test_the_expected_contraction_is_that_of_all_sets_of_matchings(base: str) -> None:
-    """E[W^2] by its formula, and as the sum over all 2^M sets; alpha is the best of a grid."""
-    _, laplacians = parts(base)
+def test_the_expected_contraction_equals_the_sum_over_all_sets_of_matchings(base: str) -> None:
+    """Compares the formula of E[W^2] with the sum over all 2^M sets, and alpha with a grid."""
+    _, laplacians = matchings_and_laplacians(base)
     n, count = laplacians.shape[1], len(laplacians)
     p = probabilities_of(laplacians, 0.5)
-    alpha, found = best_alpha(laplacians, p)
+    alpha, contraction = best_alpha(laplacians, p)
 
     def norm(alpha: float) -> float:
         total = np.zeros((n, n))
-        for on in itertools.product((0, 1), repeat=count):
-            w = np.eye(n) - alpha * np.tensordot(np.array(on), laplacians, 1)
-            total += np.where(on, p, 1 - p).prod() * w @ w
+        for active in itertools.product((0, 1), repeat=count):
+            w = np.eye(n) - alpha * np.tensordot(np.array(active), laplacians, 1)
+            total += np.where(active, p, 1 - p).prod() * w @ w
         return float(np.linalg.norm(total - 1 / n, 2))
 
-    assert found == pytest.approx(norm(alpha), abs=1e-9)
+    assert contraction == pytest.approx(norm(alpha), abs=1e-9)
     largest = 1 / laplacians.sum(0).diagonal().max()
-    assert all(found <= norm(other) + 1e-5 for other in np.linspace(0, largest, 9))
+    assert all(contraction <= norm(other) + 1e-5 for other in np.linspace(0, largest, 9))
 
 
-def test_matchings_are_on_as_often_as_they_should() -> None:
+def test_matchings_are_active_with_their_probabilities() -> None:
     graph = matcha(nodes=10, base={"name": "tree", "nodes": 10}, budget=0.6)
-    often = np.zeros(len(graph.matchings))
+    counts = np.zeros(len(graph.matchings))
     for r in range(3000):
         lists = graph.lists(r)
-        often += [matching[0][1] in lists[matching[0][0]] for matching in graph.matchings]
+        counts += [matching[0][1] in lists[matching[0][0]] for matching in graph.matchings]
         for matching in graph.matchings:
-            assert len({j in lists[i] for i, j in matching}) == 1, "all of it or nothing"
-    np.testing.assert_allclose(often / 3000, graph.probabilities, atol=0.03)
+            assert len({j in lists[i] for i, j in matching}) == 1, "a matching is active as a whole or not at all"
+    np.testing.assert_allclose(counts / 3000, graph.probabilities, atol=0.03)
 
 
-def test_models_come_together_as_fast_as_expected() -> None:
+def test_models_approach_consensus_at_the_expected_rate() -> None:
     graph = matcha(nodes=12, base={"name": "torus", "nodes": 12}, budget=0.5)
     x = np.random.default_rng(0).normal(size=(12, 400))
     x -= x.mean(0)
@@ -126,22 +127,22 @@ def test_models_come_together_as_fast_as_expected() -> None:
     assert 0 < (x**2).sum() <= before * graph.expected**60 * 5
 
 
-def test_a_whole_budget_is_the_base_graph() -> None:
+def test_a_budget_of_one_gives_the_base_graph() -> None:
     graph, base = matcha(nodes=9, base={"name": "torus", "nodes": 9}, budget=1), make("torus", nodes=9)
     assert graph.period == 1 and graph.lists(5) == list(base.lists(0))
 
 
-def test_seeds_draw_other_rounds_of_the_same_matchings() -> None:
+def test_another_seed_activates_the_same_matchings_in_other_rounds() -> None:
     options: dict[str, object] = {"nodes": 8, "base": {"name": "ring", "nodes": 8}}
     one, other = matcha(**options), matcha(**options, seed=5)
     assert one.matchings == other.matchings and any(one.lists(r) != other.lists(r) for r in range(5))
 
 
-@pytest.mark.parametrize(("options", "says"), [
+@pytest.mark.parametrize(("options", "message"), [
     ({"nodes": 8, "base": {"name": "ring", "nodes": 9}}, "base must have 8 nodes, got 9"),
     ({"nodes": 300, "base": {"name": "ring", "nodes": 300}}, "128 nodes at most, got 300"),
     ({"nodes": 8, "base": {"name": "exponential", "nodes": 8}}, "must be an undirected, connected graph"),
 ])  # fmt: skip
-def test_what_it_cannot_serve_is_refused(options: dict[str, object], says: str) -> None:
-    with pytest.raises(GraphError, match=says):
+def test_base_graphs_that_do_not_fit_are_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(GraphError, match=message):
         make("matcha", **options)

@@ -1,3 +1,5 @@
+"""Graphs that change from round to round: which average exactly, and how long their periods are."""
+
 from __future__ import annotations
 
 import numpy as np
@@ -15,7 +17,7 @@ LENGTHS = {
 }
 
 
-def product(graph: Topology, start: int = 0) -> np.ndarray:
+def product_over_a_period(graph: Topology, start: int = 0) -> np.ndarray:
     w = np.eye(graph.num_nodes)
     for r in range(start, start + (graph.period or 0)):
         w = graph.matrix(r) @ w
@@ -23,7 +25,7 @@ def product(graph: Topology, start: int = 0) -> np.ndarray:
 
 
 def assert_exact(graph: Topology, start: int = 0) -> None:
-    np.testing.assert_allclose(product(graph, start), 1 / graph.num_nodes, atol=1e-12)
+    np.testing.assert_allclose(product_over_a_period(graph, start), 1 / graph.num_nodes, atol=1e-12)
 
 
 @pytest.mark.parametrize("peers", [1, 2, 3, 4, 7])
@@ -38,7 +40,7 @@ def test_base_graphs_average_exactly_for_every_number_of_nodes(peers: int) -> No
 
 
 @pytest.mark.parametrize("peers", LENGTHS)
-def test_base_graphs_are_as_short_as_published(peers: int) -> None:
+def test_base_graphs_have_the_published_periods(peers: int) -> None:
     for n, length in LENGTHS[peers].items():
         assert make("base_k_plus_1", nodes=n, peers=peers).period == length
 
@@ -52,16 +54,18 @@ def test_one_peer_exponential_graphs_are_exact_for_powers_of_two(n: int) -> None
             assert_exact(graph, start)
 
 
-def test_the_directed_one_is_not_exact_for_other_numbers() -> None:
+def test_the_directed_one_peer_exponential_graph_is_not_exact_for_other_numbers_of_nodes() -> None:
     """Residuals .22 for 6 nodes and .21 for 12 (docs/explanation/graphs.rst, "What is exact when")."""
     for n, residual in ((6, 0.22), (12, 0.21)):
-        left = np.linalg.norm(product(make("directed_one_peer_exponential", nodes=n)) - 1 / n, 2)
-        assert left == pytest.approx(residual, abs=0.01)
+        distance = np.linalg.norm(product_over_a_period(make("directed_one_peer_exponential", nodes=n)) - 1 / n, 2)
+        assert distance == pytest.approx(residual, abs=0.01)
 
 
 @pytest.mark.parametrize("machines", [2, 4, 8, 16])
 @pytest.mark.parametrize("per_machine", [2, 3])
-def test_alternating_exponential_ring(machines: int, per_machine: int) -> None:
+def test_the_alternating_exponential_ring_is_exact_and_uses_half_of_the_machines_networks(
+    machines: int, per_machine: int
+) -> None:
     n = machines * per_machine
     graph = make("alternating_exponential_ring", nodes=n, nodes_per_machine=per_machine)
     assert graph.period == 2 * (machines.bit_length() - 1)
@@ -69,10 +73,10 @@ def test_alternating_exponential_ring(machines: int, per_machine: int) -> None:
     for r in range(graph.period):
         crossing = {u // per_machine for u in range(n) for j in graph.neighbors(u, r)
                     if u // per_machine != j // per_machine}
-        assert len(crossing) == (machines // 2 if machines > 2 else 2 * r)  # half of the machines on the wire
+        assert len(crossing) == (machines // 2 if machines > 2 else 2 * r)  # half of the machines send to others
 
 
-def test_matchings_pair_and_change() -> None:
+def test_random_matchings_pair_all_nodes_and_differ_from_round_to_round() -> None:
     graph = make("random_matching", nodes=10)
     seen = set()
     for r in range(50):
@@ -83,7 +87,7 @@ def test_matchings_pair_and_change() -> None:
     assert sum(not make("random_matching", nodes=9).neighbors(u, 0) for u in range(9)) == 1
 
 
-def test_far_rounds_cost_no_memory() -> None:
+def test_the_cache_of_rounds_is_bounded_and_rounds_are_drawn_again_alike() -> None:
     graph = make("random_regular", nodes=16, degree=4)
     early = graph.lists(3)
     for r in range(1000, 1300):
@@ -91,10 +95,10 @@ def test_far_rounds_cost_no_memory() -> None:
     assert len(graph._out) <= 64 and graph.lists(3) == early
 
 
-def test_a_round_may_have_the_edges_of_another() -> None:
-    """Rounds in which nobody exchanges are no rounds of the graph."""
+def test_a_view_may_have_the_edges_of_an_earlier_round_of_the_graph() -> None:
+    """Rounds of training without an exchange do not advance the graph."""
     graph = make("one_peer_exponential", nodes=8)
-    seen, plain = view(graph, 0, 5, at=1), view(graph, 0, 5)
-    assert seen.round == plain.round == 5
-    assert seen.neighbors == graph.neighbors(0, 1) != graph.neighbors(0, 5) == plain.neighbors
-    assert seen.weights == graph.weights(0, 1) and plain.weights == graph.weights(0, 5)
+    of_round_1, plain = view(graph, 0, 5, at=1), view(graph, 0, 5)
+    assert of_round_1.round == plain.round == 5
+    assert of_round_1.neighbors == graph.neighbors(0, 1) != graph.neighbors(0, 5) == plain.neighbors
+    assert of_round_1.weights == graph.weights(0, 1) and plain.weights == graph.weights(0, 5)

@@ -1,3 +1,5 @@
+"""Rules of mixing weights, and matrices of weights from files."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -16,11 +18,11 @@ from tests.graph.contract import make
 
 
 def weights(name: str, base_dir: Path = Path(), **options: object) -> object:
-    found = load_class(name, WEIGHTS, "weights")
-    return found(found.Config.model_validate({"name": name, **options}), base_dir)
+    rule = load_class(name, WEIGHTS, "weights")
+    return rule(rule.Config.model_validate({"name": name, **options}), base_dir)
 
 
-def test_metropolis_hastings_on_a_star() -> None:
+def test_metropolis_hastings_weights_of_a_star() -> None:
     w = make("star", nodes=4).matrix(0)
     np.testing.assert_allclose(w[0], 1 / 4)
     np.testing.assert_allclose(np.diag(w)[1:], 3 / 4)
@@ -50,7 +52,7 @@ def test_lazy_weights_have_no_negative_eigenvalue() -> None:
 
 
 @pytest.mark.parametrize("suffix", [".txt", ".npy"])
-def test_weights_from_a_file(tmp_path: Path, suffix: str) -> None:
+def test_weights_are_read_from_a_file(tmp_path: Path, suffix: str) -> None:
     w = np.array([[0.5, 0.25, 0.25], [0.25, 0.5, 0.25], [0.25, 0.25, 0.5]])
     path = tmp_path / f"w{suffix}"
     if suffix == ".npy":
@@ -61,7 +63,7 @@ def test_weights_from_a_file(tmp_path: Path, suffix: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "message"),
     [
         ("0.5 0.5 0\n0.5 0.5 0\n0 0 0.9\n", "row 2 .* must sum to 1, got 0.9"),
         ("0 1 0\n0 1 0\n0 0 1\n", "column 0 .* must sum to 1, got 0"),
@@ -72,42 +74,43 @@ def test_weights_from_a_file(tmp_path: Path, suffix: str) -> None:
         ("1 0 0\n0 1 0\n0 0 0.9999998\n", "row 2 .* must sum to 1, got 0.9999998"),
     ],
 )  # fmt: skip
-def test_bad_matrices_name_the_node(tmp_path: Path, text: str, says: str) -> None:
+def test_errors_in_a_matrix_name_the_node(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "w.txt").write_text(text)
-    with pytest.raises(GraphError, match=says):
+    with pytest.raises(GraphError, match=message):
         make("complete", nodes=3, weights=weights("file", tmp_path, path="w.txt"))
 
 
-def test_weights_must_lie_on_edges(tmp_path: Path) -> None:
+def test_a_weight_between_nodes_without_an_edge_is_refused(tmp_path: Path) -> None:
     np.savetxt(tmp_path / "w.txt", np.full((4, 4), 0.25))
     with pytest.raises(GraphError, match="node 0 has a weight for node 2"):
         make("ring", nodes=4, weights=weights("file", tmp_path, path="w.txt"))
 
 
-def test_directed_graphs_refuse_symmetric_rules() -> None:
+def test_rules_for_undirected_graphs_are_refused_for_directed_ones() -> None:
     with pytest.raises(GraphError, match="undirected"):
         make("exponential", nodes=6, weights=weights("metropolis_hastings"))
 
 
-def test_check_accepts_row_stochastic_when_asked() -> None:
+def test_check_accepts_row_stochastic_matrices_only_with_doubly_false() -> None:
     w = np.array([[0.0, 1.0], [0.0, 1.0]])
     check(w, doubly=False)
     with pytest.raises(GraphError, match="column 0"):
         check(w)
 
 
-def test_build_from_sections() -> None:
+def test_a_graph_is_built_from_its_section_and_that_of_the_weights() -> None:
     graph = build(Ring.Config(name="ring", nodes=5), None, seed=1)
     assert graph.num_nodes == 5
-    graph = build(Star.Config(name="star", nodes=5), WEIGHT, seed=1)
+    graph = build(Star.Config(name="star", nodes=5), UNIFORM, seed=1)
     assert graph.weights(1, 0)[0] == pytest.approx(1 / 2)
 
 
-WEIGHT = load_class("uniform", WEIGHTS, "weights").Config(name="uniform")
+UNIFORM = load_class("uniform", WEIGHTS, "weights").Config(name="uniform")
 
 
-def test_nodes_average_in_one_call_only_if_all_of_them_have_one_weight_for_the_others(tmp_path: Path) -> None:
-    """Node 0 has, but its neighbors have not: with another answer on every node they would wait for each other."""
+def test_nodes_form_an_averaging_group_only_if_each_has_equal_weights_for_the_others(tmp_path: Path) -> None:
+    """In the first matrix node 0 has equal weights, its neighbors do not. If nodes decided differently, some would wait
+    in a collective that the others never enter."""
     np.savetxt(tmp_path / "w.txt", [[0.4, 0.3, 0.3], [0.3, 0.5, 0.2], [0.3, 0.2, 0.5]])
     unequal = make("complete", nodes=3, weights=FileWeights(FileWeightsConfig(path="w.txt"), tmp_path))
     assert [averaging_group_of(unequal, uid, 0) for uid in range(3)] == [()] * 3
