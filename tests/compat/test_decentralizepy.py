@@ -1,4 +1,4 @@
-"""Config files in the shape of decentralizepy's, written here, become experiments that load and run."""
+"""`decentnode convert` turns config files of decentralizepy into experiments that load and run."""
 
 from __future__ import annotations
 
@@ -47,19 +47,21 @@ JWINS = {
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder of the test, with a cache of its own."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("DECENTNODE_CACHE", str(tmp_path / "cache"))
     return tmp_path
 
 
 def write(folder: Path, name: str = "config.ini", **changes: dict[str, str | None]) -> Path:
-    """The step config with keys of some sections changed; None leaves a key out. A section SHARING is replaced."""
+    """Writes the config STEP with some keys changed: None leaves a key out, a given section SHARING replaces all of
+    it."""
     lines = []
     for section in {**STEP, **changes}:
-        found: dict[str, Any] = {**STEP.get(section, {}), **changes.get(section, {})}
+        keys: dict[str, Any] = {**STEP.get(section, {}), **changes.get(section, {})}
         if section == "SHARING" and section in changes:
-            found = changes[section]
-        lines += [f"[{section}]", *(f"{key} = {value}" for key, value in found.items() if value is not None), ""]
+            keys = changes[section]
+        lines += [f"[{section}]", *(f"{key} = {value}" for key, value in keys.items() if value is not None), ""]
     path = folder / name
     path.write_text("\n".join(["; a step config", *lines]))
     return path
@@ -70,8 +72,9 @@ def convert(*words: str) -> Result:
 
 
 def converted(*words: str) -> dict[str, Any]:
-    found = convert("--force", *words)
-    assert found.exit_code == 0, found.output
+    """Converts config.ini, checks that the result loads, and returns it."""
+    result = convert("--force", *words)
+    assert result.exit_code == 0, result.output
     plain: dict[str, Any] = yaml.safe_load(Path("config.yaml").read_text())
     load("config.yaml", check=False)
     return plain
@@ -84,11 +87,11 @@ def write_cifar(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_step_config_runs(folder: Path) -> None:
+def test_a_step_config_is_converted_and_runs(folder: Path) -> None:
     write_cifar(folder)
     write(folder)
-    found = convert("-ps", "4", "-is", "7", "-ta", "2")
-    assert found.exit_code == 0 and found.output.endswith("config.yaml: ok\n"), found.output
+    result = convert("-ps", "4", "-is", "7", "-ta", "2")
+    assert result.exit_code == 0 and result.output.endswith("config.yaml: ok\n"), result.output
     assert yaml.safe_load(Path("config.yaml").read_text()) == {
         "name": "config", "seed": 99, "graph": {"name": "ring", "nodes": 4},
         "mapping": {"name": "linear", "machines": 1, "nodes_per_machine": 4},
@@ -101,7 +104,7 @@ def test_a_step_config_runs(folder: Path) -> None:
     nodes = build_in_process(load("config.yaml", ["node.rounds=1", "training.local_steps=2"]))
     step_all(nodes)
     assert nodes[0].round == 1
-    assert convert("-ps", "4").exit_code == 2  # the file is there already
+    assert convert("-ps", "4").exit_code == 2  # config.yaml exists already, and there is no --force
 
 
 @pytest.mark.parametrize("section, sharing", [
@@ -138,12 +141,12 @@ def test_a_step_config_runs(folder: Path) -> None:
     ({"sharing_class": "Sharing", "compress": "True", "compression_class": "EliasFpzipLossy", "float_precision": "16"},
      {"name": "full", "compression": {"name": "truncate", "bits": 16}}),
 ])
-def test_every_sharing(folder: Path, section: dict[str, Any], sharing: dict[str, Any]) -> None:
+def test_every_sharing_class_is_converted(folder: Path, section: dict[str, Any], sharing: dict[str, Any]) -> None:
     write(folder, SHARING=section)
     assert converted()["sharing"] == sharing
 
 
-def test_plain_average(folder: Path) -> None:
+def test_plain_average_sharing_becomes_uniform_weights(folder: Path) -> None:
     write(folder, SHARING={"sharing_class": "PlainAverageSharing"})
     assert converted()["weights"] == {"name": "uniform"}
 
@@ -158,25 +161,26 @@ def test_plain_average(folder: Path) -> None:
     ({"partition_niid": "True"}, {"name": "shards", "shards": 1}),
     ({"partition_niid": "dirichlet", "alpha": "0.1"}, {"name": "dirichlet", "alpha": 0.1}),
 ])
-def test_every_partition(folder: Path, keys: dict[str, Any], partition: dict[str, Any]) -> None:
+def test_every_partition_is_converted(folder: Path, keys: dict[str, Any], partition: dict[str, Any]) -> None:
     write(folder, DATASET=keys)
     assert converted()["data"]["partition"] == partition
 
 
-def test_models_of_cifar(folder: Path) -> None:
+def test_models_of_cifar_are_converted(folder: Path) -> None:
     for name, model in (("LeNet", "gn_lenet"), ("CNN", "cnn"), ("ResNet8", {"name": "resnet", "depth": 8})):
         write(folder, DATASET={"model_class": name})
         assert converted()["model"] == model
 
 
 def leaf(name: str, model: str) -> dict[str, str | None]:
+    """Returns the keys of the section DATASET for a data set in LEAF's format."""
     return {"dataset_class": name, "dataset_package": f"decentralizepy.datasets.{name}", "model_class": model,
             "partition_niid": None, "train_dir": "leaf/train", "test_dir": "leaf/test"}  # fmt: skip
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model, name", [("CNN", "femnist_cnn"), ("RNET", "rnet"), ("LogisticRegression", "logistic")])
-def test_femnist(folder: Path, model: str, name: str) -> None:
+def test_femnist_is_converted_and_opens(folder: Path, model: str, name: str) -> None:
     write_femnist(folder / "leaf")
     write(folder, DATASET=leaf("Femnist", model), TRAIN_PARAMS={"batch_size": "2"})
     plain = converted("-ps", "2", "--output", "config.yaml")
@@ -186,7 +190,7 @@ def test_femnist(folder: Path, model: str, name: str) -> None:
     assert load("config.yaml").open_data().shares()[0].size > 0
 
 
-def test_celeba(folder: Path) -> None:
+def test_celeba_is_converted_and_loads(folder: Path) -> None:
     write_celeba(folder / "leaf", folder / "images")
     write(folder, DATASET={**leaf("Celeba", "CNN"), "images_dir": "images"})
     plain = converted("-ps", "3")
@@ -195,7 +199,7 @@ def test_celeba(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_shakespeare_and_movielens(folder: Path) -> None:
+def test_shakespeare_and_movielens_are_converted_and_load(folder: Path) -> None:
     write_shakespeare(folder / "leaf")
     write(folder, DATASET=leaf("Shakespeare", "LSTM"))
     plain = converted("-ps", "3")
@@ -215,14 +219,14 @@ def test_shakespeare_and_movielens(folder: Path) -> None:
     {"sharing_class": "Sharing"}, {"sharing_class": "PartialModel", "alpha": "0.1"},
     {"sharing_class": "SubSampling", "alpha": "0.1"},
 ], ids=["full", "topk", "subsample"])  # fmt: skip
-def test_reddit(folder: Path, sharing: dict[str, Any]) -> None:
-    """Its three step configs: training files by user, the vocabulary beside them."""
+def test_the_step_configs_of_reddit_are_converted_and_run(folder: Path, sharing: dict[str, Any]) -> None:
+    """Training files are by user, and the vocabulary lies beside them."""
     words = write_reddit(folder / "reddit_new")
     keys = {**leaf("Reddit", "RNN"), "train_dir": "reddit_new/data/train", "test_dir": "reddit_new/data/test",
             "random_seed": "97"}  # fmt: skip
     write(folder, DATASET=keys, TRAIN_PARAMS={"rounds": "47", "batch_size": "16"}, SHARING=sharing)
-    found = convert("-ps", "4")
-    assert found.exit_code == 0 and found.output.endswith("config.yaml: ok\n"), found.output
+    result = convert("-ps", "4")
+    assert result.exit_code == 0 and result.output.endswith("config.yaml: ok\n"), result.output
     plain = yaml.safe_load(Path("config.yaml").read_text())
     assert plain["model"] == "reddit_rnn" and plain["data"] == {
         "name": "reddit", "train_folder": "reddit_new/data/train", "test_folder": "reddit_new/data/test",
@@ -234,8 +238,8 @@ def test_reddit(folder: Path, sharing: dict[str, Any]) -> None:
     assert nodes[0].round == 1
 
 
-def test_amazon_reviews(folder: Path) -> None:
-    """Its models and tokenizer are those of transformers, which is not asked here."""
+def test_amazon_reviews_are_converted(folder: Path) -> None:
+    """Models and tokenizers are those of the package transformers, which this test does not need."""
     write_reviews(folder / "reviews")
     keys = {**leaf("AmazonReview", "BERT"), "dataset_package": "decentralizepy.datasets.text.AmazonReview",
             "train_dir": "reviews/train", "test_dir": "reviews/test", "tokenizer": "BERT"}  # fmt: skip
@@ -249,7 +253,7 @@ def test_amazon_reviews(folder: Path) -> None:
     assert "[DATASET] tokenizer: must be one of BERT, MobileBERT, got 'GPT'" in convert("--force").output
 
 
-def test_graph_files_and_addresses(folder: Path) -> None:
+def test_graph_files_and_addresses_are_converted(folder: Path) -> None:
     write_cifar(folder)
     write(folder, COMMUNICATION={"offset": "9100"})
     (folder / "g.edges").write_text("6\n0 1\n1 2\n2 3\n3 4\n4 5\n5 0\n")
@@ -265,22 +269,22 @@ def test_graph_files_and_addresses(folder: Path) -> None:
         {"nodes": 4, "host": "10.0.0.1", "base_port": 9100}, {"nodes": 2, "host": "10.0.0.2", "base_port": 9100}]}
     mapping = load("config.yaml").make_mapping()
     assert mapping.num_nodes == 6 and mapping.place(5).machine == 1
-    found = convert("--force", "-gf", "g.edges", "-gt", "adjacency")
-    assert found.exit_code == 2 and "a file of adjacency lists must be named .adj here" in found.output
+    result = convert("--force", "-gf", "g.edges", "-gt", "adjacency")
+    assert result.exit_code == 2 and "a file of adjacency lists must be named .adj here" in result.output
 
 
-def test_paths_are_seen_from_the_output(folder: Path) -> None:
+def test_paths_become_relative_to_the_output_file(folder: Path) -> None:
     write_cifar(folder)
     write(folder)
     (folder / "g.edges").write_text("2\n0 1\n")
     (folder / "out").mkdir()
-    found = convert("-gf", "g.edges", "-ps", "2", "-o", "out/new.yaml")
-    assert found.exit_code == 0 and found.output.endswith("new.yaml: ok\n"), found.output
+    result = convert("-gf", "g.edges", "-ps", "2", "-o", "out/new.yaml")
+    assert result.exit_code == 0 and result.output.endswith("new.yaml: ok\n"), result.output
     plain = yaml.safe_load(Path("out/new.yaml").read_text())
     assert plain["graph"]["file"] == "../g.edges" and plain["data"]["folder"] == "../data/cifar-10-batches-py"
 
 
-def test_epidemic_learning_with_inline_comments(folder: Path) -> None:
+def test_epidemic_learning_with_inline_comments_is_converted(folder: Path) -> None:
     write(folder, OPTIMIZER_PARAMS={"lr": "0.05 ; gamma", "momentum": "0.9", "nesterov": "True"},
           NODE={"graph_degree": "7 ; s"}, SHARING={"sharing_class": "PlainAverageSharing", "compress": "False"})
     plain = converted("-ro", "0")
@@ -289,14 +293,14 @@ def test_epidemic_learning_with_inline_comments(folder: Path) -> None:
     assert plain["training"]["reset_optimizer"] is False
 
 
-def test_epidemic_learning_with_a_time_out(folder: Path) -> None:
+def test_epidemic_learning_with_a_time_out_becomes_the_epidemic_schedule(folder: Path) -> None:
     write(folder, NODE={"graph_degree": "5", "timeout": "2"}, SHARING={"sharing_class": "PlainAverageSharing"})
     plain = converted()
     assert plain["graph"] == {"name": "el_local", "nodes": 16, "degree": 5} and "weights" not in plain
     assert plain["node"]["schedule"] == "epidemic" and plain["node"]["asynchronous"]["deadline_seconds"] == 2
 
 
-def test_epochs_validation_and_losses(folder: Path) -> None:
+def test_epochs_validation_and_losses_are_converted(folder: Path) -> None:
     write(folder, TRAIN_PARAMS={"full_epochs": "True", "rounds": "2", "loss_class": "NLLLoss"},
           DATASET={"validation_source": "Test", "validation_size": "0.2"})
     training = converted()["training"]
@@ -325,44 +329,46 @@ def test_epochs_validation_and_losses(folder: Path) -> None:
     ({"NODE": {"timeout": "2 s"}}, "[NODE] timeout: must be a number, got '2 s'"),
     ({"SHARE": {}}, "[SHARE]: is not a section of decentralizepy; did you mean 'SHARING'?"),
 ])
-def test_what_cannot_be_translated_is_named(folder: Path, changes: dict[str, Any], problem: str) -> None:
+def test_keys_and_values_that_cannot_be_converted_are_named(
+    folder: Path, changes: dict[str, Any], problem: str
+) -> None:
     write(folder, **changes)
-    found = convert()
-    assert found.exit_code == 2 and problem in found.output, found.output
+    result = convert()
+    assert result.exit_code == 2 and problem in result.output, result.output
     assert not Path("config.yaml").exists()
 
 
-def test_all_problems_are_told_at_once(folder: Path) -> None:
+def test_all_problems_are_reported_at_once(folder: Path) -> None:
     write(folder, DATASET={"shard": "2"}, TRAIN_PARAMS={"round": "2"}, SHARING={"sharing_class": "x"})
     assert "config.ini: 3 problems" in convert().output
     write(folder, NODE={"timeouts": "2"})
-    found = convert("-ms", "3", "-ps", "1", "-ps", "1", "-ps", "2").output  # with no file of addresses
-    assert "config.ini: 2 problems" in found, found
+    output = convert("-ms", "3", "-ps", "1", "-ps", "1", "-ps", "2").output  # there is no file of addresses
+    assert "config.ini: 2 problems" in output, output
     (folder / "config.ini").write_text("no section = 1")
     assert "cannot be read as a config file" in convert().output
 
 
-def test_missing_data_is_told_and_the_file_stays(folder: Path) -> None:
+def test_missing_data_is_reported_and_the_converted_file_is_kept(folder: Path) -> None:
     write(folder)
-    found = convert()
-    assert found.exit_code == 0 and "written, but it cannot run here yet" in found.output
-    assert "data/cifar-10-batches-py: no such folder" in found.output and Path("config.yaml").exists()
+    result = convert()
+    assert result.exit_code == 0 and "written, but it cannot run here yet" in result.output
+    assert "data/cifar-10-batches-py: no such folder" in result.output and Path("config.yaml").exists()
 
 
 @pytest.mark.skipif("DECENTRALIZEPY" not in os.environ, reason="DECENTRALIZEPY names no copy of its repository")
-def test_its_own_step_configs(folder: Path) -> None:
-    """All but one, whose key is misspelled."""
+def test_decentralizepys_own_step_configs_are_converted(folder: Path) -> None:
+    """All but one, in which a key is misspelled."""
     configs = sorted((Path(os.environ["DECENTRALIZEPY"]) / "eval" / "step_configs").glob("*.ini"))
-    failed = {path.name: found.output for path in configs
-              if (found := CliRunner().invoke(main, ["convert", str(path), "-ps", "16"])).exit_code}  # fmt: skip
+    failed = {path.name: result.output for path in configs
+              if (result := CliRunner().invoke(main, ["convert", str(path), "-ps", "16"])).exit_code}  # fmt: skip
     assert len(configs) == 22
     assert "[DATASET] shard: is not a key of this section; did" in failed.pop("config_cifar_partialmodel.ini")
     assert not failed and len(list(Path().glob("*.yaml"))) == 21
 
 
-def test_flags_for_the_log_and_the_training_samples(folder: Path) -> None:
+def test_flags_for_the_log_level_and_evaluation_of_training_samples_are_converted(folder: Path) -> None:
     write(folder)
-    found = converted("-ps", "4", "-ll", "DEBUG", "-tea", "2")
-    assert found["run"] == {"log_level": "debug"} and found["training"]["evaluate_train"] == "all"
+    plain = converted("-ps", "4", "-ll", "DEBUG", "-tea", "2")
+    assert plain["run"] == {"log_level": "debug"} and plain["training"]["evaluate_train"] == "all"
     plain = converted("-ps", "4")
     assert "run" not in plain and "evaluate_train" not in plain["training"]

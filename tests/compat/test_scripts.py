@@ -1,4 +1,7 @@
-"""Loops with the calls of real scripts: losses fall, and a run that is saved and loaded goes on with the same bits."""
+"""Training loops with the calls of real scripts: losses fall, and a saved and loaded run continues with the same bits.
+
+Also eval/originals.py and eval/compat.sh, which run the scripts of other projects.
+"""
 
 from __future__ import annotations
 
@@ -19,32 +22,34 @@ from tests.parallel.ranks import run_ranks
 ROOT = Path(__file__).parents[2]
 
 
-def check(results: list[tuple[list[list[float]], bool]]) -> None:
-    for (first, last), same in results:
-        assert mean(last[-4:]) < 0.8 * mean(first[:4]) and same
+def check_losses_and_resume(results: list[tuple[list[list[float]], bool]]) -> None:
+    """results: [rank] (losses of the first and of the last epoch, whether the resumed run has the same bits)."""
+    for (first, last), same_bits in results:
+        assert mean(last[-4:]) < 0.8 * mean(first[:4]) and same_bits
 
 
 @pytest.mark.sampled(one=["kind"])
 @pytest.mark.parametrize("kind", ["cnn", "transformer", "gpt2"])
-def test_the_experiments_of_decent_dp(kind: str) -> None:
-    check(run_ranks(2, work.decent, kind))
+def test_decent_dps_experiments_train_and_resume(kind: str) -> None:
+    check_losses_and_resume(run_ranks(2, work.train_decent_dp_experiment, kind))
 
 
 @pytest.mark.sampled(one=["kind"])
 @pytest.mark.parametrize("kind", ["readme", "test"])
-def test_the_loops_of_decent_dp_itself(kind: str) -> None:
-    check(run_ranks(2, work.own, kind))
+def test_decent_dps_own_loops_train_and_resume(kind: str) -> None:
+    check_losses_and_resume(run_ranks(2, work.train_decent_dp_loop, kind))
 
 
 @pytest.mark.sampled(one=["name"])
 @pytest.mark.parametrize("name", ["EASGD", "EASGD+", "LSGD", "LSGD+", "DataParallel"])
-def test_the_main_loop_of_sdtl(name: str) -> None:
-    check(run_ranks(2, work.sdtl, name))
+def test_sdtls_main_loop_trains_and_resumes(name: str) -> None:
+    check_losses_and_resume(run_ranks(2, work.train_sdtl_loop, name))
 
 
 @pytest.mark.slow
 def test_a_script_for_gpus_runs_without_one(tmp_path: Path) -> None:
-    """With the environment of eval/originals.py alone: a rank's device, NCCL's mean, packages that are not there."""
+    """The environment of eval/originals.py replaces what is missing: the rank's device, NCCL's mean, absent
+    packages."""
     (tmp_path / "train.py").write_text(
         "import subprocess, torch, torchvision, torchvision.transforms as transforms\n"
         "import torch.distributed as dist\nfrom nvidia.dali.plugin.pytorch import DALIClassificationIterator\n"
@@ -58,48 +63,50 @@ def test_a_script_for_gpus_runs_without_one(tmp_path: Path) -> None:
         "model = DecentDP(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(784, 1)).cuda(), optim_fn_adam)\n"
         "model(x).sum().backward()\nprint(total.tolist(), list(x.shape), x.device, model.steps)\n"
     )
-    done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=100,
-                          env=originals.environment() | {"RANK": "0", "WORLD_SIZE": "1"})  # fmt: skip
-    assert done.stdout.strip() == "[5, 4] [4, 1, 28, 28] cpu 1", done.stderr
+    process = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=100,
+                             env=originals.environment() | {"RANK": "0", "WORLD_SIZE": "1"})  # fmt: skip
+    assert process.stdout.strip() == "[5, 4] [4, 1, 28, 28] cpu 1", process.stderr
 
 
 @pytest.mark.slow
-def test_a_path_that_is_no_checkout_is_told(tmp_path: Path) -> None:
+def test_a_path_that_is_no_checkout_is_refused(tmp_path: Path) -> None:
     script = str(ROOT / "eval/originals.py")
-    for words, says in (((f"--experiments={tmp_path}",), "there is no"), (("--only", "cnn"), "give the path")):
-        done = subprocess.run([sys.executable, script, *words], capture_output=True, text=True, timeout=100)
-        assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr
+    for words, message in (((f"--experiments={tmp_path}",), "there is no"), (("--only", "cnn"), "give the path")):
+        process = subprocess.run([sys.executable, script, *words], capture_output=True, text=True, timeout=100)
+        assert process.returncode == 2 and message in process.stderr and "Traceback" not in process.stderr
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_the_ranks_of_a_script_too(tmp_path: Path) -> None:
+def test_ctrl_c_ends_the_script_and_its_ranks(tmp_path: Path) -> None:
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests/test.py").write_text(
         f"import os, time\nopen('{tmp_path}/' + os.environ['RANK'], 'w').write(str(os.getpid()))\ntime.sleep(300)\n"
     )
     command = [sys.executable, str(ROOT / "eval/originals.py"), "--decent-dp", str(tmp_path)]
-    heeds = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # who starts the tests may ignore it
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=heeds)
-    pids = [tmp_path / rank for rank in "01"]
-    until = time.monotonic() + 100
-    while not all(each.exists() and each.read_text() for each in pids):
-        assert time.monotonic() < until and process.poll() is None
+    # the process that runs the tests may ignore SIGINT, and its children would inherit that
+    restore_sigint = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=restore_sigint)
+    pid_files = [tmp_path / rank for rank in "01"]
+    deadline = time.monotonic() + 100
+    while not all(file.exists() and file.read_text() for file in pid_files):
+        assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=100)
-    assert process.returncode == 130 and said.strip() == "stopped"
-    assert not any(Path(f"/proc/{each.read_text()}").exists() for each in pids)
+    _, stderr = process.communicate(timeout=100)
+    assert process.returncode == 130 and stderr.strip() == "stopped"
+    assert not any(Path(f"/proc/{file.read_text()}").exists() for file in pid_files)
 
 
 @pytest.mark.slow
-def test_a_checkout_s_script_runs_with_the_import_changed_alone(tmp_path: Path) -> None:
+def test_compat_sh_runs_a_script_with_nothing_but_its_import_changed(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(
         "import sys\nfrom decent_dp.ddp import DecentralizedDataParallel as ddp\n"
         "from decent_dp.utils import initialize_dist\nfrom decent_dp.topo import TopologyReg\n"
         "print(initialize_dist(), ddp.__module__, sorted(TopologyReg.registry), sys.argv[1:], flush=True)\n"
     )
     command = ["bash", str(ROOT / "eval/compat.sh"), "--decent-dp", str(tmp_path), "--ranks", "1"]
-    done = subprocess.run([*command, "--script", "train.py", "word"], capture_output=True, text=True, timeout=100)
-    assert "(0, 1) decentnode.compat.decent_dp.wrapper" in done.stdout and "['word']" in done.stdout, done.stderr
+    process = subprocess.run([*command, "--script", "train.py", "word"], capture_output=True, text=True, timeout=100)
+    assert "(0, 1) decentnode.compat.decent_dp.wrapper" in process.stdout, process.stderr
+    assert "['word']" in process.stdout, process.stderr
     refused = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert refused.returncode == 2 and "there is no" in refused.stderr

@@ -21,20 +21,22 @@ from tests.parallel.work.models import flat
 EPOCHS, BATCHES, CLASSES = 2, 12, 4
 
 
-def draw(rank: int, epoch: int, kind: str) -> list[tuple[Tensor, Tensor]]:
-    """Batches of which a small model learns something in two epochs."""
-    made = []
+def make_batches(rank: int, epoch: int, kind: str) -> list[tuple[Tensor, Tensor]]:
+    """Returns batches from which a small model learns something in two epochs."""
+    batches = []
     for number in range(BATCHES):
         generator = torch.Generator().manual_seed(1000 * epoch + 10 * number + rank)
         y = torch.randint(CLASSES, (16,), generator=generator)
         if kind == "cnn":
-            made.append((torch.randn(16, 3, 8, 8, generator=generator) * 0.3 + y.view(-1, 1, 1, 1), y))
+            batches.append((torch.randn(16, 3, 8, 8, generator=generator) * 0.3 + y.view(-1, 1, 1, 1), y))
         else:  # sequences that repeat one token
-            made.append((y.view(-1, 1).repeat(1, 6), y.view(-1, 1).repeat(1, 6)))
-    return [(x.to(models.DEVICE), y.to(models.DEVICE)) for x, y in made]
+            batches.append((y.view(-1, 1).repeat(1, 6), y.view(-1, 1).repeat(1, 6)))
+    return [(x.to(models.DEVICE), y.to(models.DEVICE)) for x, y in batches]
 
 
-class Language(nn.Module):
+class LanguageModel(nn.Module):
+    """A transformer layer that returns logits, and with targets also the loss, as in Decent-DP's GPT-2 script."""
+
     def __init__(self) -> None:
         super().__init__()
         self.embed, self.head = nn.Embedding(CLASSES, 8), nn.Linear(8, CLASSES)
@@ -47,12 +49,13 @@ class Language(nn.Module):
 
 def network(kind: str) -> nn.Module:
     torch.manual_seed(0)
-    return (Language() if kind != "cnn" else nn.Sequential(
+    return (LanguageModel() if kind != "cnn" else nn.Sequential(
         nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, CLASSES)
     ).to(memory_format=torch.channels_last)).to(models.DEVICE)  # fmt: skip
 
 
-def groups(params: list[tuple[str, Tensor]], decay: float) -> list[dict[str, Any]]:
+def decay_groups(params: list[tuple[str, Tensor]], decay: float) -> list[dict[str, Any]]:
+    """Returns parameter groups of which only matrices have weight decay."""
     return [{"params": [p for _, p in params if p.dim() < 2], "weight_decay": 0.0},
             {"params": [p for _, p in params if p.dim() >= 2], "weight_decay": decay}]  # fmt: skip
 
@@ -65,17 +68,17 @@ def schedule(optimizer: torch.optim.Optimizer, kind: str) -> LRScheduler:
 
 
 def wrap(kind: str) -> Any:
-    """By the names of the package itself, as scripts import them."""
+    """Wraps a model by the names of the package `decent_dp`, as scripts import them."""
     sys.modules["decent_dp"] = package
     from decent_dp.ddp import DecentralizedDataParallel as DecentDP  # type: ignore[import-not-found]
     from decent_dp.optim import AccumAdam, AccumAdamW  # type: ignore[import-not-found]
 
     def make(params: list[tuple[str, Tensor]], lr: float) -> torch.optim.Optimizer:
         if kind == "cnn":
-            return torch.optim.SGD(groups(params, 1e-4), lr=lr, momentum=0.9)
+            return torch.optim.SGD(decay_groups(params, 1e-4), lr=lr, momentum=0.9)
         if kind == "transformer":
             return AccumAdam([p for _, p in params], lr=lr, betas=(0.9, 0.98), eps=1e-9, accum_iter=2)
-        return AccumAdamW(groups(params, 0.1), lr=lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, accum_iter=2)
+        return AccumAdamW(decay_groups(params, 0.1), lr=lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, accum_iter=2)
 
     more: dict[str, Any] = {
         "cnn": {"grad_clip_norm": 1.0, "sync_buffer_in_global_avg": True},
@@ -85,11 +88,11 @@ def wrap(kind: str) -> Any:
                     topology="ring", scaler=torch.GradScaler("cpu", enabled=False), **more)  # fmt: skip
 
 
-def epoch_of(model: Any, kind: str, rank: int, epoch: int) -> list[float]:
-    """One epoch, as the script of `kind` has it."""
+def train_epoch(model: Any, kind: str, rank: int, epoch: int) -> list[float]:
+    """Trains one epoch as the script of `kind` does. Returns the losses."""
     scaler, losses = torch.GradScaler("cpu", enabled=False), []
     model.train()
-    for x, y in draw(rank, epoch, kind):
+    for x, y in make_batches(rank, epoch, kind):
         if kind == "gpt2":
             _, loss = model(x, y)
         else:
@@ -100,30 +103,33 @@ def epoch_of(model: Any, kind: str, rank: int, epoch: int) -> list[float]:
         rate = model._lr_schedulers[0].get_last_lr()[0] if kind == "cnn" else model._optims[0].param_groups[0]["lr"]
         assert rate > 0
     if kind != "cnn":
-        model.global_avg()  # training goes on from it
+        model.global_avg()  # training continues from the average
     with torch.no_grad():
         model.eval()
         model(x)
     return losses
 
 
-def decent(rank: int, n: int, kind: str) -> tuple[list[list[float]], bool]:
-    """Trains for two epochs; saves after the first and does the second once more. (losses by epoch, same bits)."""
+def train_decent_dp_experiment(rank: int, n: int, kind: str) -> tuple[list[list[float]], bool]:
+    """Trains for two epochs, saves after the first, and repeats the second from what was saved. Returns (losses by
+    epoch, whether the repeated epoch has the same bits)."""
     model = wrap(kind)
-    losses = [epoch_of(model, kind, rank, 0)]
-    saved = copy.deepcopy({"model": model.state_dict(), "optimizers": [each.state_dict() for each in model._optims],
-                           "lr_schedulers": [each.state_dict() for each in model._lr_schedulers]})  # fmt: skip
+    losses = [train_epoch(model, kind, rank, 0)]
+    saved = copy.deepcopy({
+        "model": model.state_dict(), "optimizers": [optimizer.state_dict() for optimizer in model._optims],
+        "lr_schedulers": [schedule.state_dict() for schedule in model._lr_schedulers],
+    })  # fmt: skip
     full = copy.deepcopy(model.full_state_dict())
-    losses.append(epoch_of(model, kind, rank, 1))
+    losses.append(train_epoch(model, kind, rank, 1))
     again = wrap(kind)
     again.load_state_dict(full)
     assert all(torch.equal(full[name], value) for name, value in saved["model"].items())
-    same = epoch_of(again, kind, rank, 1) == losses[1] and torch.equal(flat(again._model), flat(model._model))
+    same = train_epoch(again, kind, rank, 1) == losses[1] and torch.equal(flat(again._model), flat(model._model))
     return losses, same
 
 
-class Own:
-    """The loops of Decent-DP's README, with its `getting started`, and of its tests/test.py."""
+class DecentDpLoop:
+    """The training loop of Decent-DP's README and "getting started", or that of its tests/test.py."""
 
     def __init__(self, kind: str, n: int) -> None:
         sys.modules["decent_dp"] = package
@@ -141,12 +147,12 @@ class Own:
                                   nn.Linear(16, CLASSES))  # fmt: skip
             self.model = DecentDP(inner, partial(optim_fn_adam, beta1=0.974, lr=1e-3 * n), lr_scheduler_fn=None,
                                   topology="ring", sync_buffer_in_global_avg=True)  # fmt: skip
-        self.epoch_of = self._readme if kind == "readme" else self._test
+        self.train_epoch = self._readme if kind == "readme" else self._test
 
     def _readme(self, rank: int, epoch: int) -> list[float]:
         losses = []
         self.model.train()
-        for data, target in draw(rank, epoch, "cnn"):
+        for data, target in make_batches(rank, epoch, "cnn"):
             loss = F.mse_loss(self.model(data.flatten(1)), F.one_hot(target, CLASSES).float())
             self.model.zero_grad()
             loss.backward()
@@ -161,7 +167,7 @@ class Own:
         self.model.train()
         if epoch == 1:
             self.model.set_adaptive_factor(0.1)
-        for data, target in draw(rank, epoch, "cnn"):
+        for data, target in make_batches(rank, epoch, "cnn"):
             loss = criterion(self.model(data), target)
             loss.backward()
             losses.append(loss.item())
@@ -175,24 +181,26 @@ class Own:
         return losses
 
 
-def own(rank: int, n: int, kind: str) -> tuple[list[list[float]], bool]:
-    """Two epochs of a loop of Decent-DP's own, of which the second is done once more from what was saved."""
-    first = Own(kind, n)
-    losses = [first.epoch_of(rank, 0)]
+def train_decent_dp_loop(rank: int, n: int, kind: str) -> tuple[list[list[float]], bool]:
+    """Trains two epochs of a DecentDpLoop and repeats the second from what was saved. Returns as
+    `train_decent_dp_experiment`."""
+    first = DecentDpLoop(kind, n)
+    losses = [first.train_epoch(rank, 0)]
     full = copy.deepcopy(first.model.full_state_dict())
-    losses.append(first.epoch_of(rank, 1))
-    again = Own(kind, n)
+    losses.append(first.train_epoch(rank, 1))
+    again = DecentDpLoop(kind, n)
     again.model.load_state_dict(full)
-    same = again.epoch_of(rank, 1) == losses[1]
+    same = again.train_epoch(rank, 1) == losses[1]
     return losses, same and torch.equal(flat(again.model._model), flat(first.model._model))
 
 
-def sdtl(rank: int, n: int, name: str) -> tuple[list[list[float]], bool]:
-    """SDTL's main loop, with the state of its optimizers saved after the first epoch."""
+def train_sdtl_loop(rank: int, n: int, name: str) -> tuple[list[list[float]], bool]:
+    """Trains two epochs of SDTL's main loop with a method and repeats the second from what was saved. Returns as
+    `train_decent_dp_experiment`."""
     def train(model: nn.Module, optimizer: Any, scheduler: Any, epoch: int) -> list[float]:
         losses = []
         model.train()
-        for data, target in draw(rank, epoch, "cnn"):
+        for data, target in make_batches(rank, epoch, "cnn"):
             optimizer.zero_grad()
             loss = F.cross_entropy(model(data), target)
             loss.backward()
@@ -201,7 +209,7 @@ def sdtl(rank: int, n: int, name: str) -> tuple[list[list[float]], bool]:
         scheduler.step()
         return losses
 
-    def made() -> tuple[nn.Module, Any, Any]:
+    def make() -> tuple[nn.Module, Any, Any]:
         model = network("cnn")
         for p in model.parameters():
             dist.all_reduce(p.data)
@@ -211,11 +219,11 @@ def sdtl(rank: int, n: int, name: str) -> tuple[list[list[float]], bool]:
         return model, CommOptimizer(local, dist_optim_name=name, world_size=n, comm_period=4,
                                     dist_pulling_strength=0.1, local_pulling_strength=0.1), scheduler  # fmt: skip
 
-    model, optimizer, scheduler = made()
+    model, optimizer, scheduler = make()
     losses = [train(model, optimizer, scheduler, 0)]
-    saved = copy.deepcopy([each.state_dict() for each in (model, optimizer, scheduler)])
+    saved = copy.deepcopy([part.state_dict() for part in (model, optimizer, scheduler)])
     losses.append(train(model, optimizer, scheduler, 1))
-    others = made()
-    for each, state in zip(others, saved, strict=True):
-        each.load_state_dict(state)
-    return losses, train(*others, 1) == losses[1]
+    resumed = make()
+    for part, state in zip(resumed, saved, strict=True):
+        part.load_state_dict(state)
+    return losses, train(*resumed, 1) == losses[1]

@@ -1,4 +1,4 @@
-"""What ranks do in the tests of SDTL's face."""
+"""Functions of ranks for the tests of `decentnode.compat.sdtl`, and a simulation of SDTL's methods in one process."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ RATE, LOCAL, STRENGTH, PERIOD, STEPS = 0.1, 0.2, 0.3, 4, 10
 
 
 def train(rank: int, n: int) -> dict[str, Any]:
-    """Every method from the rank's own start towards its goal, and once more from a state of its sixth step."""
+    """Trains with every method from the rank's start towards its goal, then again from a state saved at step 6. Returns
+    method -> the parameters of both."""
     found: dict[str, Any] = {}
     for name in ("EASGD", "EASGD+", "LSGD", "LSGD+"):
         ends = []
         saved: Any = None
         for resumed in (False, True):
             x = STARTS[rank].clone().to(models.DEVICE).requires_grad_()
-            y = STARTS[rank].flip(0).to(models.DEVICE).requires_grad_()  # a parameter group of its own
+            y = STARTS[rank].flip(0).to(models.DEVICE).requires_grad_()  # in another parameter group
             goals = GOALS.to(models.DEVICE)
             local = torch.optim.SGD([{"params": [x]}, {"params": [y]}], lr=RATE)
             comm = CommOptimizer(local, name, n, LOCAL, STRENGTH, PERIOD, faithful=True)
@@ -44,14 +45,16 @@ def train(rank: int, n: int) -> dict[str, Any]:
     return found
 
 
-def expected(name: str, n: int = 3) -> list[list[float]]:
-    """Independently, in one process and float64; methods treat each parameter group as if it were alone."""
-    first = alone(name, n, STARTS.double(), GOALS.double())
-    second = alone(name, n, STARTS.double().flip(1), GOALS.double().roll(1, 0))
+def simulate(name: str, n: int = 3) -> list[list[float]]:
+    """Returns the parameters of each rank by an independent computation in one process, in float64. SDTL's methods
+    treat each parameter group by itself."""
+    first = simulate_group(name, n, STARTS.double(), GOALS.double())
+    second = simulate_group(name, n, STARTS.double().flip(1), GOALS.double().roll(1, 0))
     return [a + b for a, b in zip(first, second, strict=True)]
 
 
-def alone(name: str, n: int, xs: Tensor, goals: Tensor) -> list[list[float]]:
+def simulate_group(name: str, n: int, xs: Tensor, goals: Tensor) -> list[list[float]]:
+    """Simulates one parameter group. xs: [n, 3] the ranks' starts, goals: [n, 3]."""
     centers, kept, squares = xs.clone(), xs.clone(), torch.zeros_like(goals)
     scores = torch.zeros(n).double()
     for t in range(1, STEPS + 1):
