@@ -14,7 +14,7 @@ from tests.cli.test_run import write
 from tests.commands import run, started
 from tests.conftest import free_ports
 from tests.launch.faults import experiment
-from tests.launch.test_resume import Folder, check_same
+from tests.launch.test_resume import Folder, assert_same_models
 
 
 @pytest.mark.slow
@@ -32,16 +32,16 @@ def test_a_run_that_was_killed_in_the_middle_of_writing_goes_on(tmp_path: Path) 
     (tmp_path / "killed").unlink()
     latest = tmp_path / "runs" / "tiny" / "latest"
     os.chdir(tmp_path)
-    straight = Folder(tmp_path / "straight", node={**node, "checkpoint": None}).done()
-    check_same(straight, latest)
+    straight = Folder(tmp_path / "straight", node={**node, "checkpoint": None}).run_successfully()
+    assert_same_models(straight, latest)
 
 
 @pytest.mark.slow
 def test_two_machines_go_on_where_one_stopped(tmp_path: Path) -> None:
     node = {"rounds": 8, "evaluate_every": 0, "checkpoint": {"every": 3}}
     folder = Folder(tmp_path, node=node)
-    straight = folder.done("name=straight")
-    folder.done("node.rounds=5")
+    straight = folder.run_successfully("name=straight")
+    folder.run_successfully("node.rounds=5")
     mapping = {"machines": 2, "nodes_per_machine": 2, "addresses": ["127.0.0.1", "127.0.0.2"]}
     config = write(tmp_path, node=node, mapping={**mapping, "base_port": free_ports(8)})
     with started(tmp_path, "launch", config, "--machine", "0", "--plain", "--resume") as zero:

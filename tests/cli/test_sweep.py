@@ -43,18 +43,18 @@ def outcomes(folder: Path) -> dict[str, tuple[str, int]]:
 
 @pytest.mark.slow
 def test_points_that_fail_are_named_and_stop_no_other(tmp_path: Path) -> None:
-    faults = [f"tests.launch.faults:{name}" for name in ("Dies", "Raises", "Poisons")]
+    faults = [f"tests.launch.faults:{name}" for name in ("Dies", "Raises", "SetsNaN")]
     config = write(tmp_path)
     words = ["sweep", config, "-g", f"training.name={','.join([*faults, 'nothing', 'supervised'])}", "-j", "2"]
     code, out, err = run(tmp_path, *words)
     assert code in (2, 8), out + err
     for part in (r"Dies: killed: its process was killed by SIGKILL", r"Raises: failed: .*a bug in my model",
-                 r"Poisons: diverged: node \d", r"training=nothing: invalid: .*", r"training=supervised: accuracy % \d",
+                 r"SetsNaN: diverged: node \d", r"training=nothing: invalid: .*", r"training=supervised: accuracy % \d",
                  ):  # fmt: skip
         assert re.search(part, out), f"{part}\n{out}"
     first = outcomes(tmp_path)
     assert {label.rpartition(":")[2]: status for label, (status, _) in first.items()} == {
-        "Raises": "failed", "Poisons": "diverged", "supervised": "finished"}  # fmt: skip
+        "Raises": "failed", "SetsNaN": "diverged", "supervised": "finished"}  # fmt: skip
     rows = list(csv.DictReader((tmp_path / "runs/tiny/sweep/points.csv").open()))
     assert sorted(row["status"] for row in rows) == ["diverged", "failed", "finished", "invalid", "killed"]
     (finished,) = (row["run"] for row in rows if row["status"] == "finished")

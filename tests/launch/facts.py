@@ -1,4 +1,4 @@
-"""What the tests of this folder tell of a run."""
+"""Facts of a run and the report of a finished node, as the tests of this folder use them."""
 
 from __future__ import annotations
 

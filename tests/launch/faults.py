@@ -1,4 +1,4 @@
-"""Training that goes wrong on one node in one round; named in configs as "tests.launch.faults:Raises"."""
+"""Trainings that fail on one node in one round; configs name them as in "tests.launch.faults:Raises"."""
 
 from __future__ import annotations
 
@@ -29,68 +29,75 @@ from decentnode.training.supervised_config import SupervisedConfig
 from decentnode.wire.messages import Message
 from tests.conftest import wait_until
 
-UID, ROUND = 2, 3
-LAST_WITH = 8
-"""The last round of which a node that `WritesPid` holds up may have sent its model."""
+FAULTY_UID, FAULT_ROUND = 2, 3
+"""The node on which the trainings below fail, and the round in which they do."""
+FREEZE_BY_ROUND = 8
+"""The round that a node with `WritesPid` does not begin until the test has frozen it. Until then the others may have
+its model of this round at most."""
 
 
 class Faulty(Supervised):
-    def go_wrong(self) -> None:
+    """Node 2 calls `inject_fault` in round 3, before it trains."""
+
+    def inject_fault(self) -> None:
         raise NotImplementedError
 
     def local_update(self, round: int, direction: Direction | None = None) -> Update:
-        if self._uid == UID and round == ROUND:
-            self.go_wrong()
+        if self._uid == FAULTY_UID and round == FAULT_ROUND:
+            self.inject_fault()
         return super().local_update(round, direction)
 
 
 class Raises(Faulty):
-    def go_wrong(self) -> None:
+    def inject_fault(self) -> None:
         raise RuntimeError("a bug in my model")
 
 
 class Dies(Faulty):
-    def go_wrong(self) -> None:
+    def inject_fault(self) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-class StopsConfig(SupervisedConfig):
+class PidFileConfig(SupervisedConfig):
     pid_file: str = ""
+    """The file to which a node writes its process id. Some trainings only make marker files beside it."""
 
 
 class Hangs(Faulty):
-    """Node 2 hangs in round 3, and leaves its process id."""
+    """Node 2 writes its process id in round 3, and hangs."""
 
-    Config: ClassVar[type[Config]] = StopsConfig
+    Config: ClassVar[type[Config]] = PidFileConfig
 
-    def go_wrong(self) -> None:
+    def inject_fault(self) -> None:
         if self.config.pid_file:  # type: ignore[attr-defined]
             Path(self.config.pid_file).write_text(str(os.getpid()))  # type: ignore[attr-defined]
         threading.Event().wait(600)
 
 
 class Lingers(Faulty):
-    """Node 2 says its last word, and its process does not end."""
+    """Node 2 reports that it has finished, but its process does not exit: flushing stdout at its end blocks."""
 
-    def go_wrong(self) -> None:
-        sys.stdout = NeverFlushed()
+    def inject_fault(self) -> None:
+        sys.stdout = BlockingStdout()
 
 
-class NeverFlushed(io.StringIO):
+class BlockingStdout(io.StringIO):
     def flush(self) -> None:
         threading.Event().wait(600)
 
 
-class Poisons(Supervised):
+class SetsNaN(Supervised):
+    """The model of node 2 has a NaN after the steps of round 3."""
+
     def local_update(self, round: int, direction: Direction | None = None) -> Update:
         update = super().local_update(round, direction)
-        if self._uid == UID and round == ROUND:
+        if self._uid == FAULTY_UID and round == FAULT_ROUND:
             self.model.parameters[0] = float("nan")
         return update
 
 
 class Slow(Supervised):
-    """Rounds of 20 ms, so that a test can do something meanwhile."""
+    """Rounds take at least 20 ms, so that a test can act while the run goes on."""
 
     def local_update(self, round: int, direction: Direction | None = None) -> Update:
         time.sleep(0.02)
@@ -99,31 +106,33 @@ class Slow(Supervised):
 
 class MarkerConfig(SupervisedConfig):
     marker: Path = Path("killed")
+    """Exists once the run was killed."""
 
 
 class DiesWriting(Supervised):
-    """Everything is killed in the middle of node 2's writing a checkpoint, after round 5, the first time. By then all
-    nodes have written those of round 4, which they do beside their rounds."""
+    """All processes are killed while node 2 writes its checkpoint after round 5, unless `marker` says that they were
+    killed before. The kill waits until all nodes have written their checkpoints after round 4: nodes write
+    checkpoints in the background."""
 
     Config: ClassVar[type[Config]] = MarkerConfig
 
     def local_update(self, round: int, direction: Direction | None = None) -> Update:
         marker: Path = self.config.marker  # type: ignore[attr-defined]
-        if self._uid == UID and round == 5 and not marker.exists():
+        if self._uid == FAULTY_UID and round == 5 and not marker.exists():
             marker.write_text("")
 
-            def half(file: int, data: memoryview, _: object) -> None:
-                before = "runs/*/*/checkpoints/00000004-*/*.json"
-                wait_until(lambda: len({each.name for each in Path().glob(before)}) == 4)
+            def write_half_and_kill_all(file: int, data: memoryview, _: object) -> None:
+                earlier = "runs/*/*/checkpoints/00000004-*/*.json"
+                wait_until(lambda: len({path.name for path in Path().glob(earlier)}) == 4)
                 os.write(file, data[: len(data) // 2])
                 os.killpg(os.getpgid(0), signal.SIGKILL)
 
-            tensor_file._write_all = half
+            tensor_file._write_all = write_half_and_kill_all
         return super().local_update(round, direction)
 
 
 def experiment(**sections: Any) -> dict[str, Any]:
-    """A small experiment that takes a fraction of a second; `sections` replace its own."""
+    """Returns a small experiment, which runs in a fraction of a second. `sections` replace its own sections."""
     return {
         "name": "tiny",
         "graph": {"name": "ring", "nodes": 4},
@@ -137,36 +146,37 @@ def experiment(**sections: Any) -> dict[str, Any]:
 
 
 class WritesPid(Slow):
-    """Node 2 leaves its process id as it begins round 3, so that a test can freeze it at any moment from then on. It
-    does not go on with round LAST_WITH before it was frozen: on a busy machine the run would be over by then."""
+    """Node 2 writes its process id as it begins round 3, so that a test can freeze it at any moment from then on.
+    Before it trains in round FREEZE_BY_ROUND it waits until the test has made the file `frozen`: on a busy machine the
+    run would be over before the freeze."""
 
-    Config: ClassVar[type[Config]] = StopsConfig
+    Config: ClassVar[type[Config]] = PidFileConfig
 
     def local_update(self, round: int, direction: Direction | None = None) -> Update:
         pid_file = Path(self.config.pid_file)  # type: ignore[attr-defined]
-        if round == ROUND and self._uid == UID:
-            pid_file.with_name(f"{pid_file.name}{UID}").write_text(str(os.getpid()))
-        elif round == LAST_WITH and self._uid == UID:
+        if round == FAULT_ROUND and self._uid == FAULTY_UID:
+            pid_file.with_name(f"{pid_file.name}{FAULTY_UID}").write_text(str(os.getpid()))
+        elif round == FREEZE_BY_ROUND and self._uid == FAULTY_UID:
             wait_until(pid_file.with_name("frozen").exists)
         return super().local_update(round, direction)
 
 
-class Stops(Slow):
-    """Node 2 freezes in round 3, until somebody says SIGCONT."""
+class Freezes(Slow):
+    """Node 2 writes its process id and suspends itself in round 3, until a test sends SIGCONT."""
 
-    Config: ClassVar[type[Config]] = StopsConfig
+    Config: ClassVar[type[Config]] = PidFileConfig
 
     def local_update(self, round: int, direction: Direction | None = None) -> Update:
-        if self._uid == UID and round == ROUND:
+        if self._uid == FAULTY_UID and round == FAULT_ROUND:
             Path(self.config.pid_file).write_text(str(os.getpid()))  # type: ignore[attr-defined]
             os.kill(os.getpid(), signal.SIGSTOP)
         return super().local_update(round, direction)
 
 
-class StopsSide(Slow):
-    """Nodes 3 and 4 freeze in round 5, and leave their process ids."""
+class TwoNodesFreeze(Slow):
+    """Nodes 3 and 4 write their process ids and suspend themselves in round 5."""
 
-    Config: ClassVar[type[Config]] = StopsConfig
+    Config: ClassVar[type[Config]] = PidFileConfig
 
     def local_update(self, round: int, direction: Direction | None = None) -> Update:
         if self._uid in (3, 4) and round == 5:
@@ -176,99 +186,101 @@ class StopsSide(Slow):
         return super().local_update(round, direction)
 
 
-class Marks(Stops):
-    """As Stops; and what leaves in a round says whose it is and of which round."""
+class FreezesAndMarks(Freezes):
+    """As `Freezes`; besides, all parameters of a model that is sent are a number that tells the node and the round."""
 
     def local_update(self, round: int, direction: Direction | None = None) -> Update:
         update = super().local_update(round, direction)
-        self.model.parameters.fill_(mark(self._uid, round))
+        self.model.parameters.fill_(marked_value(self._uid, round))
         return update
 
 
-def mark(uid: int, round: int) -> float:
+def marked_value(uid: int, round: int) -> float:
     return 1.0 + uid + 100 * round
 
 
 class ChecksMarks(Full):
-    """With Marks: a node that is given anything but its neighbors' models of the round fails."""
+    """With `FreezesAndMarks`: a node raises if a payload is not the model that the neighbor sent in this round."""
 
     def mix_into(self, out: Tensor, model: Tensor, received: Mapping[int, Payload], view: RoundView) -> None:
         for uid, payload in received.items():
-            if not bool((payload.tensors["x"] == mark(uid, view.round)).all()):
-                raise RuntimeError(f"round {view.round}: node {uid} sent {mark(uid, view.round)}, here is "
+            if not bool((payload.tensors["x"] == marked_value(uid, view.round)).all()):
+                raise RuntimeError(f"round {view.round}: node {uid} sent {marked_value(uid, view.round)}, got "
                                    f"{payload.tensors['x'].unique().tolist()}")  # fmt: skip
         super().mix_into(out, model, received, view)
 
 
-class MortalConfig(SupervisedConfig):
+class FaultOnMessageConfig(SupervisedConfig):
     victim: str = ""
-    heard: str = ""
-    """File that a node makes which has heard the victim's word."""
+    """Node, type of message and signal, such as "1 Commit SIGKILL"."""
+    received_marker: str = ""
+    """File that a node makes when it receives a message of that type."""
 
 
-class Mortal(Slow):
-    """Node 2 dies in round 3, and as soon as another one says a certain word about the next generation, a signal hits
-    it, too: `victim` has all three ("1 Commit SIGKILL")."""
+class FaultOnMessage(Slow):
+    """Node 2 dies in round 3. A second node gets a signal, too, as soon as it sends its first message of a given type,
+    of those by which nodes agree on a generation: `victim` names the node, the type and the signal."""
 
-    Config: ClassVar[type[Config]] = MortalConfig
+    Config: ClassVar[type[Config]] = FaultOnMessageConfig
 
     def local_update(self, round: int, direction: Direction | None = None) -> Update:
         if round == 0:
-            self._wait_for_word()
-        if self._uid == UID and round == ROUND:
+            self._patch_messages()
+        if self._uid == FAULTY_UID and round == FAULT_ROUND:
             os.kill(os.getpid(), signal.SIGKILL)
         return super().local_update(round, direction)
 
-    def _wait_for_word(self) -> None:
-        node, word, fault = self.config.victim.split()  # type: ignore[attr-defined]
-        marker = Path(self.config.heard)  # type: ignore[attr-defined]
+    def _patch_messages(self) -> None:
+        node, kind, signal_name = self.config.victim.split()  # type: ignore[attr-defined]
+        marker = Path(self.config.received_marker)  # type: ignore[attr-defined]
         if self._uid != int(node):
-            self._tell_when_heard(word, marker)
+            self._touch_on_receipt(kind, marker)
             return
-        say = LinkSender.send_once
+        send_once = LinkSender.send_once
 
-        def say_and_die(links: LinkSender, uid: int, message: Message) -> None:
-            say(links, uid, message)
-            if type(message).__name__ == word:
-                for _ in range(100):  # until somebody has it; half a second, as it may be for a node that is gone
+        def send_and_signal(links: LinkSender, uid: int, message: Message) -> None:
+            send_once(links, uid, message)
+            if type(message).__name__ == kind:
+                for _ in range(100):  # until a node received it, or half a second: the receiver may be dead
                     if marker.exists() or threading.Event().wait(0.005):
                         break
-                os.kill(os.getpid(), getattr(signal, fault))
+                os.kill(os.getpid(), getattr(signal, signal_name))
 
-        LinkSender.send_once = say_and_die  # type: ignore[method-assign]
+        LinkSender.send_once = send_and_signal  # type: ignore[method-assign]
 
     @staticmethod
-    def _tell_when_heard(word: str, marker: Path) -> None:
-        hear = Reconfiguration.receive
+    def _touch_on_receipt(kind: str, marker: Path) -> None:
+        receive = Reconfiguration.receive
 
-        def hear_and_tell(regroup: Reconfiguration, message: Message, now: float) -> None:
-            if type(message).__name__ == word:
+        def receive_and_touch(regroup: Reconfiguration, message: Message, now: float) -> None:
+            if type(message).__name__ == kind:
                 marker.touch()
-            hear(regroup, message, now)
+            receive(regroup, message, now)
 
-        Reconfiguration.receive = hear_and_tell  # type: ignore[method-assign]
+        Reconfiguration.receive = receive_and_touch  # type: ignore[method-assign]
 
 
 class DiesOnce(Supervised):
-    """Node 2 dies in round 3, but not when it has been started again; until then the others take their time."""
+    """Node 2 dies whenever it trains in round 3: once, if it rejoins in a later round. Until it has rejoined, the
+    others slow down, so that they do not finish before."""
 
-    Config: ClassVar[type[Config]] = StopsConfig
+    Config: ClassVar[type[Config]] = PidFileConfig
 
     def local_update(self, round: int, direction: Direction | None = None) -> Update:
         marker = Path(self.config.pid_file + ".back")  # type: ignore[attr-defined]
-        if self._uid == UID and round == ROUND:
+        if self._uid == FAULTY_UID and round == FAULT_ROUND:
             os.kill(os.getpid(), signal.SIGKILL)
-        elif self._uid == UID and round > ROUND:
+        elif self._uid == FAULTY_UID and round > FAULT_ROUND:
             marker.touch()
-        elif round > ROUND and not marker.exists():
+        elif round > FAULT_ROUND and not marker.exists():
             time.sleep(0.2)
         return super().local_update(round, direction)
 
 
 class ServerDiesOnce(Supervised):
-    """Node 0, which makes no steps, dies in round 5, but not when it has been started again."""
+    """Node 0, a server, which makes no steps, dies in round 5 of its first process."""
 
-    Config: ClassVar[type[Config]] = StopsConfig
+    Config: ClassVar[type[Config]] = PidFileConfig
 
     def rest(self, round: int) -> None:
         marker = Path(self.config.pid_file + ".died")  # type: ignore[attr-defined]
@@ -278,8 +290,8 @@ class ServerDiesOnce(Supervised):
         super().rest(round)
 
 
-class DiesInTheRun(DiesOnce):
-    """As `DiesOnce`, but not when the run is repeated."""
+class DiesOnceInTheOriginal(DiesOnce):
+    """As `DiesOnce`, but once node 2 is back nothing dies any more: neither does it when the run is replayed."""
 
     def local_update(self, round: int, direction: Direction | None = None) -> Update:
         if Path(self.config.pid_file + ".back").exists():  # type: ignore[attr-defined]
@@ -288,39 +300,39 @@ class DiesInTheRun(DiesOnce):
 
 
 class WaitsForFile(Supervised):
-    """Node 2 makes no steps of round 3 before there is a file."""
+    """Node 2 waits in round 3 until the test has made the file `pid_file`."""
 
-    Config: ClassVar[type[Config]] = StopsConfig
+    Config: ClassVar[type[Config]] = PidFileConfig
 
     def local_update(self, round: int, direction: Direction | None = None) -> Update:
-        if self._uid == UID and round == ROUND:
+        if self._uid == FAULTY_UID and round == FAULT_ROUND:
             wait_until(Path(self.config.pid_file).exists)  # type: ignore[attr-defined]
         return super().local_update(round, direction)
 
 
-class NeverBack(Slow):
-    """Node 2 dies in round 3; started again, it hangs before it has asked anybody to let it in."""
+class HangsAfterRestart(Slow):
+    """Node 2 dies in round 3; its second process hangs before it asks the others to admit it."""
 
-    Config: ClassVar[type[Config]] = StopsConfig
+    Config: ClassVar[type[Config]] = PidFileConfig
 
-    def __init__(self, *parts: Any, **named: Any) -> None:
-        super().__init__(*parts, **named)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self._died = Path(self.config.pid_file + ".died")  # type: ignore[attr-defined]
-        if self._uid == UID and self._died.exists():
+        if self._uid == FAULTY_UID and self._died.exists():
             time.sleep(600)
 
     def local_update(self, round: int, direction: Direction | None = None) -> Update:
-        if self._uid == UID and round == ROUND:
+        if self._uid == FAULTY_UID and round == FAULT_ROUND:
             self._died.touch()
             os.kill(os.getpid(), signal.SIGKILL)
         return super().local_update(round, direction)
 
 
-class CutShort(Dataset[tuple[Tensor, int]]):
-    """A sample that validation does not read, because it knows the labels, cannot be made."""
+class BrokenSample(Dataset[tuple[Tensor, int]]):
+    """Sample `broken_index` raises when it is read. Validation does not read it, as `targets` gives the labels."""
 
     classes = ("one", "two")
-    bad = 1234
+    broken_index = 1234
 
     def __init__(self, split: str) -> None:
         self.count = 1600 if split == "train" else 8
@@ -333,6 +345,6 @@ class CutShort(Dataset[tuple[Tensor, int]]):
         return self.read_image(index), index % 2
 
     def read_image(self, index: int) -> Tensor:
-        if index == self.bad:
+        if index == self.broken_index:
             raise OSError(f"image {index} is cut short")
         return torch.full((4,), index / self.count)

@@ -1,4 +1,4 @@
-"""Stand-ins for the processes of a run, with which what decides about it is tested without one."""
+"""Stand-ins for the processes of a run, with which the supervisor's decisions are tested without processes."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from decentnode.launch.supervising.workers import Worker
 from tests.launch.facts import FACTS
 
 
-class Child(Worker):
-    """One process that notes what it is told, and whether it was killed."""
+class FakeWorker(Worker):
+    """A worker without a process, which records the messages sent to it and whether it was killed."""
 
     def __init__(self, *uids: int) -> None:
         super().__init__(uids, SimpleNamespace(), SimpleNamespace())  # type: ignore[arg-type]
-        self.told: list[ChildMessage] = []
+        self.sent: list[ChildMessage] = []
         self.killed = False
 
     def send(self, message: ChildMessage) -> None:
-        self.told.append(message)
+        self.sent.append(message)
 
     def kill(self) -> None:
         self.killed = True
 
 
-class Heard(Observer):
+class RecordingObserver(Observer):
     """Keeps what the user is told."""
 
     def __init__(self) -> None:
-        self.causes: list[int] = []
+        self.failed_uids: list[int] = []
         self.notices: list[str] = []
         self.waits: list[str] = []
 
     def failed(self, failure: Any, log: Any) -> None:
-        self.causes.append(failure.uid)
+        self.failed_uids.append(failure.uid)
 
     def notice(self, text: str) -> None:
         self.notices.append(text)
@@ -46,11 +46,11 @@ class Heard(Observer):
         self.waits.append(text)
 
 
-class Nodes:
-    """Stands in for `LocalNodes`: as many processes as there are nodes on machine 0."""
+class FakeLocalNodes:
+    """Stands in for `LocalNodes`: nodes 0 and 1, with a worker each."""
 
     def __init__(self, phase: str) -> None:
-        self.workers: list[Child] = [Child(0), Child(1)]
+        self.workers: list[FakeWorker] = [FakeWorker(0), FakeWorker(1)]
         self.phase, self.phase_since = phase, 0.0
         for worker in self.workers if phase == "running" else []:
             worker.joined = {*worker.uids}
@@ -59,20 +59,20 @@ class Nodes:
         for worker in self.workers:
             worker.send(message)
 
-    def restart(self, uids: list[int], began: float | None) -> Child:
-        return Child(*uids)
+    def restart(self, uids: list[int], began: float | None) -> FakeWorker:
+        return FakeWorker(*uids)
 
-    def replace(self, worker: Child, by: Child) -> None:
-        self.workers[self.workers.index(worker)] = by
+    def replace(self, worker: FakeWorker, replacement: FakeWorker) -> None:
+        self.workers[self.workers.index(worker)] = replacement
 
 
-def local_run(phase: str = "running", **facts: Any) -> tuple[Any, Heard]:
-    """Returns a run of nodes 0 and 1 on machine 0, for EarlyEnd, LostNodes and Deadlines, and who hears of it."""
-    heard = Heard()
+def make_local_run(phase: str = "running", **facts: Any) -> tuple[Any, RecordingObserver]:
+    """Returns a run of nodes 0 and 1 on machine 0, for EarlyEnd, LostNodes and Deadlines, and its observer."""
+    observer = RecordingObserver()
     command = SimpleNamespace(
-        observer=heard, signals=SimpleNamespace(received=[]), request=SimpleNamespace(simulate=False, join=False)
+        observer=observer, signals=SimpleNamespace(received=[]), request=SimpleNamespace(simulate=False, join=False)
     )
     process_faults = SimpleNamespace(began=None, stop=lambda: None)
-    known = SimpleNamespace(**{**vars(FACTS), "local": (0, 1), "num_nodes": 2, **facts})
-    parts: Any = (command, known, Nodes(phase), Ledger(), process_faults)
-    return LocalRun(*parts), heard
+    run_facts = SimpleNamespace(**{**vars(FACTS), "local": (0, 1), "num_nodes": 2, **facts})
+    parts: Any = (command, run_facts, FakeLocalNodes(phase), Ledger(), process_faults)
+    return LocalRun(*parts), observer

@@ -13,7 +13,7 @@ import pytest
 
 from decentnode.metrics.reader import read_kind
 from tests.conftest import scale, wait_until
-from tests.launch.faults import LAST_WITH, UID, experiment
+from tests.launch.faults import FAULTY_UID, FREEZE_BY_ROUND, experiment
 from tests.launch.test_supervisor import Witness, run
 
 PATIENCE, AWAY, ROUNDS = 2.0, 1, 16
@@ -35,7 +35,7 @@ class Freezes(Witness):
         self._freezer.start()
 
     def _freeze(self) -> None:
-        pid_file = self._folder / f"pid{UID}"
+        pid_file = self._folder / f"pid{FAULTY_UID}"
         wait_until(lambda: pid_file.exists() and pid_file.read_text())
         time.sleep(self._after)
         pid = int(pid_file.read_text())
@@ -46,7 +46,7 @@ class Freezes(Witness):
     def progress(self, uid: int, record: dict[str, Any]) -> None:
         super().progress(uid, record)
         self._reached[uid] = record.get("round", 0)
-        if self._frozen and min(self._reached.get(other, 0) for other in (0, 1, 3)) > LAST_WITH + AWAY:
+        if self._frozen and min(self._reached.get(other, 0) for other in (0, 1, 3)) > FREEZE_BY_ROUND + AWAY:
             os.kill(self._frozen, signal.SIGCONT)
             self._frozen = 0
 
@@ -74,9 +74,9 @@ def test_who_waits_for_a_frozen_node_is_not_given_up_by_the_others(
             node={"rounds": ROUNDS, "evaluate_every": 0, "missing": "return_weight", "schedule": schedule},
         )  # fmt: skip
         assert outcome.exit_code == 0 and outcome.run_dir is not None, witness.failures
-        assert set(outcome.summary["losses"]) >= {str(UID)} and outcome.summary["rounds_without_total"] > 0
+        assert set(outcome.summary["losses"]) >= {str(FAULTY_UID)} and outcome.summary["rounds_without_total"] > 0
         without: dict[int, set[int]] = {}
         for uid in (0, 1, 3):
             records = read_kind(outcome.run_dir / "nodes" / f"{uid:03d}" / "metrics.jsonl", "round")
             without[uid] = {missing for record in records for missing in record.get("missing", ())}
-        assert without == {0: {UID}, 1: {UID}, 3: {UID}}
+        assert without == {0: {FAULTY_UID}, 1: {FAULTY_UID}, 3: {FAULTY_UID}}

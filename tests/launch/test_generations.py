@@ -152,7 +152,7 @@ def test_a_node_that_is_started_again_joins_the_next_generation(tmp_path: Path, 
 
 @pytest.mark.slow
 def test_a_node_that_freezes_is_left_behind_and_comes_back(tmp_path: Path) -> None:
-    outcome, listener = go_on(tmp_path, "Stops", rounds=250, keys={"pid_file": str(tmp_path / "pid")},
+    outcome, listener = go_on(tmp_path, "Freezes", rounds=250, keys={"pid_file": str(tmp_path / "pid")},
                               communication=FREEZES)  # fmt: skip
     assert outcome.exit_code == 0, listener.failures
     assert outcome.summary["members"] == [0, 1, 2, 3, 4]
@@ -194,7 +194,7 @@ def test_a_stop_costs_nobody_what_the_others_have_wherever_a_node_on_its_way_bac
 def test_a_stop_while_a_node_on_its_way_back_never_gets_ready(tmp_path: Path) -> None:
     """It hangs where it loads its data; the others do not wait for it."""
     outcome, listener = go_on(
-        tmp_path, "NeverBack", rounds=100_000, node={"restarts": 1}, keys={"pid_file": str(tmp_path / "pid")},
+        tmp_path, "HangsAfterRestart", rounds=100_000, node={"restarts": 1}, keys={"pid_file": str(tmp_path / "pid")},
         listener=Stopper(tmp_path / "pid", "generation 1"),
     )  # fmt: skip
     assert (outcome.exit_code, outcome.summary["status"]) == (130, "interrupted"), listener.failures
@@ -209,7 +209,7 @@ def test_a_run_that_is_over_does_not_wait_for_a_node_on_its_way_back(
     """Not for as long as a neighbor would be waited for, which is longer than this test may last."""
     monkeypatch.setattr("decentnode.launch.supervising.deadlines.REJOIN_SECONDS", 0.5)
     outcome, listener = go_on(
-        tmp_path, "NeverBack", node={"restarts": 1}, keys={"pid_file": str(tmp_path / "pid")},
+        tmp_path, "HangsAfterRestart", node={"restarts": 1}, keys={"pid_file": str(tmp_path / "pid")},
         communication={"timeout_seconds": 600},
     )  # fmt: skip
     assert (outcome.exit_code, outcome.summary["status"]) == (0, "finished"), listener.failures
@@ -228,7 +228,7 @@ def test_a_run_that_is_over_does_not_wait_for_a_node_that_it_left_behind(
     monkeypatch.setattr("decentnode.launch.supervising.deadlines.REJOIN_SECONDS", 0.5)
     listener = Listener(tmp_path / "elsewhere")
     outcome, _ = go_on(
-        tmp_path, "Stops", keys={"pid_file": str(tmp_path / "pid")}, listener=listener,
+        tmp_path, "Freezes", keys={"pid_file": str(tmp_path / "pid")}, listener=listener,
         communication={"timeout_seconds": 600},
     )  # fmt: skip
     assert outcome.exit_code == 0, listener.failures
@@ -254,9 +254,9 @@ def test_a_second_node_is_hit_at_a_step_of_the_agreement(
     tmp_path: Path, victim: int, word: str, fault: str
 ) -> None:
     """Over gloo: node 2 dies, and another one dies or freezes just after saying its word; three of five go on."""
-    keys = {"victim": f"{victim} {word} {fault}", "heard": str(tmp_path / "heard")}
+    keys = {"victim": f"{victim} {word} {fault}", "received_marker": str(tmp_path / "received")}
     communication = {"name": "collective", "timeout_seconds": 8, **FREEZES}
-    outcome, listener = go_on(tmp_path, "Mortal", communication=communication, keys=keys)
+    outcome, listener = go_on(tmp_path, "FaultOnMessage", communication=communication, keys=keys)
     assert outcome.exit_code == 0, listener.failures
     left = sorted({0, 1, 3, 4} - {victim})
     if word != "Suspect":  # the process of node 2 is missed at once, by the supervisor's word

@@ -1,4 +1,4 @@
-"""All nodes in one process leave what processes leave."""
+"""Runs with all nodes in one process leave the same files and events as runs with a process per node."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from decentnode.launch.children.messages import Request
 from decentnode.launch.reporting.observer import Observer
 from decentnode.launch.supervisor import supervise
 from tests.launch.faults import experiment
-from tests.launch.stand_ins import Heard
+from tests.launch.stand_ins import RecordingObserver
 
 ROOT = Path(__file__).parents[2]
 COMMON = [
@@ -22,8 +22,8 @@ COMMON = [
 ]  # fmt: skip
 
 
-def left_by(folder: Path, *overrides: str) -> tuple[int, list[list[dict[str, Any]]], list[dict[str, Any]]]:
-    """Exit code, and by node its events and its last status."""
+def run_and_read_files(folder: Path, *overrides: str) -> tuple[int, list[list[dict[str, Any]]], list[dict[str, Any]]]:
+    """Runs the quickstart; returns the exit code, and for each node its events and its last status."""
     request = Request(str(ROOT / "configs" / "quickstart.yaml"), [f"run.dir={folder}", *COMMON, *overrides])
     outcome = supervise(request, Observer(), command="decentnode run quickstart.yaml")
     assert outcome.run_dir is not None
@@ -33,40 +33,40 @@ def left_by(folder: Path, *overrides: str) -> tuple[int, list[list[dict[str, Any
 
 
 @pytest.mark.slow
-def test_events_and_status_are_those_of_processes(tmp_path: Path) -> None:
+def test_events_and_status_equal_those_of_separate_processes(tmp_path: Path) -> None:
     found = {}
     for way in ("inproc", "zeromq"):
-        code, events, status = left_by(tmp_path / way, f"communication={way}")
-        told = [[(event["uid"], event["kind"], event["peer"], event["detail"]) for event in each
-                 if event["kind"] != "connection_lost"] for each in events]  # fmt: skip
-        found[way] = code, told, [(each.keys(), each["uid"], each["round"], each["doing"]) for each in status]
+        code, events, status = run_and_read_files(tmp_path / way, f"communication={way}")
+        kept = [[(event["uid"], event["kind"], event["peer"], event["detail"]) for event in of_node
+                 if event["kind"] != "connection_lost"] for of_node in events]  # fmt: skip
+        found[way] = code, kept, [(node.keys(), node["uid"], node["round"], node["doing"]) for node in status]
     assert found["inproc"] == found["zeromq"]
-    code, told, _ = found["inproc"]
+    code, kept, _ = found["inproc"]
     assert code == 0
-    assert told == [[(uid, "joined", None, ""), (uid, "finished", None, "3 rounds")] for uid in range(3)]
+    assert kept == [[(uid, "joined", None, ""), (uid, "finished", None, "3 rounds")] for uid in range(3)]
 
 
 @pytest.mark.slow
-def test_a_node_that_fails_is_told_apart_from_those_that_lose_it(tmp_path: Path) -> None:
-    code, events, status = left_by(tmp_path, "communication=inproc", "training.optimizer.lr=1e30")
+def test_events_tell_the_node_that_diverged_from_those_that_lost_it_as_a_peer(tmp_path: Path) -> None:
+    code, events, status = run_and_read_files(tmp_path, "communication=inproc", "training.optimizer.lr=1e30")
     assert code != 0
-    assert [each["doing"] for each in status] == ["failed"] * 3
-    last = [(each[-1]["kind"], each[-1]["peer"]) for each in events]
+    assert [node["doing"] for node in status] == ["failed"] * 3
+    last = [(of_node[-1]["kind"], of_node[-1]["peer"]) for of_node in events]
     failed = [uid for uid, (kind, _) in enumerate(last) if kind == "diverged"]
     assert len(failed) == 1
-    assert all(each == ("peer_lost", failed[0]) for uid, each in enumerate(last) if uid not in failed)
+    assert all(event == ("peer_lost", failed[0]) for uid, event in enumerate(last) if uid not in failed)
 
 
 @pytest.mark.slow
-def test_a_checkpoint_that_cannot_be_written_is_told_while_the_run_goes_on(
+def test_a_checkpoint_that_cannot_be_written_is_reported_while_the_run_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: Any) -> int:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("decentnode.checkpoint.store.write", full)
-    heard = Heard()
+    observer = RecordingObserver()
     sections = experiment(node={"rounds": 4, "evaluate_every": 0, "checkpoint": {"every": 1}})
-    decentnode.run(sections, processes=False, progress=heard, run={"dir": str(tmp_path)})
-    text, = [text for text in heard.notices if "checkpoint after" in text]
+    decentnode.run(sections, processes=False, progress=observer, run={"dir": str(tmp_path)})
+    text, = [text for text in observer.notices if "checkpoint after" in text]
     assert text.startswith("node 0: the checkpoint after round 1 could not be written: [Errno 28] No space left")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from decentnode.metrics.reader import read_kind
-from tests.launch.faults import ROUND, UID, experiment
+from tests.launch.faults import FAULT_ROUND, FAULTY_UID, experiment
 from tests.launch.test_supervisor import Witness, run
 
 NEIGHBORS = (1, 3)
@@ -32,7 +32,7 @@ class Thaws(Witness):
         super().progress(uid, record)
         if uid in self._reached:
             self._reached[uid] = record.get("round", 0)
-        if min(self._reached.values()) >= ROUND + AWAY and self._pid_file.exists():
+        if min(self._reached.values()) >= FAULT_ROUND + AWAY and self._pid_file.exists():
             os.kill(int(self._pid_file.read_text()), signal.SIGCONT)
             self._pid_file.unlink()
 
@@ -44,7 +44,7 @@ def test_who_was_frozen_is_given_the_models_of_its_rounds_or_none(tmp_path: Path
     witness = Thaws(pid_file)
     outcome = run(
         tmp_path, witness, sharing={"name": "tests.launch.faults:ChecksMarks"},
-        training={**experiment()["training"], "name": "tests.launch.faults:Marks", "pid_file": str(pid_file)},
+        training={**experiment()["training"], "name": "tests.launch.faults:FreezesAndMarks", "pid_file": str(pid_file)},
         communication={"name": way, "timeout_seconds": PATIENCE},
         node={"rounds": ROUNDS, "evaluate_every": 0, "missing": "return_weight"},
     )
@@ -55,8 +55,8 @@ def test_who_was_frozen_is_given_the_models_of_its_rounds_or_none(tmp_path: Path
     }
     assert all(len(each) == ROUNDS for each in rounds.values())
     for uid in NEIGHBORS:
-        without = [each["round"] for each in rounds[uid] if UID in each.get("missing", ())]
-        assert set(range(ROUND, ROUND + AWAY)) <= set(without), without
+        without = [each["round"] for each in rounds[uid] if FAULTY_UID in each.get("missing", ())]
+        assert set(range(FAULT_ROUND, FAULT_ROUND + AWAY)) <= set(without), without
         assert without[-1] < ROUNDS - 1, "it caught up"
 
 

@@ -18,7 +18,7 @@ from decentnode.launch.children.messages import Request
 from decentnode.launch.reporting.outcome import Outcome
 from decentnode.launch.supervisor import supervise
 from tests.conftest import scale
-from tests.launch.faults import ROUND, UID, experiment
+from tests.launch.faults import FAULT_ROUND, FAULTY_UID, experiment
 from tests.launch.test_generations import generations, go_on
 from tests.launch.test_supervisor import Witness, faulty, run
 
@@ -73,7 +73,7 @@ def test_a_run_that_went_on_from_a_checkpoint(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_run_whose_node_is_killed_and_comes_back(tmp_path: Path) -> None:
-    outcome, listener = go_on(tmp_path, "DiesInTheRun", rounds=30,
+    outcome, listener = go_on(tmp_path, "DiesOnceInTheOriginal", rounds=30,
                               node={"restarts": 1, "checkpoint": {"every": 1}}, mapping=ON_THE_CPU,
                               keys={"pid_file": str(tmp_path / "pid")})  # fmt: skip
     assert outcome.exit_code == 0, listener.failures
@@ -82,9 +82,9 @@ def test_a_run_whose_node_is_killed_and_comes_back(tmp_path: Path) -> None:
     assert told["models"] == 5
     assert len(generations(outcome, 0)) == told["generations"]
     assert outcome.run_dir is not None
-    records = [json.loads(line) for line in (outcome.run_dir / "nodes" / f"{UID:03d}" / "events.jsonl").open()]
+    records = [json.loads(line) for line in (outcome.run_dir / "nodes" / f"{FAULTY_UID:03d}" / "events.jsonl").open()]
     (restored,) = [record for record in records if record["kind"] == "restored"]
-    assert 0 < restored["round"] <= ROUND
+    assert 0 < restored["round"] <= FAULT_ROUND
 
 
 @MORE
@@ -93,7 +93,7 @@ def test_a_run_whose_node_is_killed_and_comes_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize("each", [1, 2])
 def test_runs_whose_processes_are_killed_and_come_back(tmp_path: Path, way: str, schedule: str, each: int) -> None:
     outcome, listener = go_on(
-        tmp_path, "DiesInTheRun", rounds=40, communication={"name": way},
+        tmp_path, "DiesOnceInTheOriginal", rounds=40, communication={"name": way},
         node={"restarts": 1, "schedule": schedule, **({"checkpoint": {"every": 1}} if each == 1 else {})},
         keys={"pid_file": str(tmp_path / "pid")}, mapping={"nodes_per_machine": 5, "nodes_per_process": each},
         sharing={"name": "topk"} if schedule == "sequential" else {"name": "full"},
@@ -111,7 +111,7 @@ class LetsGo(Witness):
 
     def progress(self, uid: int, record: dict[str, Any]) -> None:
         super().progress(uid, record)
-        if UID in record.get("missing", ()):
+        if FAULTY_UID in record.get("missing", ()):
             self._without.add(uid)
         if len(self._without) == 2:
             self._file.touch()
@@ -129,7 +129,8 @@ def test_a_run_that_goes_on_without_a_late_neighbor(tmp_path: Path, rule: str) -
     )  # fmt: skip
     assert outcome.exit_code == 0, witness.failures
     assert outcome.run_dir is not None
-    assert any(record.get("round") == ROUND and UID in record.get("missing", ()) for _, record in witness.records)
+    assert any(record.get("round") == FAULT_ROUND and FAULTY_UID in record.get("missing", ())
+               for _, record in witness.records)  # fmt: skip
     told = repeated(outcome)
     assert told["payloads"] < 4 * 12 * 2 and told["models"] == 4
 

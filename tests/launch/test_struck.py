@@ -200,7 +200,7 @@ def test_a_side_that_agrees_on_its_generation_after_the_other_one_has_ended_is_w
     outcome = run(tmp_path, listener, graph={"name": "complete", "nodes": 5}, faults=[cut],
                   node={"rounds": 12, "evaluate_every": 0, "missing": "regroup", "on_partition": "both"},
                   communication={"name": "zeromq", "timeout_seconds": 60, "suspect_seconds": 1.5},
-                  training={**experiment()["training"], "name": "tests.launch.faults:StopsSide",
+                  training={**experiment()["training"], "name": "tests.launch.faults:TwoNodesFreeze",
                             "pid_file": str(tmp_path / "pid")})  # fmt: skip
     assert outcome.exit_code == 0 and not listener.failures and listener.woken
     assert outcome.summary["apart"] == [[0, 1, 2], [3, 4]] and not outcome.summary["lost"]

@@ -146,7 +146,7 @@ def test_a_node_that_raises_stops_the_run_and_is_quoted(tmp_path: Path, monkeypa
     outcome = run(tmp_path, witness, **faulty("Raises"), communication={"name": "zeromq", "timeout_seconds": 1000})
     assert outcome.exit_code == 8 and outcome.failure is not None
     assert (outcome.failure.uid, outcome.followers) == (2, (0, 1, 3))
-    assert "in go_wrong" in outcome.failure.text and "RuntimeError: a bug in my model" in outcome.failure.text
+    assert "in inject_fault" in outcome.failure.text and "RuntimeError: a bug in my model" in outcome.failure.text
     assert len(witness.failures) == 1 and witness.logs[0] is not None
     assert "a bug in my model" in (witness.logs[0] / "stderr.txt").read_text()
     assert outcome.run_dir is not None
@@ -155,9 +155,9 @@ def test_a_node_that_raises_stops_the_run_and_is_quoted(tmp_path: Path, monkeypa
 
 @pytest.mark.slow
 def test_a_sample_that_cannot_be_made_is_named_and_its_traceback_kept(tmp_path: Path) -> None:
-    outcome = run(tmp_path, data={"name": "tests.launch.faults:CutShort"}, training={"local_epochs": 1})
+    outcome = run(tmp_path, data={"name": "tests.launch.faults:BrokenSample"}, training={"local_epochs": 1})
     assert outcome.exit_code == 8 and outcome.failure is not None and outcome.run_dir is not None
-    assert "CutShort[1234] raised OSError: image 1234 is cut short (" in outcome.failure.title
+    assert "BrokenSample[1234] raised OSError: image 1234 is cut short (" in outcome.failure.title
     assert "Traceback" not in outcome.failure.text
     log = (outcome.run_dir / "nodes" / f"{outcome.failure.uid:03d}" / "log.txt").read_text()
     assert "in read_image" in log and "OSError: image 1234 is cut short" in log
@@ -189,7 +189,7 @@ def test_a_node_killed_by_a_signal_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_nan_in_a_model_has_its_own_exit_code(tmp_path: Path) -> None:
-    outcome = run(tmp_path, **faulty("Poisons"))
+    outcome = run(tmp_path, **faulty("SetsNaN"))
     assert outcome.exit_code == 6 and outcome.failure is not None
     assert "node 2" in outcome.failure.text and "round 3" in outcome.failure.text
 

@@ -181,9 +181,9 @@ def test_files_of_a_run_and_to_start_from(tmp_path: Path) -> None:
 def test_a_run_with_adapters_goes_on_bit_for_bit(tmp_path: Path) -> None:
     adapters = ["model={name: mlp, hidden: [12], lora: {rank: 2, dropout: 0.2}}"]
     folder, keep = Folder(tmp_path), "node.checkpoint={every: 3}"
-    straight = models(folder.done(*adapters))
-    folder.done(*adapters, "name=a", "node.rounds=5", keep)
-    resumed = models(folder.done(*adapters, "name=a", keep, resume=""))
+    straight = models(folder.run_successfully(*adapters))
+    folder.run_successfully(*adapters, "name=a", "node.rounds=5", keep)
+    resumed = models(folder.run_successfully(*adapters, "name=a", keep, resume=""))
     assert straight.keys() == resumed.keys() and any("folded" in name for name in straight)
     assert all(torch.equal(tensor, resumed[name]) for name, tensor in straight.items())
 

@@ -166,10 +166,10 @@ def test_what_cannot_be_augmented(section: str, problem: str) -> None:
 def test_a_run_repeats_over_every_transport_and_after_a_stop(tmp_path: Path) -> None:
     section = ["training.augment={random_crop: 1, flip: true, cutout: 2}"]
     folder, keep = Folder(tmp_path), "node.checkpoint={every: 3}"
-    straight = models(folder.done(*section))
-    plain = models(folder.done())
-    folder.done(*section, "name=a", "node.rounds=5", keep)
-    resumed = models(folder.done(*section, "name=a", keep, "communication=auto", resume=""))
+    straight = models(folder.run_successfully(*section))
+    plain = models(folder.run_successfully())
+    folder.run_successfully(*section, "name=a", "node.rounds=5", keep)
+    resumed = models(folder.run_successfully(*section, "name=a", keep, "communication=auto", resume=""))
     assert straight.keys() == resumed.keys()
     assert all(torch.equal(tensor, resumed[name]) for name, tensor in straight.items())
     assert any(not torch.equal(tensor, plain[name]) for name, tensor in straight.items())
