@@ -300,13 +300,15 @@ class DiesOnceInTheOriginal(DiesOnce):
 
 
 class WaitsForFile(Supervised):
-    """Node 2 waits in round 3 until the test has made the file `pid_file`."""
+    """Node 2 makes the file `pid_file`.waiting in round 3, and waits until the test has made the file `pid_file`."""
 
     Config: ClassVar[type[Config]] = PidFileConfig
 
     def local_update(self, round: int, direction: Direction | None = None) -> Update:
         if self._uid == FAULTY_UID and round == FAULT_ROUND:
-            wait_until(Path(self.config.pid_file).exists)  # type: ignore[attr-defined]
+            file = Path(self.config.pid_file)  # type: ignore[attr-defined]
+            file.with_name(f"{file.name}.waiting").touch()
+            wait_until(file.exists)
         return super().local_update(round, direction)
 
 

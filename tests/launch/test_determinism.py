@@ -1,4 +1,4 @@
-"""One seed, one result: real training on the digits gives the same bits by every way of running it."""
+"""One seed gives one result: training on the digits gives the same bits on every transport."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ COMMON = [
 ]  # fmt: skip
 
 
-def models(folder: Path, *overrides: str) -> dict[str, torch.Tensor]:
-    """Final models of a run, local ones and the merged one, by file and tensor. All runs have one fork server."""
+def run_and_load_models(folder: Path, *overrides: str) -> dict[str, torch.Tensor]:
+    """Runs the quickstart; returns the final models, local ones and the merged one, as "FILE/TENSOR"."""
     request = Request(str(ROOT / "configs" / "quickstart.yaml"), [f"run.dir={folder}", *COMMON, *overrides])
     outcome = supervise(request, Observer(), command="decentnode run quickstart.yaml")
     assert outcome.exit_code == 0 and outcome.run_dir is not None, outcome
@@ -39,13 +39,13 @@ def models(folder: Path, *overrides: str) -> dict[str, torch.Tensor]:
     ["graph={name: el_local, nodes: 6, degree: 2}", "weights=null"], ["node.schedule=overlapped"],
 ], ids=["epidemic", "overlapped"])
 @pytest.mark.slow
-def test_processes_and_the_twin_give_the_same_bits(tmp_path: Path, keys: list[str]) -> None:
+def test_every_transport_gives_the_bits_of_a_run_in_one_process(tmp_path: Path, keys: list[str]) -> None:
     runs = {
-        way: models(tmp_path / way, f"communication={way}", *keys)
+        way: run_and_load_models(tmp_path / way, f"communication={way}", *keys)
         for way in ("inproc", "shared_memory", "zeromq", "collective")
     }
-    runs["again"] = models(tmp_path / "again", "communication=auto", *keys)
-    other = models(tmp_path / "other", "communication=inproc", *keys, "seed=2")
+    runs["again"] = run_and_load_models(tmp_path / "again", "communication=auto", *keys)
+    other = run_and_load_models(tmp_path / "other", "communication=inproc", *keys, "seed=2")
     for way, found in runs.items():
         assert found.keys() == runs["inproc"].keys()
         for name, tensor in found.items():
@@ -54,10 +54,10 @@ def test_processes_and_the_twin_give_the_same_bits(tmp_path: Path, keys: list[st
 
 
 @pytest.mark.slow
-def test_so_do_they_in_sixteen_bits_compiled_with_averages(tmp_path: Path) -> None:
+def test_processes_and_one_process_give_the_same_bits_with_amp_compilation_and_ema(tmp_path: Path) -> None:
     keys = ["training.amp=bf16", "training.accumulate=2", "training.clip_norm=1.0", "training.ema=0.8",
             "training.compile={backend: eager}", "sharing=gradient_tracking"]  # fmt: skip
-    one, other = (models(tmp_path / way, f"communication={way}", *keys) for way in ("inproc", "zeromq"))
+    one, other = (run_and_load_models(tmp_path / way, f"communication={way}", *keys) for way in ("inproc", "zeromq"))
     assert one.keys() == other.keys() and sum(key.startswith("ema-") for key in one) == sum(
         not key.startswith("ema-") for key in one)  # fmt: skip
     for name, tensor in one.items():
@@ -65,10 +65,11 @@ def test_so_do_they_in_sixteen_bits_compiled_with_averages(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_two_gloo_cliques_and_two_zeromq_nodes_give_the_models_of_zeromq_alone(tmp_path: Path) -> None:
+def test_a_hybrid_of_gloo_cliques_and_zeromq_gives_the_models_of_zeromq_alone(tmp_path: Path) -> None:
     mixed = "communication={name: hybrid, same_host: ipc, cliques: [[0, 1], [2, 3]]}"
     edges = "graph={name: complete, nodes: 6}"
-    plain, found = models(tmp_path / "a", "communication=zeromq", edges), models(tmp_path / "b", mixed, edges)
+    plain = run_and_load_models(tmp_path / "a", "communication=zeromq", edges)
+    found = run_and_load_models(tmp_path / "b", mixed, edges)
     assert found.keys() == plain.keys()
     assert all(torch.equal(tensor, plain[name]) for name, tensor in found.items())
     logs = [path.read_text() for path in sorted((tmp_path / "b").glob("*/latest/nodes/*/log.txt"))]

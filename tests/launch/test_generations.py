@@ -1,4 +1,4 @@
-"""End to end: real processes die and freeze, the others go on, and who comes back is let in."""
+"""End to end: real processes die or freeze, the other nodes continue, and nodes that come back are readmitted."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from decentnode.launch.reporting.outcome import Outcome
 from decentnode.metrics.reader import read_kind
 from tests.conftest import free_ports, scale
 from tests.launch.faults import experiment
-from tests.launch.test_supervisor import Witness, run
+from tests.launch.test_supervisor import RunRecorder, run_tiny
 
 COMMUNICATION = {"name": "auto", "timeout_seconds": 30, "start_timeout_seconds": 60}
 FREEZES = {"suspect_seconds": 6}
-"""Of the tests that wait until a frozen node is suspected; a busy machine keeps nobody from answering for so long."""
+"""For tests that wait until a frozen node is suspected. Even on a busy machine no other node is silent for so long."""
 
 
-class Listener(Witness):
-    """Keeps what the user is told; wakes a node that froze once the others go on without it."""
+class NoticeRecorder(RunRecorder):
+    """Records notices, too. Wakes the frozen node whose pid is in `pid_file` once the others continue without it."""
 
     def __init__(self, pid_file: Path) -> None:
         super().__init__()
@@ -38,8 +38,8 @@ class Listener(Witness):
             os.kill(int(self._pid_file.read_text()), signal.SIGCONT)
 
 
-class Stopper(Listener):
-    """Asks the run to stop as soon as the user is told something that has `text` in it."""
+class StopsOnNotice(NoticeRecorder):
+    """Stops the run by SIGINT at the first notice that contains `text`."""
 
     def __init__(self, pid_file: Path, text: str) -> None:
         super().__init__(pid_file)
@@ -48,101 +48,107 @@ class Stopper(Listener):
     def notice(self, text: str) -> None:
         super().notice(text)
         if self._text in text:
-            self._text = "never again"
+            self._text = "in no notice"
             os.kill(os.getpid(), signal.SIGINT)
 
 
-def go_on(
+def run_with_failure(
     folder: Path, training: str, *, nodes: int = 5, rounds: int = 40, keys: dict[str, str] | None = None,
-    listener: Listener | None = None, **sections: Any,
-) -> tuple[Outcome, Listener]:
-    """keys: of the training's own config."""
-    listener = listener or Listener(folder / "pid")
+    recorder: NoticeRecorder | None = None, **sections: Any,
+) -> tuple[Outcome, NoticeRecorder]:
+    """Runs with `training` of tests/launch/faults.py, and regrouping. keys: keys of that training's own config."""
+    recorder = recorder or NoticeRecorder(folder / "pid")
     node = {"rounds": rounds, "evaluate_every": 10, "missing": "regroup", **sections.pop("node", {})}
-    outcome = run(
-        folder, listener, node=node, graph=sections.pop("graph", {"name": "complete", "nodes": nodes}),
+    outcome = run_tiny(
+        folder, recorder, node=node, graph=sections.pop("graph", {"name": "complete", "nodes": nodes}),
         training={**experiment()["training"], "name": f"tests.launch.faults:{training}", **(keys or {})},
         communication={**COMMUNICATION, **sections.pop("communication", {})}, **sections,
     )
-    return outcome, listener
+    return outcome, recorder
 
 
 def generations(outcome: Outcome, uid: int) -> list[dict[str, Any]]:
+    """Returns the records of the generations in which a node took part, the first one excepted."""
     assert outcome.run_dir is not None
     return list(read_kind(outcome.run_dir / "nodes" / f"{uid:03d}" / "metrics.jsonl", "generation"))
 
 
 @pytest.mark.parametrize("way", ["auto", "zeromq", "collective"])
 @pytest.mark.slow
-def test_the_others_finish_without_a_node_that_dies(tmp_path: Path, way: str) -> None:
-    outcome, listener = go_on(tmp_path, "Dies", communication={"name": way})
-    assert outcome.exit_code == 0, listener.failures
+def test_the_other_nodes_finish_without_a_node_that_dies(tmp_path: Path, way: str) -> None:
+    outcome, recorder = run_with_failure(tmp_path, "Dies", communication={"name": way})
+    assert outcome.exit_code == 0, recorder.failures
     assert outcome.summary["members"] == [0, 1, 3, 4]
     assert "killed by SIGKILL" in outcome.summary["lost"]["2"]
     assert outcome.summary["rounds"] == 40
     assert outcome.summary["accuracy_merged"] > 0.5
     for uid in (0, 1, 3, 4):
-        (told,) = generations(outcome, uid)
-        assert (told["generation"], told["left"], told["members"]) == (1, [2], [0, 1, 3, 4])
-        assert 3 <= told["round"] <= 7, "3 where its machine's word comes before the others have begun that round"
-    assert any("generation 1: 4 of 5 nodes continue" in text for text in listener.notices)
+        (record,) = generations(outcome, uid)
+        assert (record["generation"], record["left"], record["members"]) == (1, [2], [0, 1, 3, 4])
+        assert 3 <= record["round"] <= 7, "3 if the supervisor reports the death before the others have begun round 3"
+    assert any("generation 1: 4 of 5 nodes continue" in text for text in recorder.notices)
 
 
 @pytest.mark.slow
 @pytest.mark.sampled(one=["rule"])
 @pytest.mark.parametrize("rule", ["push_sum", "full"])
-def test_those_who_wait_for_nobody_are_told_of_a_process_that_ended(tmp_path: Path, rule: str) -> None:
-    """By its machine, at once: not by its silence."""
-    outcome, listener = go_on(tmp_path, "Dies", rounds=200, sharing={"name": rule}, node={"schedule": "gossip_async"},
-                              communication={"timeout_seconds": 300, "suspect_seconds": 100})  # fmt: skip
-    assert outcome.exit_code == 0, listener.failures
+def test_asynchronous_nodes_learn_of_a_dead_process_from_its_supervisor(tmp_path: Path, rule: str) -> None:
+    """At once, not after the 100 s of silence that make a node suspect."""
+    outcome, recorder = run_with_failure(
+        tmp_path, "Dies", rounds=200, sharing={"name": rule}, node={"schedule": "gossip_async"},
+        communication={"timeout_seconds": 300, "suspect_seconds": 100},
+    )  # fmt: skip
+    assert outcome.exit_code == 0, recorder.failures
     assert outcome.summary["members"] == [0, 1, 3, 4] and outcome.run_dir is not None
     for uid in (0, 1, 3, 4):
-        (told,) = generations(outcome, uid)
-        assert told["left"] == [2] and told["round"] < 200
+        (record,) = generations(outcome, uid)
+        assert record["left"] == [2] and record["round"] < 200
     events = (outcome.run_dir / "nodes" / "000" / "events.jsonl").read_text().splitlines()
-    (over,) = [json.loads(each) for each in events if "generation_over" in each]
+    (over,) = [json.loads(event) for event in events if "generation_over" in event]
     *_, last = (outcome.run_dir / "nodes" / "002" / "metrics.jsonl").read_text().splitlines()
-    assert over["time"] - json.loads(last)["time"] < SILENCE_SECONDS, "from its machine, or from who had it from there"
+    # node 0 heard of it from the supervisor, or from another node that had
+    assert over["time"] - json.loads(last)["time"] < SILENCE_SECONDS
 
 
 @pytest.mark.slow
-def test_a_node_whose_port_was_taken_meanwhile_does_not_end_the_run(tmp_path: Path) -> None:
-    """Node 2 dies, somebody takes its port, and it is started again in vain."""
+def test_a_node_that_cannot_be_restarted_because_its_port_is_taken_does_not_end_the_run(tmp_path: Path) -> None:
+    """Node 2 dies, the test takes its port, and the restart of node 2 fails."""
     first = free_ports(10)
     with socket.socket() as taken:
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
 
-        class Thief(Listener):
+        class TakesPort(NoticeRecorder):
             def notice(self, text: str) -> None:
                 super().notice(text)
                 if "is started again" in text:
                     taken.bind(("127.0.0.1", first + 4))
                     taken.listen()
 
-        listener = Thief(tmp_path / "pid")
-        outcome = run(
-            tmp_path, listener, node={"rounds": 30, "evaluate_every": 10, "missing": "regroup", "restarts": 1},
+        recorder = TakesPort(tmp_path / "pid")
+        outcome = run_tiny(
+            tmp_path, recorder, node={"rounds": 30, "evaluate_every": 10, "missing": "regroup", "restarts": 1},
             graph={"name": "complete", "nodes": 5}, mapping={"nodes_per_machine": 5, "base_port": first},
             training={**experiment()["training"], "name": "tests.launch.faults:Dies"}, communication=COMMUNICATION,
         )  # fmt: skip
-    assert outcome.exit_code == 0, listener.failures
+    assert outcome.exit_code == 0, recorder.failures
     assert "cannot listen on" in outcome.summary["lost"]["2"] and outcome.summary["rounds"] == 30
 
 
 @pytest.mark.slow
-def test_a_node_that_raises_is_left_behind(tmp_path: Path) -> None:
-    outcome, _ = go_on(tmp_path, "Raises")
+def test_the_other_nodes_finish_without_a_node_that_raises(tmp_path: Path) -> None:
+    outcome, _ = run_with_failure(tmp_path, "Raises")
     assert outcome.exit_code == 0
     assert "a bug in my model" in outcome.summary["lost"]["2"]
 
 
 @pytest.mark.parametrize("way", ["auto", "collective"])
 @pytest.mark.slow
-def test_a_node_that_is_started_again_joins_the_next_generation(tmp_path: Path, way: str) -> None:
-    outcome, listener = go_on(tmp_path, "DiesOnce", rounds=150, node={"restarts": 1}, communication={"name": way},
-                              keys={"pid_file": str(tmp_path / "pid")})  # fmt: skip
-    assert outcome.exit_code == 0, listener.failures
+def test_a_restarted_node_joins_the_next_generation(tmp_path: Path, way: str) -> None:
+    outcome, recorder = run_with_failure(
+        tmp_path, "DiesOnce", rounds=150, node={"restarts": 1}, communication={"name": way},
+        keys={"pid_file": str(tmp_path / "pid")},
+    )  # fmt: skip
+    assert outcome.exit_code == 0, recorder.failures
     assert outcome.summary["members"] == [0, 1, 2, 3, 4]
     assert outcome.summary["restarts"] == {"2": 1}
     assert outcome.summary["lost"] == {}
@@ -151,21 +157,22 @@ def test_a_node_that_is_started_again_joins_the_next_generation(tmp_path: Path, 
 
 
 @pytest.mark.slow
-def test_a_node_that_freezes_is_left_behind_and_comes_back(tmp_path: Path) -> None:
-    outcome, listener = go_on(tmp_path, "Freezes", rounds=250, keys={"pid_file": str(tmp_path / "pid")},
-                              communication=FREEZES)  # fmt: skip
-    assert outcome.exit_code == 0, listener.failures
+def test_a_node_that_freezes_is_excluded_and_rejoins_when_it_thaws(tmp_path: Path) -> None:
+    outcome, recorder = run_with_failure(
+        tmp_path, "Freezes", rounds=250, keys={"pid_file": str(tmp_path / "pid")}, communication=FREEZES
+    )
+    assert outcome.exit_code == 0, recorder.failures
     assert outcome.summary["members"] == [0, 1, 2, 3, 4]
-    assert [told["left"] for told in generations(outcome, 0)] == [[2], []]
+    assert [record["left"] for record in generations(outcome, 0)] == [[2], []]
     assert outcome.run_dir is not None
     events = (outcome.run_dir / "nodes" / "002" / "events.jsonl").read_text()
     assert '"outside"' in events
 
 
 @pytest.mark.slow
-@pytest.mark.slow
-def test_too_few_end_the_run_and_say_what_it_takes(tmp_path: Path) -> None:
-    outcome, _ = go_on(tmp_path, "Dies", nodes=3, node={"min_nodes": 3}, communication={"start_timeout_seconds": 10})
+def test_fewer_nodes_than_min_nodes_end_the_run_and_the_log_says_how_many_it_needs(tmp_path: Path) -> None:
+    communication = {"start_timeout_seconds": 10}
+    outcome, _ = run_with_failure(tmp_path, "Dies", nodes=3, node={"min_nodes": 3}, communication=communication)
     assert outcome.exit_code == 8
     assert outcome.failure is not None and outcome.failure.uid == 2
     assert outcome.run_dir is not None
@@ -175,14 +182,14 @@ def test_too_few_end_the_run_and_say_what_it_takes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("way", ["auto", "collective"])
 @pytest.mark.parametrize("when", ["the others continue", "is started again", "generation 1", "generation 2"])
 @pytest.mark.slow
-def test_a_stop_costs_nobody_what_the_others_have_wherever_a_node_on_its_way_back_is(
+def test_a_stop_while_a_node_dies_restarts_or_rejoins_loses_no_results_of_the_others(
     tmp_path: Path, when: str, way: str
 ) -> None:
-    outcome, listener = go_on(
+    outcome, recorder = run_with_failure(
         tmp_path, "DiesOnce", rounds=100_000, node={"restarts": 1}, communication={"name": way},
-        keys={"pid_file": str(tmp_path / "pid")}, listener=Stopper(tmp_path / "pid", when),
+        keys={"pid_file": str(tmp_path / "pid")}, recorder=StopsOnNotice(tmp_path / "pid", when),
     )  # fmt: skip
-    assert (outcome.exit_code, outcome.summary["status"]) == (130, "interrupted"), listener.failures
+    assert (outcome.exit_code, outcome.summary["status"]) == (130, "interrupted"), recorder.failures
     assert outcome.failure is None
     assert outcome.run_dir is not None and (outcome.run_dir / "summary.json").exists()
     assert outcome.summary["accuracy_merged"] is not None
@@ -191,80 +198,82 @@ def test_a_stop_costs_nobody_what_the_others_have_wherever_a_node_on_its_way_bac
 
 
 @pytest.mark.slow
-def test_a_stop_while_a_node_on_its_way_back_never_gets_ready(tmp_path: Path) -> None:
-    """It hangs where it loads its data; the others do not wait for it."""
-    outcome, listener = go_on(
+def test_a_stop_does_not_wait_for_a_restarted_node_that_hangs_while_it_loads(tmp_path: Path) -> None:
+    """Node 2 hangs where it would load its data."""
+    outcome, recorder = run_with_failure(
         tmp_path, "HangsAfterRestart", rounds=100_000, node={"restarts": 1}, keys={"pid_file": str(tmp_path / "pid")},
-        listener=Stopper(tmp_path / "pid", "generation 1"),
+        recorder=StopsOnNotice(tmp_path / "pid", "generation 1"),
     )  # fmt: skip
-    assert (outcome.exit_code, outcome.summary["status"]) == (130, "interrupted"), listener.failures
+    assert (outcome.exit_code, outcome.summary["status"]) == (130, "interrupted"), recorder.failures
     assert outcome.summary["accuracy_merged"] is not None
     assert outcome.summary["members"] == [0, 1, 3, 4]
 
 
 @pytest.mark.slow
-def test_a_run_that_is_over_does_not_wait_for_a_node_on_its_way_back(
+def test_a_finished_run_does_not_wait_for_a_restarted_node_that_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not for as long as a neighbor would be waited for, which is longer than this test may last."""
+    """It would otherwise wait for the 600 s of a time-out, which is longer than this test may last."""
     monkeypatch.setattr("decentnode.launch.supervising.deadlines.REJOIN_SECONDS", 0.5)
-    outcome, listener = go_on(
+    outcome, recorder = run_with_failure(
         tmp_path, "HangsAfterRestart", node={"restarts": 1}, keys={"pid_file": str(tmp_path / "pid")},
         communication={"timeout_seconds": 600},
     )  # fmt: skip
-    assert (outcome.exit_code, outcome.summary["status"]) == (0, "finished"), listener.failures
+    assert (outcome.exit_code, outcome.summary["status"]) == (0, "finished"), recorder.failures
     assert outcome.summary["members"] == [0, 1, 3, 4] and outcome.summary["rounds"] == 40
     assert outcome.summary["restarts"] == {"2": 1}
-    told = outcome.summary["lost"]["2"]
-    assert told.startswith("node 2 was killed by SIGKILL") and told in listener.notices
-    assert told.endswith("; started again, it did not rejoin before the run ended")
+    reason = outcome.summary["lost"]["2"]
+    assert reason.startswith("node 2 was killed by SIGKILL") and reason in recorder.notices
+    assert reason.endswith("; started again, it did not rejoin before the run ended")
 
 
 @pytest.mark.slow
-def test_a_run_that_is_over_does_not_wait_for_a_node_that_it_left_behind(
+def test_a_finished_run_does_not_wait_for_a_frozen_node_that_it_excluded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Node 2 froze, the others went on without it, and nobody wakes it."""
+    """Node 2 freezes, the others continue without it, and nothing wakes it."""
     monkeypatch.setattr("decentnode.launch.supervising.deadlines.REJOIN_SECONDS", 0.5)
-    listener = Listener(tmp_path / "elsewhere")
-    outcome, _ = go_on(
-        tmp_path, "Freezes", keys={"pid_file": str(tmp_path / "pid")}, listener=listener,
+    recorder = NoticeRecorder(tmp_path / "no_pid_file")
+    outcome, _ = run_with_failure(
+        tmp_path, "Freezes", keys={"pid_file": str(tmp_path / "pid")}, recorder=recorder,
         communication={"timeout_seconds": 600},
     )  # fmt: skip
-    assert outcome.exit_code == 0, listener.failures
+    assert outcome.exit_code == 0, recorder.failures
     assert outcome.summary["members"] == [0, 1, 3, 4]
     assert outcome.summary["lost"] == {"2": "node 2: left behind, it did not rejoin before the run ended"}
 
 
-STEPS = [
+MESSAGE_FAULTS = [
     (1, "Suspect", "SIGKILL"), (0, "Prepare", "SIGSTOP"), (1, "Promise", "SIGKILL"), (0, "Commit", "SIGKILL"),
     (1, "Ready", "SIGSTOP"), (0, "Go", "SIGKILL"),
 ]
-MORE = [(1, "Suspect", "SIGSTOP"), (0, "Prepare", "SIGKILL"), (3, "Promise", "SIGSTOP"), (0, "Commit", "SIGSTOP"),
-        (3, "Ready", "SIGKILL"), (0, "Go", "SIGSTOP")]  # fmt: skip
+MORE_MESSAGE_FAULTS = [
+    (1, "Suspect", "SIGSTOP"), (0, "Prepare", "SIGKILL"), (3, "Promise", "SIGSTOP"), (0, "Commit", "SIGSTOP"),
+    (3, "Ready", "SIGKILL"), (0, "Go", "SIGSTOP"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("victim", "word", "fault"),
-    [*STEPS[2:4], *(pytest.param(*step, marks=pytest.mark.skipif(not scale(0, 1), reason="--stress"))
-                    for step in [*STEPS[:2], *STEPS[4:], *MORE])],
+    ("victim", "message", "signal_name"),
+    [*MESSAGE_FAULTS[2:4],
+     *(pytest.param(*case, marks=pytest.mark.skipif(not scale(0, 1), reason="--stress"))
+       for case in [*MESSAGE_FAULTS[:2], *MESSAGE_FAULTS[4:], *MORE_MESSAGE_FAULTS])],
 )  # fmt: skip
 @pytest.mark.slow
-def test_a_second_node_is_hit_at_a_step_of_the_agreement(
-    tmp_path: Path, victim: int, word: str, fault: str
+def test_nodes_agree_on_a_generation_although_a_second_node_dies_or_freezes_meanwhile(
+    tmp_path: Path, victim: int, message: str, signal_name: str
 ) -> None:
-    """Over gloo: node 2 dies, and another one dies or freezes just after saying its word; three of five go on."""
-    keys = {"victim": f"{victim} {word} {fault}", "received_marker": str(tmp_path / "received")}
+    """Over gloo: node 2 dies, and another one dies or freezes after it has sent `message`; three of five continue."""
+    keys = {"victim": f"{victim} {message} {signal_name}", "received_marker": str(tmp_path / "received")}
     communication = {"name": "collective", "timeout_seconds": 8, **FREEZES}
-    outcome, listener = go_on(tmp_path, "FaultOnMessage", communication=communication, keys=keys)
-    assert outcome.exit_code == 0, listener.failures
-    left = sorted({0, 1, 3, 4} - {victim})
-    if word != "Suspect":  # the process of node 2 is missed at once, by the supervisor's word
-        assert outcome.summary["members"] == left, listener.notices
+    outcome, recorder = run_with_failure(tmp_path, "FaultOnMessage", communication=communication, keys=keys)
+    assert outcome.exit_code == 0, recorder.failures
+    members = sorted({0, 1, 3, 4} - {victim})
+    if message != "Suspect":  # that the process of node 2 died is known at once from the supervisor
+        assert outcome.summary["members"] == members, recorder.notices
     assert outcome.summary["rounds"] == 40
-    for uid in left:
-        models = generations(outcome, uid)
-        assert models[-1]["members"] == generations(outcome, left[0])[-1]["members"]
+    for uid in members:
+        assert generations(outcome, uid)[-1]["members"] == generations(outcome, members[0])[-1]["members"]
 
 
 STAR = {"graph": {"name": "star", "nodes": 5}, "sharing": {"name": "fedavg", "clients": 2}}
@@ -272,14 +281,14 @@ STAR = {"graph": {"name": "star", "nodes": 5}, "sharing": {"name": "fedavg", "cl
 
 @pytest.mark.slow
 def test_clients_wait_for_a_server_that_is_killed_and_comes_back_from_its_checkpoint(tmp_path: Path) -> None:
-    outcome, listener = go_on(
+    outcome, recorder = run_with_failure(
         tmp_path, "ServerDiesOnce", rounds=12, node={"restarts": 1, "checkpoint": {"every": 2}, "evaluate_every": 4},
         keys={"pid_file": str(tmp_path / "pid")}, **STAR,
     )  # fmt: skip
-    assert outcome.exit_code == 0, listener.failures
+    assert outcome.exit_code == 0, recorder.failures
     assert outcome.summary["rounds"] == 12 and outcome.summary["restarts"] == {"0": 1}
-    told = generations(outcome, 1)
-    assert told and all(0 in each["members"] for each in told), "no client goes on without it"
+    records = generations(outcome, 1)
+    assert records and all(0 in record["members"] for record in records), "a client continued without the server"
     assert outcome.run_dir is not None
     text = (outcome.run_dir / "nodes" / "000" / "log.txt").read_text()
     assert re.search(r"continues from its own checkpoint after round [24]\b", text)
@@ -287,13 +296,13 @@ def test_clients_wait_for_a_server_that_is_killed_and_comes_back_from_its_checkp
 
 
 @pytest.mark.slow
-def test_clients_wait_for_a_server_for_so_long_and_say_for_whom(tmp_path: Path) -> None:
-    outcome, listener = go_on(
+def test_clients_give_up_a_dead_server_after_the_start_timeout_and_name_it(tmp_path: Path) -> None:
+    outcome, recorder = run_with_failure(
         tmp_path, "ServerDiesOnce", rounds=12, keys={"pid_file": str(tmp_path / "pid")},
         communication={"timeout_seconds": 3, "start_timeout_seconds": 12}, **STAR,
     )  # fmt: skip
     assert outcome.exit_code != 0
-    assert [each.uid for each in listener.failures if not each.follower] == [0], listener.failures
+    assert [failure.uid for failure in recorder.failures if not failure.follower] == [0], recorder.failures
     assert outcome.run_dir is not None
-    told = (outcome.run_dir / "nodes" / "001" / "log.txt").read_text()
-    assert "no round can begin without the server node 0" in told, told
+    log = (outcome.run_dir / "nodes" / "001" / "log.txt").read_text()
+    assert "no round can begin without the server node 0" in log, log
