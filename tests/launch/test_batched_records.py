@@ -1,4 +1,4 @@
-"""The lines of rounds whose nodes were computed together, and when they are written."""
+"""The metrics of nodes that the batched engine computes together: their lines and when these are written."""
 
 from __future__ import annotations
 
@@ -22,18 +22,19 @@ from decentnode.simulate.engines.steps import Local
 LOSSES = np.array([0.1234567890123, 12345.678901234, 1e-30])
 
 
-def of(round: int, reports: bool = False, uneven: bool = False) -> PopulationRound:
-    same, own = np.full(3, 8), np.array([1, 20, 300]) if uneven else np.full(3, 4)
-    told = [{"gradient_norm": 0.5 + uid} for uid in range(3)] if reports else []
-    local = Local(LOSSES + round, same, own, 0.05, told)
+def make_round(round: int, reports: bool = False, uneven: bool = False) -> PopulationRound:
+    """Returns a round of three nodes. reports: with figures of an optimizer. uneven: with unequal batches."""
+    steps, samples = np.full(3, 8), np.array([1, 20, 300]) if uneven else np.full(3, 4)
+    figures = [{"gradient_norm": 0.5 + uid} for uid in range(3)] if reports else []
+    local = Local(LOSSES + round, steps, samples, 0.05, figures)
     edges = [json.dumps({"2": [uid, 7, 0, 0, 0.0]}) for uid in range(3)]
-    return PopulationRound(round, 1e9 + round, 0.5, 0.25, 0.125, local, edges, own * 1000, same * 0, same * 3)
+    return PopulationRound(round, 1e9 + round, 0.5, 0.25, 0.125, local, edges, samples * 1000, steps * 0, steps * 3)
 
 
 @pytest.mark.parametrize("uneven", [False, True])
 @pytest.mark.parametrize("reports", [False, True])
-def test_every_node_gets_a_line_per_round(reports: bool, uneven: bool) -> None:
-    rounds = [of(round, reports, uneven) for round in range(4)]
+def test_every_node_has_a_line_per_round_with_its_own_figures(reports: bool, uneven: bool) -> None:
+    rounds = [make_round(round, reports, uneven) for round in range(4)]
     texts = list(lines_of(rounds))
     assert len(texts) == 3
     for uid, text in enumerate(texts):
@@ -53,11 +54,11 @@ def test_every_node_gets_a_line_per_round(reports: bool, uneven: bool) -> None:
             }  # fmt: skip
 
 
-def test_no_rounds_are_no_lines() -> None:
+def test_no_rounds_give_no_lines() -> None:
     assert list(lines_of([])) == []
 
 
-def files(folder: Path, sent: list[Any]) -> BatchedOutput:
+def make_output(folder: Path, sent: list[Any]) -> BatchedOutput:
     for uid in range(3):
         node_dir(folder, uid).mkdir(parents=True)
     engine: Any = SimpleNamespace(round=0, config=SimpleNamespace(rounds=10**6))
@@ -65,43 +66,44 @@ def files(folder: Path, sent: list[Any]) -> BatchedOutput:
     return BatchedOutput(engine, task, sent.append, lambda: None)
 
 
-def lines_in(folder: Path) -> list[int]:
+def count_lines(folder: Path) -> list[int]:
+    """Returns the number of lines in the metrics of each node."""
     paths = [node_dir(folder, uid) / "metrics.jsonl" for uid in range(3)]
     return [len(path.read_text().splitlines()) if path.exists() else 0 for path in paths]
 
 
-def test_files_are_written_once_a_second_and_rounds_are_told_less_often(tmp_path: Path) -> None:
+def test_files_are_written_once_a_second_and_rounds_are_reported_less_often(tmp_path: Path) -> None:
     sent: list[Any] = []
     with clock.use(clock.VirtualClock()):
-        made = files(tmp_path, sent)
+        output = make_output(tmp_path, sent)
         for number in range(9):
-            made.take_round(of(number))
+            output.take_round(make_round(number))
             clock.sleep(0.25)
-        assert lines_in(tmp_path) == [9] * 3
+        assert count_lines(tmp_path) == [9] * 3
         assert len(sent) == 2 * 3 and sent[0].record["round"] == 0
-        made.flush("finished")
-    assert lines_in(tmp_path) == [9] * 3
+        output.flush("finished")
+    assert count_lines(tmp_path) == [9] * 3
     assert json.loads((node_dir(tmp_path, 2) / "status.json").read_text())["doing"] == "finished"
 
 
-def test_slow_formatting_does_not_make_writing_rarer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def slow(rounds: list[PopulationRound], *_: Any) -> Any:
+def test_files_are_written_as_often_when_formatting_is_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def format_slowly(rounds: list[PopulationRound], *_: Any) -> Any:
         clock.sleep(0.2 * len(rounds))
         return lines_of(rounds)
 
-    monkeypatch.setattr(batched_run, "lines_of", slow)
+    monkeypatch.setattr(batched_run, "lines_of", format_slowly)
     with clock.use(clock.VirtualClock()):
-        made = files(tmp_path, [])
+        output = make_output(tmp_path, [])
         for number in range(40):
-            made.take_round(of(number))
+            output.take_round(make_round(number))
             clock.sleep(0.8)
-    assert min(lines_in(tmp_path)) >= 35
+    assert min(count_lines(tmp_path)) >= 35
 
 
-def test_records_that_wait_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_records_are_written_early_when_too_many_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batched_run, "KEPT_RECORDS", 12)
     with clock.use(clock.VirtualClock()):  # in which no time passes
-        made = files(tmp_path, [])
+        output = make_output(tmp_path, [])
         for number in range(10):
-            made.take_round(of(number))
-    assert lines_in(tmp_path) == [8] * 3
+            output.take_round(make_round(number))
+    assert count_lines(tmp_path) == [8] * 3

@@ -1,4 +1,4 @@
-"""What the supervisor says to a node's process."""
+"""Messages from the supervisor to the process of a node."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tests.conftest import wait_until
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_node_on_its_way_back_does_not_end_because_another_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "_exit", sys.exit)  # of the listening thread, when its supervisor is gone
+def test_a_restarted_node_ignores_peer_failures_from_before_it_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "_exit", sys.exit)  # the listening thread calls it when its supervisor is gone
     before = set(threading.enumerate())
     ours, theirs = multiprocessing.Pipe()
     supervisor, failed = Pipe(ours), list[tuple[int, str]]()
@@ -27,8 +27,8 @@ def test_a_node_on_its_way_back_does_not_end_because_another_one_does(monkeypatc
     for message in (PeerFailure(3, "gone"), Peers({"0": ["a", "b"]})):
         supervisor.send(message)
     assert commands.peers() == {"0": ["a", "b"]}
-    fails = SimpleNamespace(fail=lambda uid, why: failed.append((uid, why)))
-    node: Any = SimpleNamespace(uid=0, communication=fails)
+    communication = SimpleNamespace(fail=lambda uid, why: failed.append((uid, why)))
+    node: Any = SimpleNamespace(uid=0, communication=communication)
     commands.attach(node)
     assert not failed
     supervisor.send(PeerFailure(4, "gone, too"))

@@ -28,17 +28,17 @@ def mapping(port: int, hosts: str = "127.0.0.1, 127.0.0.2") -> str:
     return f"mapping={{name: linear, machines: 2, nodes_per_machine: 4, addresses: [{hosts}], base_port: {port}}}"
 
 
-def findings(output: str) -> dict[str, dict[str, object]]:
+def parse_findings(output: str) -> dict[str, dict[str, object]]:
     return {found["what"]: found for found in map(json.loads, output.splitlines()) if isinstance(found, dict)}
 
 
-def test_one_machine() -> None:
+def test_doctor_examines_one_machine() -> None:
     result = CliRunner().invoke(main, ["doctor", str(ROOT / "configs" / "quickstart.yaml"), "--json"])
     assert result.exit_code == 0, result.output
-    assert {"cores", "memory", "shared memory", "open files", "ports"} <= findings(result.output).keys()
+    assert {"cores", "memory", "shared memory", "open files", "ports"} <= parse_findings(result.output).keys()
 
 
-def test_what_would_fail_is_an_error() -> None:
+def test_a_port_in_use_is_an_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         if port > 60000:
@@ -46,8 +46,8 @@ def test_what_would_fail_is_an_error() -> None:
         result = CliRunner().invoke(main, ["doctor", str(ROOT / "configs" / "two_machines.yaml"), "-m", "0",
                                            "-s", mapping(port), "--json"])  # fmt: skip
     assert result.exit_code == 3 and f"127.0.0.1:{port}" in result.output
-    told = "\n".join(line for line in result.output.splitlines() if line.startswith("{"))
-    assert findings(told)["ports"]["ok"] is False
+    json_lines = "\n".join(line for line in result.output.splitlines() if line.startswith("{"))
+    assert parse_findings(json_lines)["ports"]["ok"] is False
 
 
 @pytest.mark.parametrize("hosts", [
@@ -55,7 +55,7 @@ def test_what_would_fail_is_an_error() -> None:
     pytest.param("'::1', localhost", id="IPv6 and a name", marks=needs_ipv6),
 ])  # fmt: skip
 @pytest.mark.slow
-def test_two_machines_examine_each_other(hosts: str, tmp_path: Path) -> None:
+def test_two_machines_examine_each_other_and_write_links_files(hosts: str, tmp_path: Path) -> None:
     port = free_ports(16)
     config = str(ROOT / "configs" / "two_machines.yaml")
     machines = mapping(port, hosts)
@@ -68,7 +68,7 @@ def test_two_machines_examine_each_other(hosts: str, tmp_path: Path) -> None:
         outputs = [process.communicate()[0] for process in processes]
         assert [process.wait() for process in processes] == [0, 0], outputs
     for machine, output in enumerate(outputs):
-        found = findings(output)
+        found = parse_findings(output)
         other = 1 - machine
         assert any(what.startswith(f"machine {other} (") and f["ok"] for what, f in found.items())
         assert found["addresses"]["ok"] is True
@@ -85,7 +85,7 @@ def test_a_machine_that_does_not_answer_is_named() -> None:
     assert result.exit_code == 3 and "machine 0 (127.0.0.1" in result.output and "no answer" in result.output
 
 
-def test_the_desk_answers_nothing_but_its_questions() -> None:
+def test_the_doctor_server_ignores_malformed_requests() -> None:
     port = free_ports(4)
     with DoctorServer("127.0.0.1", port, 4), zmq.Context() as context:
         with context.socket(zmq.DEALER) as stranger:
@@ -94,26 +94,28 @@ def test_the_desk_answers_nothing_but_its_questions() -> None:
             for bad in (b"", b"\xc1", msgpack.packb({"a": 1}), msgpack.packb(["who"]), msgpack.packb([1, "x", None])):
                 stranger.send(bad)
             assert not stranger.poll(200)
-        patient = DoctorClient(context, "127.0.0.1", port)
-        assert patient.ask("who") is not None and patient.ask("who")[0] == 4  # type: ignore[index]
-        patient.close()
+        client = DoctorClient(context, "127.0.0.1", port)
+        assert client.ask("who") is not None and client.ask("who")[0] == 4  # type: ignore[index]
+        client.close()
 
 
 @pytest.mark.slow
-def test_a_machine_that_is_loopback_to_itself_is_told_before_the_start() -> None:
-    """What `127.0.1.1 NAME` in /etc/hosts comes to, where the mapping has other machines."""
+def test_a_host_name_that_is_loopback_on_its_own_machine_is_refused_before_the_start() -> None:
+    """A line `127.0.1.1 NAME` in /etc/hosts causes it; the other machines of the mapping could not connect."""
     config, port = str(ROOT / "configs" / "two_machines.yaml"), free_ports(16)
     chosen = mapping(port, "localhost, 192.0.2.77")
     with pytest.raises(EnvironmentFault, match=r"machine 0 listens on 'localhost', which is 127.0.0.1 here"):
         facts(load(config, [chosen]), Request(config, [chosen], machine=0))
     assert facts(load(config, [chosen]), Request(config, [chosen], machine=1)).machine == 1
     result = CliRunner().invoke(main, ["doctor", config, "-m", "0", "-s", chosen, "--json", "--wait", "0.1"])
-    told = findings("\n".join(line for line in result.output.splitlines() if line.startswith("{")))
-    assert result.exit_code == 3 and told["addresses"]["ok"] is False
-    assert "'localhost'" in str(told["addresses"]["detail"])
+    findings = parse_findings("\n".join(line for line in result.output.splitlines() if line.startswith("{")))
+    assert result.exit_code == 3 and findings["addresses"]["ok"] is False
+    assert "'localhost'" in str(findings["addresses"]["detail"])
 
 
-def test_a_name_that_cannot_be_resolved_is_told_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_name_that_cannot_be_resolved_is_refused_on_its_machine_and_a_warning_elsewhere(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
     def getaddrinfo(*_: object, **__: object) -> object:
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
@@ -127,12 +129,12 @@ def test_a_name_that_cannot_be_resolved_is_told_before_the_start(monkeypatch: py
     ((kind, warning),) = address_warnings(load(config, [chosen]), here)
     assert kind == "warning" and "'nohost' (machine 0)" in warning
     result = CliRunner().invoke(main, ["doctor", config, "-m", "0", "-s", chosen, "--json", "--wait", "0.1"])
-    told = findings("\n".join(line for line in result.output.splitlines() if line.startswith("{")))
-    assert result.exit_code == 3 and told["addresses"]["ok"] is False
+    findings = parse_findings("\n".join(line for line in result.output.splitlines() if line.startswith("{")))
+    assert result.exit_code == 3 and findings["addresses"]["ok"] is False
     chosen = mapping(free_ports(16), "nohost, 127.0.0.1")
     result = CliRunner().invoke(main, ["doctor", config, "-m", "1", "-s", chosen, "--wait", "0.1"])
     assert result.exit_code == 3 and re.search(r"machine 0 \(nohost:\d+\): its name cannot be resolved", result.output)
 
 
-def test_the_interface_to_a_host_is_named() -> None:
+def test_interface_to_returns_the_interface_of_the_route_to_a_host() -> None:
     assert interface_to("127.0.0.1") == "lo" and interface_to("no-such-host.invalid") is None

@@ -1,4 +1,4 @@
-"""How children begin and end; each check in a process of its own, which imports next to nothing."""
+"""How child processes begin and end. Each check runs in a process of its own that imports only what it needs."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ ours, theirs = pipe()
 """
 
 
-def child(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run_child(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", START + code, *arguments], capture_output=True, text=True, timeout=60,
                           check=False)  # fmt: skip
 
 
-def test_the_signals_of_a_terminal_are_the_supervisors_alone() -> None:
-    """Ctrl-C, Ctrl-Z and a closed terminal reach all processes of it; SIGTERM is for one."""
-    found = child("""
+def test_children_ignore_the_signals_of_a_terminal_but_not_sigterm() -> None:
+    """Ctrl-C, Ctrl-Z and a closed terminal reach all processes of the terminal: the supervisor handles them."""
+    found = run_child("""
 entry.protect()
 for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU):
     os.kill(os.getpid(), number)
@@ -35,17 +35,17 @@ os.kill(os.getpid(), signal.SIGTERM)
     assert found.stdout == "alive\n" and found.returncode == -15
 
 
-def test_nothing_heavy_is_imported() -> None:
+def test_the_entry_module_imports_no_large_packages() -> None:
     """The supervisor imports this module, too."""
-    found = child("print(sorted({'torch', 'numpy', 'zmq', 'pydantic'} & sys.modules.keys()))")
+    found = run_child("print(sorted({'torch', 'numpy', 'zmq', 'pydantic'} & sys.modules.keys()))")
     assert found.stdout == "[]\n"
 
 
-def test_what_libraries_print_goes_to_the_nodes_file(tmp_path: Path) -> None:
-    """Also what they write past Python, and behind what stands there."""
+def test_output_of_libraries_is_appended_to_the_nodes_stderr_file(tmp_path: Path) -> None:
+    """Including output that does not go through Python's sys.stdout."""
     log = tmp_path / "stderr.txt"
     log.write_text("before\n")
-    found = child("""
+    found = run_child("""
 entry.redirect_output(Path(sys.argv[1]))
 print("to stdout", flush=True)
 os.write(2, b"from C\\n")
@@ -54,8 +54,8 @@ os.write(2, b"from C\\n")
     assert log.read_text() == "before\nto stdout\nfrom C\n"
 
 
-def test_a_child_leaves_with_its_exit_code_whatever_threads_are_left_and_its_last_word_comes_first() -> None:
-    found = child("""
+def test_a_child_exits_with_its_code_after_its_last_message_although_a_thread_is_running() -> None:
+    found = run_child("""
 pid = os.fork()
 if pid == 0:
     ours.close()
@@ -73,8 +73,8 @@ print(len(Pipe(ours).receive().text), os.waitstatus_to_exitcode(os.waitpid(pid, 
     assert sorted(found.stdout.split("\n")) == ["", "300000 7", "worked"]
 
 
-def test_a_child_whose_work_raises_leaves_with_the_code_of_our_own_faults() -> None:
-    found = child("""
+def test_a_child_whose_work_raises_exits_with_the_code_of_a_bug() -> None:
+    found = run_child("""
 def work(channel):
     raise ValueError("a defect")
 
@@ -83,8 +83,8 @@ entry.leave(work, theirs)
     assert found.returncode == 8 and not found.stdout
 
 
-def test_a_child_ends_with_the_process_that_forked_it() -> None:
-    """However that ends: the kernel closes the child's end of the pipe."""
+def test_a_child_dies_with_the_process_that_forked_it() -> None:
+    """The parent is killed; the test sees the child's death as the end of a pipe."""
     read, write = os.pipe()
     parent = subprocess.Popen(
         [sys.executable, "-c", START + """
@@ -98,5 +98,5 @@ threading.Event().wait()
     assert os.read(read, 1) == b"."
     parent.kill()
     parent.wait(60)
-    assert os.read(read, 1) == b"", "nobody holds the other end any more"
+    assert os.read(read, 1) == b"", "a process still has the other end open"
     os.close(read)

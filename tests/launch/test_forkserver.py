@@ -1,4 +1,4 @@
-"""What the fork server leaves in the folder for temporary files, however the process that started it ends."""
+"""The files of the fork server in the folder for temporary files, when its process exits or is killed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from decentnode.launch.children.sockets import remove_stale
 from tests.conftest import wait_until
 
-STARTS = """
+START_CHILD = """
 import sys
 from decentnode.launch.children import forkserver
 forkserver.PRELOAD = []
@@ -32,9 +32,9 @@ def temporary() -> Iterator[Path]:
         yield Path(folder)
 
 
-def started(temporary: Path) -> subprocess.Popen[str]:
+def start_process(temporary: Path) -> subprocess.Popen[str]:
     process = subprocess.Popen(
-        [sys.executable, "-c", STARTS], env={**os.environ, "TMPDIR": str(temporary)}, text=True,
+        [sys.executable, "-c", START_CHILD], env={**os.environ, "TMPDIR": str(temporary)}, text=True,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE,
     )  # fmt: skip
     assert process.stdout is not None
@@ -42,21 +42,21 @@ def started(temporary: Path) -> subprocess.Popen[str]:
     return process
 
 
-def test_an_orderly_end_leaves_nothing(temporary: Path) -> None:
-    process = started(temporary)
-    assert list(temporary.iterdir()), "the server listens somewhere"
+def test_a_process_that_exits_leaves_no_temporary_files(temporary: Path) -> None:
+    process = start_process(temporary)
+    assert list(temporary.iterdir()), "the server has no socket"
     process.communicate(timeout=30)
     assert process.returncode == 0 and not list(temporary.iterdir())
 
 
 @pytest.mark.slow
 def test_what_a_killed_process_leaves_is_removed_by_the_next_run(temporary: Path) -> None:
-    alive, killed = started(temporary), started(temporary)
+    alive, killed = start_process(temporary), start_process(temporary)
     killed.kill()
     killed.communicate(timeout=30)
     assert len(list(temporary.iterdir())) == 2
     remove_stale(temporary)
     (left,) = temporary.iterdir()
-    assert len(list(left.iterdir())) == 2, "the living keep their lock and their socket"
+    assert len(list(left.iterdir())) == 2, "the running process has lost its lock or its socket"
     alive.communicate(timeout=30)
     wait_until(lambda: not list(temporary.iterdir()))

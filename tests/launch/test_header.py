@@ -1,4 +1,4 @@
-"""What a run says before it starts that it will send, beside what it then counts."""
+"""The header of a run: estimated traffic, devices and warnings. The estimate is compared with the counted bytes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
     ("{name: topk, fraction: 0.2}", False),
     ("{name: jwins, compression: {name: zlib}}", False), ("choco", False),
 ])  # fmt: skip
-def test_what_is_told_is_what_is_sent(sharing: str, exact: bool) -> None:
+def test_the_estimated_traffic_is_exact_or_an_upper_bound_of_what_is_sent(sharing: str, exact: bool) -> None:
     experiment = load(QUICKSTART, [
         "graph={name: complete, nodes: 4}", "mapping={name: linear, machines: 1, nodes_per_machine: 4}",
         f"sharing={sharing}", "node.rounds=2", "node.evaluate_every=0", "training.local_steps=1",
@@ -41,22 +41,22 @@ def test_what_is_told_is_what_is_sent(sharing: str, exact: bool) -> None:
     assert ("at most" in text) is not exact and ("per exchange" in text) is (rounds == 1)
 
 
-def test_the_devices_of_this_machine_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of another machine need not be here."""
+def test_the_header_names_the_devices_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The devices of another machine in the mapping need not exist on this machine."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Zeta")
-    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda _: torch.get_rng_state())  # of GPUs that are not there
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda _: torch.get_rng_state())  # the GPUs do not exist
     monkeypatch.setattr(torch.cuda, "set_rng_state", lambda *_: None)
     machines = [{"nodes": 1, "host": "127.0.0.1", "device": "cuda:7"},
                 {"nodes": 4, "host": "127.0.0.2", "device": ["cuda:0", "cuda:1", "cuda:0", "cpu"]}]  # fmt: skip
     experiment = load(QUICKSTART, [
         "graph={name: ring, nodes: 5}", "node.rounds=1", f"mapping={{name: table, machines: {machines}}}"])
-    told = [header(experiment, local)[0][1] for local in ([1, 2, 3, 4], [1, 3], [4])]
-    assert ["2 GPUs Zeta and CPU, " in told[0], "GPU Zeta, " in told[1], " CPU, " in told[2]] == [True] * 3
+    lines = [header(experiment, local)[0][1] for local in ([1, 2, 3, 4], [1, 3], [4])]
+    assert ["2 GPUs Zeta and CPU, " in lines[0], "GPU Zeta, " in lines[1], " CPU, " in lines[2]] == [True] * 3
 
 
-def test_nobody_is_warned_of_ports_that_a_simulation_does_not_open() -> None:
+def test_only_a_run_with_connections_is_warned_that_they_are_without_security() -> None:
     experiment = load(QUICKSTART, ["graph={name: ring, nodes: 4}", "mapping={machines: 2, nodes_per_machine: 2, "
                                    "addresses: [10.0.0.1, 10.0.0.2]}"])  # fmt: skip
     warned = ["without security" in str(header(experiment, [0], connected)) for connected in (True, False)]
@@ -68,8 +68,8 @@ def test_nobody_is_warned_of_ports_that_a_simulation_does_not_open() -> None:
     ("{name: accumadam}", "lr of optimizer accumadam is 0.001, its default: none is given"),
     ("{name: sgd, lr: 0.001}", ""),
 ])  # fmt: skip
-def test_a_learning_rate_that_nobody_wrote_is_told(optimizer: str, text: str) -> None:
+def test_a_default_learning_rate_is_named_in_the_header_and_by_validate(optimizer: str, text: str) -> None:
     override = f"training.optimizer={optimizer}"
     assert dict(map(tuple, header(load(QUICKSTART, [override]), [0]))).get("training", "") == text  # type: ignore[arg-type]
-    told = CliRunner().invoke(main, ["validate", str(QUICKSTART), "--set", override]).stderr
-    assert told == (f"note: {text}\n" if text else "")
+    note = CliRunner().invoke(main, ["validate", str(QUICKSTART), "--set", override]).stderr
+    assert note == (f"note: {text}\n" if text else "")

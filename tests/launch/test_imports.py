@@ -1,4 +1,4 @@
-"""The modules of the room import each other in one direction, imports in functions included."""
+"""The modules of a package import each other without cycles, also in functions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parents[2] / "decentnode"
 
 
 def imports_of(path: Path, room: str) -> set[str]:
-    """Modules of the room that a file imports."""
+    """Returns the modules of the package `room` that a file imports."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module:
@@ -23,7 +23,7 @@ def imports_of(path: Path, room: str) -> set[str]:
 
 
 @pytest.mark.parametrize("room", ["launch", "wire", "node"])
-def test_no_module_imports_itself_through_others(room: str) -> None:
+def test_imports_between_modules_of_a_package_have_no_cycle(room: str) -> None:
     files = {path.stem: path for path in (PACKAGE / room).glob("*.py") if path.stem != "__init__"}
     files |= {path.parent.name: path for path in (PACKAGE / room).glob("*/__init__.py")}
     graph = {name: imports_of(path, room) & files.keys() - {name} for name, path in files.items()}

@@ -1,4 +1,4 @@
-"""Which lines nodes write to their logs."""
+"""`run.log_level` decides which lines nodes write to their logs."""
 
 from __future__ import annotations
 
@@ -28,4 +28,4 @@ def test_lines_below_the_level_are_left_out(tmp_path: Path, level: str, transpor
     assert ("DEBUG" in text) == (level == "debug") == ("round 1: loss" in text)
     assert (text == "") == (level == "error") or transport == "inproc"
     kept = yaml.safe_load((outcome.run_dir / "config.yaml").read_text())
-    assert kept["run"]["log_level"] == level, "the run is repeated with it"
+    assert kept["run"]["log_level"] == level, "a repeated run would have another level"

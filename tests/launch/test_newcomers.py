@@ -1,4 +1,4 @@
-"""End to end: processes that are in no mapping come to a run whose nodes are in rounds of their own, die and leave."""
+"""End to end: processes that are not in the mapping join runs, die and leave."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ from tests.launch.faults import experiment
     {"node.schedule": "gossip_async"}, {"node.schedule": "gossip_async", "sharing.name": "push_sum"},
     {"node.schedule": "ad_psgd"},
 ], ids=["gossip_async", "push_sum", "ad_psgd"])  # fmt: skip
-def test_newcomers_come_die_and_leave_and_so_does_a_node_of_the_mapping(tmp_path: Path, keys: dict[str, str]) -> None:
+def test_newcomers_join_an_asynchronous_run_die_and_leave_and_a_node_of_the_mapping_leaves(
+    tmp_path: Path, keys: dict[str, str]
+) -> None:
     first = free_ports(8)
     training = {**experiment()["training"], "local_steps": None, "local_seconds": 0.05}
     node = {"rounds": 1_000_000, "evaluate_every": 0, "missing": "regroup", "newcomers": 3, "checkpoint": {"every": 5}}
@@ -38,29 +40,29 @@ def test_newcomers_come_die_and_leave_and_so_does_a_node_of_the_mapping(tmp_path
         file = latest / "nodes" / "000" / "metrics.jsonl"
         return list(read_kind(file, "generation")) if file.exists() else []
 
-    def comes_to(members: list[int]) -> None:
+    def wait_for_members(members: list[int]) -> None:
         wait_until(lambda: bool(generations()) and generations()[-1]["members"] == members, f"members {members}")
 
-    def joins(folder: str) -> Any:
+    def join(folder: str) -> Any:
         return started(tmp_path, "join", "--seed", f"127.0.0.1:{first}", "--samples-of", "1", "--run-dir", folder)
 
     with started(tmp_path, "run", "open.yaml", *sets) as whole:
         wait_until(lambda: (latest / "nodes" / "000" / "metrics.jsonl").exists(), "the first round")
-        with joins("one") as newcomer:
-            comes_to([0, 1, 2, 3, 4])
+        with join("one") as newcomer:
+            wait_for_members([0, 1, 2, 3, 4])
             _kill(newcomer)
-            comes_to([0, 1, 2, 3])
-        with joins("two") as newcomer:
-            comes_to([0, 1, 2, 3, 5])
+            wait_for_members([0, 1, 2, 3])
+        with join("two") as newcomer:
+            wait_for_members([0, 1, 2, 3, 5])
             psutil.Process(newcomer.pid).send_signal(signal.SIGINT)
             assert newcomer.wait() == 0
-            comes_to([0, 1, 2, 3])
+            wait_for_members([0, 1, 2, 3])
         assert generations()[-1]["departed"] == [5]
         code, out, _ = run(tmp_path, "leave", str(latest), "--node", "3")
         assert (code, out) == (0, "node 3 leaves after its round\n")
-        comes_to([0, 1, 2])
-        with joins("three") as newcomer:
-            comes_to([0, 1, 2, 6])
+        wait_for_members([0, 1, 2])
+        with join("three") as newcomer:
+            wait_for_members([0, 1, 2, 6])
             psutil.Process(whole.pid).send_signal(signal.SIGINT)
             whole.wait()
             newcomer.wait()
@@ -68,8 +70,8 @@ def test_newcomers_come_die_and_leave_and_so_does_a_node_of_the_mapping(tmp_path
     assert found["newcomers"].keys() == {"4", "5", "6"} and found["left"].keys() == {"3"} and found["lost"] == {}
     assert found["own_rounds"] and found["members"] == [0, 1, 2, 6]
     for uid in range(3):
-        rounds = [each["round"] for each in read_kind(latest / "nodes" / f"{uid:03d}" / "metrics.jsonl", "round")]
-        assert rounds == sorted(set(rounds)) and len(rounds) > 20, "none twice"
+        rounds = [record["round"] for record in read_kind(latest / "nodes" / f"{uid:03d}" / "metrics.jsonl", "round")]
+        assert rounds == sorted(set(rounds)) and len(rounds) > 20
     code, _, err = run(tmp_path, "run", "open.yaml", *sets, "--resume", f"--set=node.rounds={max(rounds) + 20}")
     assert code == 0, err
     found = json.loads((latest / "summary.json").read_text())
@@ -77,7 +79,7 @@ def test_newcomers_come_die_and_leave_and_so_does_a_node_of_the_mapping(tmp_path
 
 
 @pytest.mark.slow
-def test_a_newcomer_comes_while_faults_strike_and_its_records_are_checked_once_they_are_brought(tmp_path: Path) -> None:
+def test_a_newcomer_joins_a_run_with_faults_and_its_records_are_checked_once_collected(tmp_path: Path) -> None:
     first = free_ports(8)
     faults = [{"do": "kill", "nodes": [3], "at_round": 5}, {"do": "drop", "share": 0.02},
               {"do": "slow", "nodes": [4], "factor": 1.5, "at_round": 1}]  # fmt: skip
@@ -103,26 +105,26 @@ def test_a_newcomer_comes_while_faults_strike_and_its_records_are_checked_once_t
     summary = json.loads((latest / "summary.json").read_text())
     assert summary["checked"].keys() == {"payloads", "generations", "unseen"}, out + err
     assert summary["checked"]["unseen"].keys() == {"4"} and summary["struck"] == {"kill": 1}
-    struck = [each["detail"] for each in read_kind(events, "fault")]
-    assert any('"slow"' in each for each in struck) and any('"drop"' in each for each in struck)
+    details = [event["detail"] for event in read_kind(events, "fault")]
+    assert any('"slow"' in detail for detail in details) and any('"drop"' in detail for detail in details)
     code, out, err = run(tmp_path, "collect", "tiny", "came")
     assert code == 0 and "node 4, details of machine 1" in out, out + err
     code, out, err = run(tmp_path, "replay", "tiny", "--check", "--json")
-    told = json.loads(out)
-    assert code == 0 and told["nodes"] == 5 and "unseen" not in told, out + err
-    assert told["payloads"] > summary["checked"]["payloads"] + summary["checked"]["unseen"]["4"]
+    counts = json.loads(out)
+    assert code == 0 and counts["nodes"] == 5 and "unseen" not in counts, out + err
+    assert counts["payloads"] > summary["checked"]["payloads"] + summary["checked"]["unseen"]["4"]
 
 
-def wait_for_folder(above: Path) -> list[Path]:
-    def there() -> list[Path]:
-        return [each for each in above.glob("2*") if not each.is_symlink()]
+def wait_for_folder(parent: Path) -> list[Path]:
+    def run_folders() -> list[Path]:
+        return [path for path in parent.glob("2*") if not path.is_symlink()]
 
-    wait_until(lambda: bool(there()), "a newcomer's folder")
-    return there()
+    wait_until(lambda: bool(run_folders()), "a newcomer's folder")
+    return run_folders()
 
 
 def _kill(command: Command) -> None:
-    family = [psutil.Process(command.pid), *psutil.Process(command.pid).children(recursive=True)]
-    for each in family:
-        each.kill()
-    psutil.wait_procs(family, timeout=60)
+    processes = [psutil.Process(command.pid), *psutil.Process(command.pid).children(recursive=True)]
+    for process in processes:
+        process.kill()
+    psutil.wait_procs(processes, timeout=60)

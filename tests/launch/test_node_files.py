@@ -1,4 +1,4 @@
-"""The files of a node: what is written at once, what is told later, and what a full disk may not do."""
+"""The files of a node: metrics, status and models, on a full disk, too."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ROUNDS = [{"kind": "round", "round": number} for number in range(5)]
 EVALUATION = {"kind": "evaluation", "round": 5}
 
 
-def fake_node(uid: int = 1, members: tuple[int, ...] = (0, 1), waiting: Any = None) -> Any:
+def make_fake_node(uid: int = 1, members: tuple[int, ...] = (0, 1), waiting: Any = None) -> Any:
     training = Quadratic(uid, 3, buffers=2)
     communication = SimpleNamespace(waiting=waiting, counters=Counters(), run_id=bytes(8))
     return SimpleNamespace(
@@ -35,49 +35,50 @@ def fake_node(uid: int = 1, members: tuple[int, ...] = (0, 1), waiting: Any = No
     )  # fmt: skip
 
 
-def lines(path: Path) -> list[Any]:
+def read_lines(path: Path) -> list[Any]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_every_record_is_written_and_a_round_in_a_while_is_told(tmp_path: Path) -> None:
-    told: list[ChildMessage] = []
+def test_every_record_is_written_and_a_round_per_progress_interval_is_reported(tmp_path: Path) -> None:
+    sent: list[ChildMessage] = []
     with clock.use(clock.VirtualClock()) as time:
         time.advance_to(100.0)
-        reporter = Reporter(7, tmp_path / "metrics.jsonl", told.append, progress_seconds=1.0)
+        reporter = Reporter(7, tmp_path / "metrics.jsonl", sent.append, progress_seconds=1.0)
         for record in ROUNDS:
             reporter.record(record)
             time.sleep(0.4)
-        assert told == [Progress(7, ROUNDS[0]), Progress(7, ROUNDS[3])]
+        assert sent == [Progress(7, ROUNDS[0]), Progress(7, ROUNDS[3])]
         reporter.record(EVALUATION)
         reporter.close()
-    assert told[2:] == [Progress(7, ROUNDS[4]), Progress(7, EVALUATION)], "with the round that was held back"
-    assert [each["round"] for each in lines(tmp_path / "metrics.jsonl") if each["kind"] != "start"] == [*range(5), 5]
+    assert sent[2:] == [Progress(7, ROUNDS[4]), Progress(7, EVALUATION)], "an evaluation comes after the withheld round"
+    written = read_lines(tmp_path / "metrics.jsonl")
+    assert [record["round"] for record in written if record["kind"] != "start"] == [*range(5), 5]
 
 
-def test_a_supervisor_that_is_gone_stops_no_training(tmp_path: Path) -> None:
-    def gone(message: ChildMessage) -> None:
+def test_records_are_written_although_the_supervisor_is_gone(tmp_path: Path) -> None:
+    def raise_broken_pipe(message: ChildMessage) -> None:
         raise BrokenPipeError
 
-    reporter = Reporter(7, tmp_path / "metrics.jsonl", gone, progress_seconds=0.0)
+    reporter = Reporter(7, tmp_path / "metrics.jsonl", raise_broken_pipe, progress_seconds=0.0)
     reporter.record(ROUNDS[0])
     reporter.record({**EVALUATION, "loss": float("nan")})
     reporter.close()
-    assert [each["kind"] for each in lines(tmp_path / "metrics.jsonl")][-2:] == ["round", "evaluation"]
+    assert [record["kind"] for record in read_lines(tmp_path / "metrics.jsonl")][-2:] == ["round", "evaluation"]
 
 
-def test_a_dry_run_writes_nothing_and_is_told_of() -> None:
-    told: list[ChildMessage] = []
-    reporter = Reporter(7, None, told.append, progress_seconds=0.0)
+def test_a_dry_run_reports_records_without_writing_a_file() -> None:
+    sent: list[ChildMessage] = []
+    reporter = Reporter(7, None, sent.append, progress_seconds=0.0)
     reporter.record({**EVALUATION, "loss": float("inf")})
     reporter.close()
-    (message,) = told
+    (message,) = sent
     assert isinstance(message, Progress) and json.loads(json.dumps(message.record, allow_nan=False))["round"] == 5
 
 
-def test_a_snapshot_names_whom_a_node_waits_for_and_the_edges_that_carried_something() -> None:
+def test_a_snapshot_has_the_nodes_waited_for_and_the_edges_with_traffic() -> None:
     with clock.use(clock.VirtualClock(wall=1000.0)) as time:
         time.advance_to(12.5)
-        node = fake_node(waiting=((2, 3), 10.0))
+        node = make_fake_node(waiting=((2, 3), 10.0))
         used = node.communication.counters.edge(3)
         used.frames_sent, used.resends, used.wait_seconds = 2, 1, 1.23456
         node.communication.counters.edge(2)
@@ -90,30 +91,30 @@ def test_a_snapshot_names_whom_a_node_waits_for_and_the_edges_that_carried_somet
     assert "run" not in found
     node.communication.run_id = bytes(range(8))
     assert snapshot(node)["run"] == "0001020304050607"
-    idle = snapshot(fake_node(), "finished")
+    idle = snapshot(make_fake_node(), "finished")
     assert (idle["waiting_for"], idle["waiting_seconds"], idle["doing"]) == ([], 0.0, "finished")
 
 
-def test_the_status_is_written_while_the_node_runs_and_says_how_it_ended(
+def test_the_status_is_written_while_the_node_runs_and_when_it_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(node_status, "STATUS_SECONDS", 0.01)
     written: list[dict[str, Any]] = []
     monkeypatch.setattr(node_status, "write_atomic", lambda path, text: written.append(json.loads(text)))
-    node = fake_node()
-    status = StatusWriter({tmp_path / "status.json": node})
-    status.start()
+    node = make_fake_node()
+    writer = StatusWriter({tmp_path / "status.json": node})
+    writer.start()
     while not written:
-        assert status.is_alive()
-    status.close({node.uid: "stopped"})
-    assert not status.is_alive()
-    assert [each["doing"] for each in written] == ["exchange", "stopped"], "again only where something changed"
+        assert writer.is_alive()
+    writer.close({node.uid: "stopped"})
+    assert not writer.is_alive()
+    assert [status["doing"] for status in written] == ["exchange", "stopped"], "unchanged, it is not written again"
 
 
-def test_a_node_that_was_started_again_counts_on(tmp_path: Path) -> None:
+def test_the_counters_of_a_restarted_node_continue_from_its_status_file(tmp_path: Path) -> None:
     path = tmp_path / "status.json"
     for received, wait in ((5, 0.5), (2, 0.25)):
-        node = fake_node()
+        node = make_fake_node()
         edge = node.communication.counters.edge(3)
         edge.frames_sent, edge.payload_bytes_received, edge.wait_seconds = 1, received, wait
         node.communication.counters.fault("stale_round", 3, "")
@@ -124,7 +125,7 @@ def test_a_node_that_was_started_again_counts_on(tmp_path: Path) -> None:
     assert found["edges"]["3"] == {"sent": 0, "received": 7, "chunks": 2, "resends": 0, "wait_seconds": 0.75}
     assert found["faults"] == {"stale_round": 2}
     path.write_text("[]")
-    status = StatusWriter({path: fake_node()})
+    status = StatusWriter({path: make_fake_node()})
     status.start()
     status.close({})
     assert json.loads(path.read_text())["edges"] == {}
@@ -134,20 +135,22 @@ def test_a_full_disk_does_not_end_the_status_thread(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(node_status, "STATUS_SECONDS", 0.01)
     tried: list[str] = []
 
-    def full(path: Path, text: str) -> None:
+    def raise_disk_full(path: Path, text: str) -> None:
         tried.append(json.loads(text)["doing"])
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(node_status, "write_atomic", full)
-    status = StatusWriter({tmp_path / "status.json": fake_node()})
+    monkeypatch.setattr(node_status, "write_atomic", raise_disk_full)
+    status = StatusWriter({tmp_path / "status.json": make_fake_node()})
     status.start()
     while not tried:
         assert status.is_alive()
-    status.close({fake_node().uid: "failed"})
+    status.close({make_fake_node().uid: "failed"})
     assert tried == ["exchange", "failed"]
 
 
-def test_a_model_is_there_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_save_leaves_the_earlier_model_and_no_temporary_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     module = torch.nn.Linear(2, 3)
     path = tmp_path / "model.safetensors"
     save(module, path)
@@ -157,37 +160,39 @@ def test_a_model_is_there_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch: 
     with pytest.raises(EnvironmentFault, match=r"cannot write the model .*nowhere"):
         save(module, tmp_path / "nowhere" / "model.safetensors")
 
-    def interrupted(*_: object) -> None:
+    def raise_disk_full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(system.os, "replace", interrupted)
+    monkeypatch.setattr(system.os, "replace", raise_disk_full)
     with pytest.raises(EnvironmentFault, match="No space left"):
         save(torch.nn.Linear(2, 3), path)
-    assert path.read_bytes() == before and [each.name for each in tmp_path.iterdir()] == [path.name]
+    assert path.read_bytes() == before and [file.name for file in tmp_path.iterdir()] == [path.name]
 
 
-@pytest.mark.parametrize(("uid", "members", "merged"), [(0, (0, 1), True), (1, (0, 1), False), (1, (1, 2), True)])
-def test_the_lowest_uid_that_is_left_writes_the_merged_model(
-    tmp_path: Path, uid: int, members: tuple[int, ...], merged: bool
+@pytest.mark.parametrize(("uid", "members", "writes_merged"), [
+    (0, (0, 1), True), (1, (0, 1), False), (1, (1, 2), True),
+])  # fmt: skip
+def test_the_member_with_the_lowest_uid_writes_the_merged_model(
+    tmp_path: Path, uid: int, members: tuple[int, ...], writes_merged: bool
 ) -> None:
     (tmp_path / "models").mkdir()
-    node = fake_node(uid, members)
+    node = make_fake_node(uid, members)
     own, mean = node.training.model.parameters.clone(), torch.arange(5.0)
     node.merged = mean
     save_node(node, tmp_path)
-    names = {each.name for each in (tmp_path / "models").iterdir()}
-    assert names == {f"00{uid}.safetensors"} | ({"merged.safetensors"} if merged else set())
+    names = {file.name for file in (tmp_path / "models").iterdir()}
+    assert names == {f"00{uid}.safetensors"} | ({"merged.safetensors"} if writes_merged else set())
     assert torch.equal(load_file(tmp_path / "models" / f"00{uid}.safetensors")["x"], own)
-    if merged:
+    if writes_merged:
         found = load_file(tmp_path / "models" / "merged.safetensors")
         assert torch.equal(found["x"], mean[:3]) and torch.equal(found["statistics"], mean[3:])
 
 
-def test_with_sides_a_merged_model_is_kept_beside_until_the_run_takes_one(tmp_path: Path) -> None:
-    """Two nodes that are the lowest of their generations would overwrite each other's."""
+def test_partition_sides_write_merged_models_to_separate_folders_until_the_run_takes_one(tmp_path: Path) -> None:
+    """Each side has a node that is the lowest of its generation: they would overwrite each other's file."""
     (tmp_path / "models").mkdir()
     for uid, members in ((0, (0, 1)), (2, (2, 3))):
-        node = fake_node(uid, members)
+        node = make_fake_node(uid, members)
         node.config.on_partition, node.merged = "both", torch.full((5,), float(uid))
         save_node(node, tmp_path)
     promote_merged_model(tmp_path)
@@ -195,11 +200,11 @@ def test_with_sides_a_merged_model_is_kept_beside_until_the_run_takes_one(tmp_pa
         assert load_file(folder / "merged.safetensors")["x"].tolist() == [float(uid)] * 3
 
 
-def test_a_merged_model_is_parameters_then_buffers() -> None:
+def test_a_merged_model_has_parameters_first_and_buffers_last() -> None:
     model = Quadratic(0, 3, buffers=2).model
     load_merged(model, torch.arange(5.0))
     assert model.parameters.tolist() == [0.0, 1.0, 2.0] and model.buffers.tolist() == [3.0, 4.0]
 
 
-def test_writing_the_status_of_many_nodes_takes_no_more_than_a_hundredth_of_a_core() -> None:
+def test_the_pause_between_status_writes_is_a_hundred_times_their_duration_within_bounds() -> None:
     assert [node_status.pause_after(seconds) for seconds in (0.0, 0.005, 0.04, 2.0)] == [1.0, 1.0, 4.0, 30.0]

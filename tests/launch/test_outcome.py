@@ -14,14 +14,14 @@ from decentnode.report.closing import closing
 from tests.launch.facts import FACTS, FINISHED
 
 
-def test_the_cause_is_the_first_that_is_no_echo() -> None:
-    echo, cause = Failed(1, 5, "peer lost", "", True), Failed(2, 8, "boom", "")
-    assert first_cause([echo, cause]) is cause
-    assert first_cause([echo]) is echo
+def test_the_first_cause_is_the_first_failure_that_does_not_follow_from_another() -> None:
+    follower, cause = Failed(1, 5, "peer lost", "", True), Failed(2, 8, "boom", "")
+    assert first_cause([follower, cause]) is cause
+    assert first_cause([follower]) is follower
     assert first_cause([]) is None
 
 
-def test_the_summary_of_a_node_that_died_is_what_it_last_told() -> None:
+def test_the_summary_has_the_last_reported_figures_of_a_node_that_died() -> None:
     ledger = Ledger()
     ledger.progress(1, {"kind": "round", "round": 3, "data_bytes_sent": 7, "metadata_bytes_sent": 2,
                         "evaluation_bytes_sent": 100})
@@ -34,17 +34,17 @@ def test_the_summary_of_a_node_that_died_is_what_it_last_told() -> None:
     assert found["failure"] == {"node": 1, "title": "boom", "exit_code": 8}
 
 
-def test_bytes_of_processes_that_are_gone_are_in_the_totals() -> None:
+def test_totals_include_the_bytes_of_dead_processes() -> None:
     ledger = Ledger()
 
-    def told(uid: int, round: int, data: int) -> None:
+    def report_round(uid: int, round: int, data: int) -> None:
         ledger.progress(uid, {"kind": "round", "round": round, "data_bytes_sent": data, "evaluation_bytes_sent": 1})
 
-    told(0, 2, 300)
-    told(1, 2, 300)
+    report_round(0, 2, 300)
+    report_round(1, 2, 300)
     ledger.restarted(1)
-    told(1, 6, 400)  # of its second process
-    told(2, 3, 50)
+    report_round(1, 6, 400)  # of the second process of node 1
+    report_round(2, 3, 50)
     ledger.progress(0, {"kind": "generation", "members": [0, 1]})
     ledger.finished[0] = Finished(0, {"uid": 0, "rounds": 10, "bytes_data": 1000, "bytes_evaluation": 7}, False)
     ledger.finished[1] = Finished(1, {"uid": 1, "rounds": 10, "bytes_data": 700, "bytes_evaluation": 5}, False)
@@ -54,28 +54,28 @@ def test_bytes_of_processes_that_are_gone_are_in_the_totals() -> None:
     assert found["bytes_evaluation_total"] == 7 + 5 + 1 + 1
 
 
-def test_reports_of_all_machines_come_through_uid_0() -> None:
+def test_figures_of_all_machines_come_from_the_reports_of_node_0() -> None:
     ledger = Ledger()
     reports: dict[str, dict[str, Any]] = {str(uid): {"uid": uid, "rounds": 10} for uid in (0, 1, 2, 3, 5)}
     ledger.finished[0] = replace(FINISHED, reports=reports)
     assert sorted(ledger.figures()) == [0, 1, 2, 3, 5]
 
 
-def test_the_summary_of_a_stop_has_all_nodes_that_closed_wherever() -> None:
-    """Node 1 was frozen when the stop came; it woke up, met nobody, and closed alone, later than the others."""
+def test_the_summary_of_a_stopped_run_has_the_finished_nodes_of_all_generations() -> None:
+    """Node 1 was frozen when the run was stopped; later it woke up in a generation of its own and finished alone."""
     ledger = Ledger()
     for uid, members in ((0, [0, 1]), (0, [0, 5]), (5, [0, 5]), (1, [1])):
         ledger.progress(uid, {"kind": "generation", "members": members})
     ledger.progress(2, {"kind": "round", "round": 3})
-    assert ledger.members == [1], "what was told last"
+    assert ledger.members == [1], "not those of the last record"
     for uid in (0, 5, 1):
         ledger.finished[uid] = Finished(uid, {"uid": uid, "rounds": 4 + uid}, True)
     found = summary(FACTS, ledger, 130, None, Durations(1.0, 2.0))
     assert found["members"] == [0, 1, 5] and sorted(found["nodes"]) == ["0", "1", "5"]
 
 
-def test_bytes_of_a_node_that_was_started_again_without_a_word_are_counted() -> None:
-    """As in a simulated world, which kills and restarts nodes by itself."""
+def test_bytes_are_added_up_when_a_counter_starts_over_without_a_notice_of_a_restart() -> None:
+    """A simulated world kills and restarts nodes without telling the ledger."""
     ledger = Ledger()
     for round, sent in ((3, 400), (4, 500), (9, 100), (10, 200)):
         ledger.progress(0, {"kind": "round", "round": round, "data_bytes_sent": sent})
@@ -83,9 +83,9 @@ def test_bytes_of_a_node_that_was_started_again_without_a_word_are_counted() -> 
     assert summary(FACTS, ledger, 0, None, Durations(1.0, 2.0))["bytes_sent_total"] == 700
 
 
-def test_a_run_that_one_node_ended_with_its_last_round_was_not_stopped() -> None:
-    """Of nodes with rounds of their own: the one that made all of them was in another generation than the others, for
-    which its end looks like an order to stop."""
+def test_an_asynchronous_run_counts_as_stopped_only_if_no_node_made_all_rounds() -> None:
+    """Nodes with rounds of their own: the node that made all rounds was in another generation than the others, to which
+    its end looks like an order to stop."""
     finished = {0: replace(FINISHED, stopped=True), 1: replace(FINISHED, uid=1)}
     assert Ledger(finished=finished).stopped and not Ledger(own_rounds=True, finished=finished).stopped
     assert Ledger(own_rounds=True, finished={0: finished[0]}).stopped
@@ -93,13 +93,13 @@ def test_a_run_that_one_node_ended_with_its_last_round_was_not_stopped() -> None
 
 
 def test_the_summary_names_the_attackers() -> None:
-    """Which nodes they are may follow from the seed alone."""
-    of_run, honest = (summary(facts, Ledger(), 0, None, Durations(1.0, 2.0))
+    """The config may give only their number, and the seed decide which nodes they are."""
+    with_attackers, without = (summary(facts, Ledger(), 0, None, Durations(1.0, 2.0))
                       for facts in (replace(FACTS, attackers=[1, 2]), FACTS))  # fmt: skip
-    assert of_run["attackers"] == [1, 2] and "attackers" not in honest
+    assert with_attackers["attackers"] == [1, 2] and "attackers" not in without
 
 
-def test_the_summary_tells_which_newcomers_came_and_went() -> None:
+def test_the_summary_lists_the_rounds_in_which_newcomers_came_and_left() -> None:
     ledger = Ledger()
     courses = [(1, 4, [0, 1, 2, 3, 4]), (2, 9, [0, 1, 2, 4]), (3, 12, [0, 1, 2, 3, 4]), (4, 15, [0, 1, 4])]
     for uid in (1, 0):
@@ -107,12 +107,12 @@ def test_the_summary_tells_which_newcomers_came_and_went() -> None:
             ledger.progress(uid, {"kind": "generation", "generation": number, "round": round, "members": members})
     ledger.finished[0] = replace(FINISHED, uid=0)
     found = summary(replace(FACTS, machines=[[0, 1], [2]]), ledger, 0, None, Durations(1.0, 2.0))
-    assert found["newcomers"] == {"3": [[4, 9], [12, 15]], "4": [[4, None]]}, "node 2 is of the mapping"
+    assert found["newcomers"] == {"3": [[4, 9], [12, 15]], "4": [[4, None]]}, "node 2 is in the mapping: no newcomer"
     ledger = Ledger(latest=ledger.latest, _members=ledger._members)
     assert "newcomers" not in summary(FACTS, ledger, 0, None, Durations(1.0, 2.0))
 
 
-def test_nodes_of_other_machines_that_are_gone_are_named_too() -> None:
+def test_lost_and_left_nodes_of_other_machines_are_in_the_summary() -> None:
     """FACTS has nodes 0 and 1 on this machine, and 2, 3, 5 elsewhere."""
     ledger = Ledger()
     first = {"kind": "generation", "generation": 1, "round": 4, "members": [0, 1, 2], "left": [3, 4]}
@@ -124,33 +124,33 @@ def test_nodes_of_other_machines_that_are_gone_are_named_too() -> None:
     ledger.finished = {uid: replace(FINISHED, uid=uid) for uid in (0, 1)}
     found = summary(replace(FACTS, machines=[[0, 1], [2, 3, 4]]), ledger, 0, None, Durations(1.0, 2.0))
     assert found["lost"] == {"4": "node 4: the others continued without it from round 4"}
-    assert found["left"] == {"2": 6}, "node 3 was back, and left as it had finished"
+    assert found["left"] == {"2": 6}, "node 3 rejoined, and departed only as it had finished"
     assert found["elsewhere"] == [2, 4]
     lines = closing(found)
-    assert any("sent by 2 nodes" in line for line in lines), "of what the others sent nothing is known here"
+    assert any("sent by 2 nodes" in line for line in lines), "the bytes of nodes elsewhere are not known"
     assert "left     node 2 after round 6, on request" in lines
 
 
-def test_sides_of_a_network_that_never_healed_end_each_in_its_own_time() -> None:
+def test_the_sides_of_a_network_that_never_healed_are_summarized_separately() -> None:
     ledger = Ledger()
     for uid, members in ((0, [0, 1]), (1, [0, 1]), (2, [2, 3]), (3, [2, 3])):
         ledger.progress(uid, {"kind": "generation", "members": members})
-    ledger.progress(4, {"kind": "generation", "members": [0, 1, 4]})  # frozen since
+    ledger.progress(4, {"kind": "generation", "members": [0, 1, 4]})  # it has been frozen since
     ledger.finished[0] = replace(FINISHED, uid=0)
     ledger.finished[1] = replace(FINISHED, uid=1)
     assert ledger.excluded_nodes(range(5)) == {4} and ledger.disjoint_generations == []
     assert not ledger.excluded_nodes(range(5), True), "node 4 may still agree with others on a generation"
     for uid in (2, 3):
         ledger.finished[uid] = replace(FINISHED, uid=uid)
-    for uid, each in ledger.finished.items():
-        ledger.finished[uid] = replace(each, figures={
+    for uid, report in ledger.finished.items():
+        ledger.finished[uid] = replace(report, figures={
             "uid": uid, "rounds": 10 - uid // 2, "accuracy": 0.5 + 0.1 * uid, "evaluated_round": 10 - uid // 2,
             "accuracy_merged": 0.6 + 0.1 * (uid // 2), "consensus_distance": 0.01 * (1 + uid // 2),
         })  # fmt: skip
     found = summary(FACTS, ledger, 0, None, Durations(1.0, 2.0))
     assert found["apart"] == [[0, 1], [2, 3]] and found["members"] == [0, 1, 2, 3]
-    assert found["accuracy_mean"] == pytest.approx(0.65), "of each node's own model"
-    assert found["accuracy_merged"] is None and found["consensus_distance"] is None, "of no two sides together"
+    assert found["accuracy_mean"] == pytest.approx(0.65), "the mean over each node's own model"
+    assert found["accuracy_merged"] is None and found["consensus_distance"] is None, "there is none of both sides"
     assert [side["accuracy_merged"] for side in found["sides"]] == [0.6, 0.7]
     assert [side["rounds"] for side in found["sides"]] == [10, 9] and found["rounds"] == 9
     lines = closing(found)
@@ -164,7 +164,7 @@ def test_sides_of_a_network_that_never_healed_end_each_in_its_own_time() -> None
     ]
 
 
-def test_the_merged_model_of_the_lowest_side_is_the_runs(tmp_path: Path) -> None:
+def test_the_merged_model_of_the_side_with_the_lowest_uid_becomes_the_merged_model_of_the_run(tmp_path: Path) -> None:
     for uid in ("001", "003"):
         (tmp_path / "models" / f"apart-{uid}" / "ema").mkdir(parents=True)
         (tmp_path / "models" / f"apart-{uid}" / "merged.safetensors").write_text(uid)
@@ -175,27 +175,28 @@ def test_the_merged_model_of_the_lowest_side_is_the_runs(tmp_path: Path) -> None
     assert (models / "ema" / "merged.safetensors").read_text() == "ema 001"
     assert not (models / "apart-001").exists() and (models / "apart-003" / "merged.safetensors").exists()
     promote_merged_model(tmp_path)
-    assert (models / "merged.safetensors").read_text() == "001", "it is there"
+    assert (models / "merged.safetensors").read_text() == "001", "a second call changed it"
 
 
-def records(folder: Path, uid: int, rounds: range, data: int) -> list[dict[str, Any]]:
-    """Writes the records of these rounds, in each of which the node's process sends `data` bytes and misses node 3."""
+def write_round_records(folder: Path, uid: int, rounds: range, data: int) -> list[dict[str, Any]]:
+    """Writes and returns records of rounds, in each of which the node sends `data` bytes and misses node 3."""
     node_dir(folder, uid).mkdir(parents=True, exist_ok=True)
     writer = MetricsWriter(node_dir(folder, uid) / "metrics.jsonl")
-    made = [{"kind": "round", "round": r, "data_bytes_sent": data * (i + 1), "lost": [3]} for i, r in enumerate(rounds)]
-    for record in made:
+    records = [{"kind": "round", "round": round, "data_bytes_sent": data * (index + 1), "lost": [3]}
+               for index, round in enumerate(rounds)]  # fmt: skip
+    for record in records:
         writer.write(record)
     writer.close()
-    return made
+    return records
 
 
-def test_files_tell_what_did_not_reach_the_supervisor(tmp_path: Path) -> None:
-    """Also of a node that was started again, whose second process counts bytes from 0 and sends more than the first."""
+def test_rounds_and_bytes_that_did_not_reach_the_supervisor_are_read_from_files(tmp_path: Path) -> None:
+    """Those of a restarted node, too, whose second process counts bytes from 0 and sends more than the first."""
     ledger = Ledger(tmp_path)
-    ledger.progress(0, records(tmp_path, 0, range(9), 100)[0])
-    ledger.progress(1, records(tmp_path, 1, range(3), 100)[0])
+    ledger.progress(0, write_round_records(tmp_path, 0, range(9), 100)[0])
+    ledger.progress(1, write_round_records(tmp_path, 1, range(3), 100)[0])
     ledger.restarted(1)
-    ledger.progress(1, records(tmp_path, 1, range(5, 8), 1000)[0])
+    ledger.progress(1, write_round_records(tmp_path, 1, range(5, 8), 1000)[0])
     ledger.failures.append(Failed(1, 8, "boom", "..."))
     found = summary(FACTS, ledger, 8, tmp_path, Durations(1.0, 2.0))
     assert (found["rounds"], found["rounds_without_total"], found["losses"]) == (8, 9 + 3 + 3, {"3": 15})
@@ -203,9 +204,9 @@ def test_files_tell_what_did_not_reach_the_supervisor(tmp_path: Path) -> None:
     assert summary(FACTS, ledger, 8, tmp_path, Durations(1.0, 2.0)) == found
 
 
-def test_what_came_counts_where_files_are_older_or_damaged(tmp_path: Path) -> None:
+def test_reported_records_count_if_files_are_older_or_damaged(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path)
-    records(tmp_path, 0, range(2), 100)  # then the disk was full
+    write_round_records(tmp_path, 0, range(2), 100)  # then the disk was full
     ledger.progress(0, {"kind": "round", "round": 6, "data_bytes_sent": 700})
     ledger.progress(1, {"kind": "round", "round": 4, "data_bytes_sent": 500})
     ledger.progress(2, {"kind": "round", "round": 4, "data_bytes_sent": 500})
@@ -215,7 +216,7 @@ def test_what_came_counts_where_files_are_older_or_damaged(tmp_path: Path) -> No
     assert [ledger.latest[uid]["bytes_data"] for uid in range(3)] == [700, 500, 500]
 
 
-def test_samples_of_nodes_that_died_or_came_back_are_accounted_for() -> None:
+def test_samples_of_dead_and_restarted_nodes_are_listed_by_generation() -> None:
     ledger = Ledger()
     dealt = {"kind": "dealt", "generation": 0, "first_round": 0, "samples": 300, "adopted": 0, "trained": 0}
     ledger.progress(1, dealt)
@@ -223,8 +224,8 @@ def test_samples_of_nodes_that_died_or_came_back_are_accounted_for() -> None:
     ledger.progress(1, {"kind": "round", "round": 1, "samples": 200})
     ledger.progress(1, {**dealt, "generation": 1, "first_round": 2, "samples": 400, "adopted": 100})
     ledger.progress(1, {"kind": "round", "round": 2, "samples": 50})
-    told = ledger.samples()
-    assert told == {"1": [
+    before_restart = ledger.samples()
+    assert before_restart == {"1": [
         {"generation": 0, "from_round": 0, "samples": 300, "adopted": 0, "trained": 400, "epochs": 1,
          "of_last_epoch": 100},
         {"generation": 1, "from_round": 2, "samples": 400, "adopted": 100, "trained": 50, "epochs": 0,
@@ -232,6 +233,6 @@ def test_samples_of_nodes_that_died_or_came_back_are_accounted_for() -> None:
     ]}  # fmt: skip
     ledger.restarted(1)
     ledger.finished[1] = replace(FINISHED, uid=1, figures={"uid": 1, "dealt": "2:5:300:0:90 0:0:300:0:200"})
-    assert ledger.samples()["1"][:2] == told["1"] and ledger.samples()["1"][2]["trained"] == 90
+    assert ledger.samples()["1"][:2] == before_restart["1"] and ledger.samples()["1"][2]["trained"] == 90
     ledger.finished[2] = replace(FINISHED, uid=2, figures={"uid": 2})
     assert "2" not in ledger.samples()

@@ -10,8 +10,8 @@ import pytest
 from decentnode.launch.children import own_modules
 
 
-def test_where_a_module_lies_is_looked_up_once_per_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every node asks at its end, with 3,000 modules that the fork server has loaded and looked at."""
+def test_the_file_of_a_module_is_looked_up_once_per_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every node asks at its end; the fork server has then loaded 3,000 modules and looked up their files."""
     before = own_modules.local_modules()
     assert __name__ in before and "decentnode" not in before and "torch" not in before
     assert len(own_modules._own_modules._new_modules()) == 0
@@ -20,8 +20,10 @@ def test_where_a_module_lies_is_looked_up_once_per_process(monkeypatch: pytest.M
     assert own_modules.local_modules() == before and not looked
 
 
-def test_modules_that_come_and_go_between_two_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def imported(name: str, folder: str) -> str:
+def test_local_modules_follow_modules_that_are_imported_replaced_and_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def import_module(name: str, folder: str) -> str:
         monkeypatch.delitem(sys.modules, name, raising=False)
         made = ModuleType(name)
         (tmp_path / folder).mkdir(exist_ok=True)
@@ -31,16 +33,16 @@ def test_modules_that_come_and_go_between_two_looks(tmp_path: Path, monkeypatch:
         return os.path.realpath(made.__file__)
 
     before = own_modules.local_modules()
-    first = {"one": imported("one", "a"), "two": imported("two", "a")}
+    first = {"one": import_module("one", "a"), "two": import_module("two", "a")}
     assert own_modules.local_modules() == before | first
-    again = {"three": imported("three", "b"), "two": imported("two", "b")}  # the last one seen is the last one again
+    again = {"three": import_module("three", "b"), "two": import_module("two", "b")}  # "two" is again the last module
     assert own_modules.local_modules() == before | first | again
     monkeypatch.delitem(sys.modules, "one")
     Path(again["three"]).unlink()
     assert own_modules.local_modules() == before | {"two": again["two"]}
 
 
-def test_a_link_to_a_module_is_the_module(tmp_path: Path) -> None:
+def test_a_module_imported_through_a_symbolic_link_is_found_at_its_real_path(tmp_path: Path) -> None:
     (tmp_path / "code").mkdir()
     (tmp_path / "code" / "mine.py").touch()
     (tmp_path / "file.py").symlink_to(tmp_path / "code" / "mine.py")
@@ -49,7 +51,9 @@ def test_a_link_to_a_module_is_the_module(tmp_path: Path) -> None:
     assert [own_modules._own_file(str(tmp_path / each)) for each in ("file.py", "folder/mine.py")] == [real, real]
 
 
-def test_a_file_that_pythons_folder_links_to_is_pythons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_in_pythons_folder_is_not_local_although_it_links_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "etc").mkdir()
     (tmp_path / "lib").mkdir()
     (tmp_path / "etc" / "site.py").write_text("")

@@ -1,4 +1,4 @@
-"""A pipe whose reader is stopped: the writer goes on."""
+"""A pipe does not block its writer while the reader does not read."""
 
 from __future__ import annotations
 
@@ -12,6 +12,16 @@ from decentnode.launch.children.messages import ChildMessage, Finished, NodesAbs
 from decentnode.launch.children.pipe import KEPT_MESSAGES, KEPT_PER_NODE, PROGRESS_SHARE, Pipe
 
 
+def flush_and_read(writer: Pipe, reader: Pipe, count: int) -> list[ChildMessage]:
+    """Returns the `count` messages that a thread reads while `writer` flushes."""
+    found: list[ChildMessage] = []
+    thread = threading.Thread(target=lambda: found.extend(reader.receive() for _ in range(count)))
+    thread.start()
+    assert writer.flush(None)
+    thread.join(200)
+    return found
+
+
 @pytest.fixture
 def ends() -> tuple[Pipe, Pipe]:
     ours, theirs = multiprocessing.Pipe()
@@ -19,7 +29,7 @@ def ends() -> tuple[Pipe, Pipe]:
 
 
 def fill(channel: Pipe) -> int:
-    """Evaluations until one is dropped; how many were sent."""
+    """Sends evaluations until one is dropped; returns how many were accepted."""
     record = {"kind": "evaluation", "text": "x" * 2000}
     for sent in range(10_000):
         channel.send(Progress(1, record))
@@ -28,7 +38,7 @@ def fill(channel: Pipe) -> int:
     raise AssertionError("nothing was dropped")
 
 
-def test_progress_is_dropped_and_everything_else_waits_for_the_reader(ends: tuple[Pipe, Pipe]) -> None:
+def test_a_full_pipe_drops_progress_and_keeps_all_other_messages(ends: tuple[Pipe, Pipe]) -> None:
     writer, reader = ends
     sent = fill(writer)
     generation = Progress(1, {"kind": "generation", "generation": 2})
@@ -39,17 +49,13 @@ def test_progress_is_dropped_and_everything_else_waits_for_the_reader(ends: tupl
     writer.send(NodesAbsent([4], {}))
     writer.send(Progress(1, {"kind": "round"}))
     assert writer.dropped == dropped + 2 and writer.waiting and not writer.flush(0.0)
-    found: list[ChildMessage] = []
-    thread = threading.Thread(target=lambda: found.extend(reader.receive() for _ in range(sent + 3)))
-    thread.start()
-    assert writer.flush(None)
-    thread.join(200)
+    found = flush_and_read(writer, reader, sent + 3)
     assert found[sent:] == kept
 
 
 @pytest.mark.parametrize("nodes", [1, 200, 1000])
-def test_an_evaluation_of_all_nodes_of_a_process_is_told_whole(ends: tuple[Pipe, Pipe], nodes: int) -> None:
-    """None of its records is lost where the reader looks only when the last was sent."""
+def test_no_record_of_an_evaluation_of_all_nodes_of_a_process_is_dropped(ends: tuple[Pipe, Pipe], nodes: int) -> None:
+    """The reader reads only after the last record was sent."""
     writer, reader = ends
     writer.reserve_for(nodes)
     record = {"text": "x" * 600}
@@ -57,42 +63,30 @@ def test_an_evaluation_of_all_nodes_of_a_process_is_told_whole(ends: tuple[Pipe,
     for message in said:
         writer.send(message)
     assert not writer.dropped
-    found: list[ChildMessage] = []
-    thread = threading.Thread(target=lambda: found.extend(reader.receive() for _ in said))
-    thread.start()
-    assert writer.flush(None)
-    thread.join(200)
+    found = flush_and_read(writer, reader, len(said))
     assert found == said
 
 
-def test_what_waits_is_bounded_and_the_last_words_are_kept(ends: tuple[Pipe, Pipe]) -> None:
+def test_waiting_messages_are_bounded_and_the_newest_are_kept(ends: tuple[Pipe, Pipe]) -> None:
     writer, reader = ends
     sent = fill(writer) - KEPT_MESSAGES // PROGRESS_SHARE
     for number in range(KEPT_MESSAGES + 10):
         writer.send(PeerFailure(number, ""))
-    found: list[ChildMessage] = []
-    thread = threading.Thread(target=lambda: found.extend(reader.receive() for _ in range(sent + KEPT_MESSAGES)))
-    thread.start()
-    assert writer.flush(None)
-    thread.join(200)
+    found = flush_and_read(writer, reader, sent + KEPT_MESSAGES)
     assert found[sent:] == [PeerFailure(number, "") for number in range(10, KEPT_MESSAGES + 10)]
 
 
-def test_starts_and_ends_of_thousands_of_nodes_in_one_process_are_kept(ends: tuple[Pipe, Pipe]) -> None:
+def test_reserved_space_keeps_the_messages_of_thousands_of_nodes_in_one_process(ends: tuple[Pipe, Pipe]) -> None:
     writer, reader = ends
     writer.reserve_for(2000)
     sent = fill(writer) - KEPT_PER_NODE * 2000 // PROGRESS_SHARE
     for number in range(KEPT_PER_NODE * 2000):
         writer.send(PeerFailure(number, ""))
-    found: list[ChildMessage] = []
-    thread = threading.Thread(target=lambda: found.extend(reader.receive() for _ in range(sent + KEPT_PER_NODE * 2000)))
-    thread.start()
-    assert writer.flush(None)
-    thread.join(200)
+    found = flush_and_read(writer, reader, sent + KEPT_PER_NODE * 2000)
     assert found[sent:] == [PeerFailure(number, "") for number in range(KEPT_PER_NODE * 2000)]
 
 
-def test_a_reader_that_is_gone_raises_and_ends_every_wait() -> None:
+def test_after_the_reader_has_closed_flush_returns_and_send_raises() -> None:
     ours, theirs = multiprocessing.Pipe()
     writer = Pipe(ours)
     fill(writer)
@@ -104,13 +98,13 @@ def test_a_reader_that_is_gone_raises_and_ends_every_wait() -> None:
     assert isinstance(ours, Connection)
 
 
-def test_what_is_sent_at_last_does_not_wait_for_a_message_after_it(ends: tuple[Pipe, Pipe]) -> None:
-    """Hundreds of nodes of a process say where they listen, and then wait for an answer."""
+def test_send_all_delivers_its_message_without_a_later_one(ends: tuple[Pipe, Pipe]) -> None:
+    """Hundreds of nodes of a process report their addresses, and then wait for an answer."""
     writer, reader = ends
     said: list[ChildMessage] = [PeerFailure(number, "x" * 1000) for number in range(KEPT_MESSAGES)]
     for message in said:
         writer.send(message)
-    assert writer.waiting, "the pipe takes all of them: this test shows nothing"
+    assert writer.waiting, "the pipe took all messages at once: this test shows nothing"
     found: list[ChildMessage] = []
     thread = threading.Thread(target=lambda: found.extend(reader.receive() for _ in range(KEPT_MESSAGES + 1)))
     thread.start()

@@ -1,4 +1,4 @@
-"""What the fork server imports for all nodes: everything they need, and nothing that a fork would break."""
+"""The fork server imports the modules that nodes need, and makes nothing that a fork would break."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from decentnode.launch.children.forkserver import COMPILES, may_compile
 from decentnode.launch.children.messages import Request
 
-LOOK = """
+REPORT_IMPORTS = """
 import json, sys, threading, torch
 asked = []
 for owner in (torch.cuda, torch.accelerator):
@@ -37,18 +37,18 @@ print(json.dumps({
 def test_children_find_their_modules_imported_and_inherit_no_thread(compiles: bool) -> None:
     """A fork has the calling thread alone: a pool or a CUDA context made before would be broken in every child."""
     environ = {**os.environ, **({COMPILES: "1"} if compiles else {})}
-    found = subprocess.run([sys.executable, "-c", LOOK], capture_output=True, text=True, timeout=300, check=False,
-                           env=environ)  # fmt: skip
+    found = subprocess.run([sys.executable, "-c", REPORT_IMPORTS], capture_output=True, text=True, timeout=300,
+                           check=False, env=environ)  # fmt: skip
     assert found.returncode == 0, found.stderr
     seen = json.loads(found.stdout)
     assert not seen["missing"]
     assert seen["threads"] == 1 and not seen["cuda"] and not seen["asked"]
     assert seen["compiler"] is seen["inductor"] is compiles
-    assert not seen["collects"] and seen["frozen"] > 100_000, "the collector leaves the shared pages untouched"
+    assert not seen["collects"] and seen["frozen"] > 100_000, "the garbage collector would copy shared pages"
     assert {"decentnode.sharing.full:Full", "decentnode.communication.inproc.transport:Inproc"} <= {*seen["targets"]}
 
 
-def test_nodes_that_are_compiled_are_foreseen(tmp_path: Path) -> None:
+def test_may_compile_is_true_for_configs_that_compile_models(tmp_path: Path) -> None:
     plain, compiled, child = (tmp_path / name for name in ("plain.yaml", "compiled.yaml", "child.yaml"))
     plain.write_text("# compile: true would do\ntraining: {batch_size: 8, compile: null}\nname: compiled\n")
     compiled.write_text("training:\n  compile:\n    {backend: eager}\n")

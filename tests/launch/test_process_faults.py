@@ -1,4 +1,4 @@
-"""Processes that faults strike, without a run around them."""
+"""ProcessFaults suspends and wakes real local_nodes; here without a run."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from decentnode.launch.supervising.workers import Worker
 
 @pytest.fixture
 def worker() -> Iterator[Worker]:
-    """The process of node 3."""
+    """Node 3, whose process sleeps."""
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     yield Worker((3,), process, SimpleNamespace())  # type: ignore[arg-type]
     process.kill()
     process.wait(10)
 
 
-def state(worker: Worker) -> str:
-    """S: sleeping. T: suspended. As soon as a signal that was sent has taken effect."""
+def read_state(worker: Worker) -> str:
+    """Waits until the last signal has taken effect; returns S for a sleeping and T for a suspended process."""
     stat = Path(f"/proc/{worker.process.pid}/stat")
     for _ in range(100):
         found = stat.read_text().rpartition(") ")[2][0]
@@ -38,33 +38,33 @@ def state(worker: Worker) -> str:
     return found
 
 
-def test_of_two_pauses_at_once_the_longer_one_counts(worker: Worker) -> None:
-    """Whichever came first; so does one that is struck in between, in its own time."""
+def test_overlapping_pauses_last_until_the_latest_end(worker: Worker) -> None:
+    """The longest pause may be injected first or during another one."""
     pause = {"do": "pause", "nodes": [3], "at_round": 1}
-    plan: list[dict[str, Any]] = [{**pause, "seconds": each} for each in (60, 20, 90)]
-    processes = SimpleNamespace(worker_of=lambda _uid: worker)
-    strikes = ProcessFaults(plan, [3], None)
+    plan: list[dict[str, Any]] = [{**pause, "seconds": seconds} for seconds in (60, 20, 90)]
+    local_nodes = SimpleNamespace(worker_of=lambda _uid: worker)
+    faults = ProcessFaults(plan, [3], None)
     now = clock.now()
-    strikes.begin(now)
+    faults.begin(now)
     for index in (0, 1):
-        strikes.inject(3, index, processes)  # type: ignore[arg-type]
-    assert state(worker) == "T" and strikes.next_due_time == pytest.approx(now + 60, abs=1)
-    strikes.tick(now + 30, processes)  # type: ignore[arg-type]
-    assert state(worker) == "T", "the first one is not over"
-    strikes.inject(3, 2, processes)  # type: ignore[arg-type]
-    strikes.tick(now + 70, processes)  # type: ignore[arg-type]
-    assert state(worker) == "T" and strikes.next_due_time == pytest.approx(now + 90, abs=1)
-    strikes.tick(now + 91, processes)  # type: ignore[arg-type]
-    assert state(worker) == "S" and strikes.counts == {"pause": 3}
+        faults.inject(3, index, local_nodes)  # type: ignore[arg-type]
+    assert read_state(worker) == "T" and faults.next_due_time == pytest.approx(now + 60, abs=1)
+    faults.tick(now + 30, local_nodes)  # type: ignore[arg-type]
+    assert read_state(worker) == "T", "the pause of 60 seconds is not over"
+    faults.inject(3, 2, local_nodes)  # type: ignore[arg-type]
+    faults.tick(now + 70, local_nodes)  # type: ignore[arg-type]
+    assert read_state(worker) == "T" and faults.next_due_time == pytest.approx(now + 90, abs=1)
+    faults.tick(now + 91, local_nodes)  # type: ignore[arg-type]
+    assert read_state(worker) == "S" and faults.counts == {"pause": 3}
 
 
-def test_who_is_suspended_goes_on_as_the_run_ends(worker: Worker) -> None:
-    strikes = ProcessFaults([{"do": "pause", "nodes": [3], "at_round": 1, "seconds": 60}], [3], None)
-    processes = SimpleNamespace(worker_of=lambda _uid: worker)
-    strikes.inject(3, 0, processes)  # type: ignore[arg-type]
-    assert state(worker) == "T"
-    strikes.stop()
-    assert state(worker) == "S"
-    strikes.inject(3, 0, processes)  # type: ignore[arg-type]
-    assert state(worker) == "S", "nobody is struck any more"
+def test_a_suspended_process_is_woken_when_the_run_ends(worker: Worker) -> None:
+    faults = ProcessFaults([{"do": "pause", "nodes": [3], "at_round": 1, "seconds": 60}], [3], None)
+    local_nodes = SimpleNamespace(worker_of=lambda _uid: worker)
+    faults.inject(3, 0, local_nodes)  # type: ignore[arg-type]
+    assert read_state(worker) == "T"
+    faults.stop()
+    assert read_state(worker) == "S"
+    faults.inject(3, 0, local_nodes)  # type: ignore[arg-type]
+    assert read_state(worker) == "S", "a fault was injected after the end"
     worker.process.send_signal(signal.SIGKILL)  # type: ignore[union-attr]

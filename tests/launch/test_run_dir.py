@@ -8,7 +8,7 @@ from decentnode.errors import EnvironmentFault, UsageError
 from decentnode.launch.files import run_dir
 
 
-def test_latest_follows_the_newest_run(tmp_path: Path) -> None:
+def test_the_latest_link_names_the_newest_run(tmp_path: Path) -> None:
     first = run_dir.create(tmp_path, "ring", local=[0, 3])
     second = run_dir.create(tmp_path, "ring", local=[0])
     assert first != second
@@ -18,7 +18,7 @@ def test_latest_follows_the_newest_run(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("ring/.latest*"))
 
 
-def test_other_machines_have_names_of_their_own(tmp_path: Path) -> None:
+def test_run_folders_of_other_machines_have_names_and_latest_links_of_their_own(tmp_path: Path) -> None:
     zero = run_dir.create(tmp_path, "ring", 0, [0])
     one = run_dir.create(tmp_path, "ring", 1, [1])
     alone = run_dir.create(tmp_path / "apart", "ring", 2, [2])
@@ -28,7 +28,7 @@ def test_other_machines_have_names_of_their_own(tmp_path: Path) -> None:
     assert (tmp_path / "ring" / "latest-machine1").resolve() == one
 
 
-def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_a_run_folder_that_cannot_be_made_is_named_with_the_option_to_change_it(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(EnvironmentFault, match=r"cannot make the run directory .*--run-dir"):
         run_dir.create(tmp_path / "file", "ring")
@@ -46,11 +46,11 @@ def test_runs_are_found_by_directory_name_and_latest(tmp_path: Path) -> None:
         run_dir.resolve("torus", tmp_path / "runs")
 
 
-def test_a_sweep_stands_for_the_runs_of_its_points(tmp_path: Path) -> None:
+def test_a_sweep_resolves_to_the_latest_run_of_each_point(tmp_path: Path) -> None:
     points = tmp_path / "runs" / "ring" / "sweep" / "points"
     _, again, other = (run_dir.create(points / key, "ring", local=[0]) for key in ("b", "b", "a"))
     for given in ("ring", "ring/sweep"):
-        assert {*run_dir.resolve_all(given, tmp_path / "runs")} == {again, other}, "of each point the latest"
+        assert {*run_dir.resolve_all(given, tmp_path / "runs")} == {again, other}, "not the latest run of each point"
         with pytest.raises(UsageError, match=r"ring/sweep is a sweep: name a run in .*points, or use --all-runs"):
             run_dir.resolve(given, tmp_path / "runs")
     alone = run_dir.create(tmp_path / "runs", "ring", local=[0])

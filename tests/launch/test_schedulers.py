@@ -1,4 +1,4 @@
-"""Recorded environments of schedulers, less what does not concern us."""
+"""The machine number is detected from environments as schedulers set them, without the variables that do not matter."""
 
 from __future__ import annotations
 
@@ -31,11 +31,13 @@ SHELL = {"RANK": "3", "SLURM_NODEID": "2", "GROUP_RANK": "1"}
         (SLURM | {"DECENTNODE_MACHINE": "0"}, Hint("DECENTNODE_MACHINE", 0, None)),
     ],
 )  # fmt: skip
-def test_recorded_environments(variables: dict[str, str], hint: Hint | None) -> None:
+def test_the_scheduler_and_machine_are_detected_from_its_environment(
+    variables: dict[str, str], hint: Hint | None
+) -> None:
     assert detect(variables) == hint
 
 
-def test_what_does_not_fit_is_an_error_that_says_so() -> None:
+def test_a_hint_that_contradicts_the_mapping_is_an_error() -> None:
     with pytest.raises(UsageError, match="Slurm started 4 machines, but the mapping has 2"):
         machine_of(Hint("Slurm", 3, 4), 2)
     with pytest.raises(UsageError, match="Kubernetes says machine 2, but the mapping has only 2"):
@@ -45,7 +47,7 @@ def test_what_does_not_fit_is_an_error_that_says_so() -> None:
 
 
 @pytest.mark.parametrize(("wanted", "machine"), [("auto", 1), (0, 0)])
-def test_auto_takes_the_hint_and_a_number_overrules_it(
+def test_machine_auto_takes_the_hint_and_a_number_overrides_it(
     monkeypatch: pytest.MonkeyPatch, wanted: str | int, machine: int
 ) -> None:
     for name, value in KUBERNETES.items():

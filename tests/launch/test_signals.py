@@ -8,7 +8,7 @@ import sys
 from decentnode.launch.children.signals import StopSignals, signals_blocked
 
 
-def test_signals_are_counted_and_wake_the_waiter() -> None:
+def test_signals_are_recorded_and_the_former_handlers_come_back() -> None:
     before = signal.getsignal(signal.SIGTERM)
     with StopSignals() as signals:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -19,7 +19,7 @@ def test_signals_are_counted_and_wake_the_waiter() -> None:
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_signals_of_a_held_block_are_not_lost() -> None:
+def test_signals_in_a_signals_blocked_block_are_delivered_after_it() -> None:
     with StopSignals() as signals:
         with signals_blocked():
             os.kill(os.getpid(), signal.SIGTERM)
@@ -35,8 +35,8 @@ print("alive", flush=True)
 """
 
 
-def child(work: str) -> str:
-    """What a process prints that starts in a held block, and to which signals come before it does `work`."""
+def run_child(work: str) -> str:
+    """Returns the output of a process that starts with signals blocked and does `work` after three were sent."""
     with signals_blocked():
         process = subprocess.Popen([sys.executable, "-c", CHILD.format(work=work)], text=True, stdin=subprocess.PIPE,
                                    stdout=subprocess.PIPE)  # fmt: skip
@@ -45,11 +45,11 @@ def child(work: str) -> str:
     return process.communicate("go\n", timeout=60)[0]
 
 
-def test_a_process_that_starts_in_a_held_block_is_not_ended_before_it_can_ignore_signals() -> None:
-    assert child("signals.ignore_signals(); os.kill(os.getpid(), signal.SIGTERM)") == "alive\n"
+def test_signals_do_not_end_a_process_that_starts_with_blocked_signals_and_then_ignores_them() -> None:
+    assert run_child("signals.ignore_signals(); os.kill(os.getpid(), signal.SIGTERM)") == "alive\n"
 
 
-def test_a_termination_that_comes_too_early_is_obeyed_later() -> None:
+def test_a_sigterm_before_on_termination_is_passed_to_its_callback_later() -> None:
     work = """
 signals.ignore_signals()
 signals.keep_sigterm()
@@ -60,11 +60,11 @@ assert asked == [1]
 os.kill(os.getpid(), signal.SIGTERM)
 assert asked == [1, 1]
 """
-    assert child(work) == "alive\n"
+    assert run_child(work) == "alive\n"
 
 
-def test_a_termination_that_comes_before_a_run_stops_it() -> None:
-    """Of a sweep's point, whose parent ignores the signal: the point ignored it, too, and ran on to its end."""
+def test_a_sigterm_before_a_run_stops_the_run() -> None:
+    """A point of a sweep, whose parent ignores SIGTERM, once ignored it, too, and ran to its end."""
     work = """
 signals.ignore_signals()
 signals.keep_sigterm()
@@ -76,4 +76,4 @@ with signals.StopSignals() as stop:
 with signals.StopSignals() as stop:
     assert not stop.received
 """
-    assert child(work) == "alive\n"
+    assert run_child(work) == "alive\n"

@@ -1,4 +1,4 @@
-"""A supervisor that is gone is known by its file, and no other process is taken for it."""
+"""A dead supervisor is recognized by its file, and no other process is mistaken for it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from decentnode.launch.files import supervisor_file
 from decentnode.launch.files.supervisor_file import FILE, Supervisor
 
 
-def test_of_a_living_supervisor_nothing_is_said(tmp_path: Path) -> None:
+def test_a_running_supervisor_does_not_count_as_dead(tmp_path: Path) -> None:
     assert supervisor_file.died(tmp_path) == ""
     supervisor_file.write(tmp_path)
     assert supervisor_file.died(tmp_path) == ""
@@ -25,7 +25,7 @@ def test_of_a_living_supervisor_nothing_is_said(tmp_path: Path) -> None:
     supervisor_file.remove(tmp_path)
 
 
-def test_a_process_that_ended_is_gone(tmp_path: Path) -> None:
+def test_a_supervisor_whose_process_ended_counts_as_dead(tmp_path: Path) -> None:
     code = "import sys; from pathlib import Path; from decentnode.launch.files import supervisor_file as f; " \
            "f.write(Path(sys.argv[1]))"  # fmt: skip
     process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)])
@@ -36,7 +36,9 @@ def test_a_process_that_ended_is_gone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("change", "gone"), [
     ({"began": "1"}, True), ({"boot": "another"}, True), ({"host": "elsewhere", "pid": 1}, False),
 ], ids=str)  # fmt: skip
-def test_another_process_of_its_number_is_not_it(tmp_path: Path, change: dict[str, Any], gone: bool) -> None:
+def test_a_process_with_the_same_pid_is_not_mistaken_for_the_supervisor(
+    tmp_path: Path, change: dict[str, Any], gone: bool
+) -> None:
     supervisor_file.write(tmp_path)
     own = Supervisor(**json.loads((tmp_path / FILE).read_text()))
     assert own.pid == os.getpid() and not own.gone
@@ -44,6 +46,6 @@ def test_another_process_of_its_number_is_not_it(tmp_path: Path, change: dict[st
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"pid": "x"}', '{"pid": 3}'])
-def test_a_damaged_file_says_nothing(tmp_path: Path, text: str) -> None:
+def test_with_a_damaged_file_no_supervisor_counts_as_dead(tmp_path: Path, text: str) -> None:
     (tmp_path / FILE).write_text(text)
     assert supervisor_file.died(tmp_path) == ""

@@ -1,4 +1,4 @@
-"""The supervisor's children, as it sees them: what they said, how they ended, and that none is left."""
+"""Workers and the Loader: messages of child processes, how these ended, and that none is left behind."""
 
 from __future__ import annotations
 
@@ -26,16 +26,17 @@ from decentnode.launch.supervising.local_nodes import LocalNodes
 from decentnode.launch.supervising.workers import LOAD_SECONDS, Loader, LoadError, Worker, end_all, late_nodes
 from decentnode.system import replacing
 from tests.launch.facts import FACTS
+from tests.launch.stand_ins import RecordingObserver
 
 
-class Process:
-    """A child that ends when it is told to; readable at `sentinel` then."""
+class FakeProcess:
+    """A child process; `sentinel` is readable once it has ended. obeys: whether kill() ends it."""
 
     def __init__(self, obeys: bool = True) -> None:
         self.exitcode: int | None = None
         self.obeys = obeys
         self.sentinel, self._end = os.pipe()
-        self.joined: list[float] = []
+        self.join_timeouts: list[float] = []
 
     def end(self, code: int) -> None:
         if self.exitcode is None:
@@ -47,170 +48,167 @@ class Process:
             self.end(-signal.SIGKILL)
 
     def join(self, timeout: float) -> None:
-        self.joined.append(timeout)
+        self.join_timeouts.append(timeout)
 
     def is_alive(self) -> bool:
         return self.exitcode is None
 
 
-def made(*uids: int, obeys: bool = True) -> tuple[Worker, Any, Pipe]:
-    """(worker, its process, the child's end of the pipe)."""
+def make_worker(*uids: int, obeys: bool = True) -> tuple[Worker, Any, Pipe]:
+    """Returns a worker, its process and the child's end of the pipe."""
     ours, theirs = multiprocessing.Pipe()
-    process: Any = Process(obeys)
+    process: Any = FakeProcess(obeys)
     return Worker(uids, process, Pipe(ours)), process, Pipe(theirs)
 
 
-def test_messages_are_those_that_came_and_what_was_said_before_the_end_is_read() -> None:
-    worker, _, child = made(0)
+def test_messages_that_a_child_sent_before_it_ended_are_read() -> None:
+    worker, _, child = make_worker(0)
     assert list(worker.messages()) == [] and worker.open
     said: list[ChildMessage] = [Finished(0, {}, False), Failed(0, 7, "Diverged", "loss is nan")]
     for message in said:
         child.send(message)
     child.close()
     assert list(worker.messages()) == said and not worker.open
-    worker.send(said[0])  # to one that is gone: nobody's fault
+    worker.send(said[0])  # does not raise, although the child is gone
 
 
-def test_a_child_with_several_nodes_is_over_when_all_of_them_are() -> None:
-    worker = made(0, 1)[0]
+def test_a_worker_with_several_nodes_is_done_when_all_have_finished_or_failed() -> None:
+    worker = make_worker(0, 1)[0]
     worker.finished = {0}
     assert not worker.is_done
     worker.finished = {0, 1}
     assert worker.is_done
-    failed = made(2)[0]
+    failed = make_worker(2)[0]
     failed.failed = {2}
     assert failed.is_done and failed.alive
 
 
-def test_who_is_late_depends_on_the_phase() -> None:
-    first, second, ended = made(0, 1)[0], made(2)[0], made(3)[0]
+def test_which_nodes_are_late_depends_on_the_phase() -> None:
+    first, second, ended = make_worker(0, 1)[0], make_worker(2)[0], make_worker(3)[0]
     ended.exit_code = 0
     first.bound, second.bound, ended.bound = {0}, {2}, {3}
     first.joined, ended.joined = {0, 1}, {3}
     first.finished = {1}
-    everybody = [first, second, ended]
-    assert late_nodes(everybody, "starting") == [1]
-    assert late_nodes(everybody, "joining") == [2]
-    assert late_nodes(everybody, "running") == [0, 2], "of those that live"
+    all_workers = [first, second, ended]
+    assert late_nodes(all_workers, "starting") == [1]
+    assert late_nodes(all_workers, "joining") == [2]
+    assert late_nodes(all_workers, "running") == [0, 2], "a dead worker is not late"
     second.failed = {2}
-    assert late_nodes(everybody, "running") == [0]
+    assert late_nodes(all_workers, "running") == [0]
 
 
 @pytest.mark.parametrize(("code", "words"), [
     (0, "ended with exit code 0 and no message"), (3, "ended with exit code 3 and no message"),
     (-signal.SIGSEGV, "was killed by SIGSEGV"), (-signal.SIGKILL, "was killed by SIGKILL; the system does this when"),
 ])  # fmt: skip
-def test_an_end_without_a_word_is_described(code: int, words: str) -> None:
-    worker, process, _ = made(0)
+def test_a_child_that_ended_without_a_message_is_described(code: int, words: str) -> None:
+    worker, process, _ = make_worker(0)
     process.end(code)
     worker.reap()
     assert worker.ending().startswith(words) and not worker.alive and not worker.open
 
 
-def test_what_a_killed_process_was_about_to_write_is_removed(tmp_path: Path) -> None:
+def test_temporary_files_of_a_killed_process_are_removed(tmp_path: Path) -> None:
     nodes = LocalNodes(Request(""), FACTS, tmp_path)
     try:
         with pytest.raises(KeyboardInterrupt), replacing(tmp_path / "status.json") as temporary:
             raise KeyboardInterrupt
         (tmp_path / "nodes").mkdir()
         names = (temporary.name.replace(f".{os.getpid()}.", f".{pid}.") for pid in (7, 17))
-        left, of_another = (tmp_path / "nodes" / name for name in names)
-        left.touch()
-        of_another.touch()
-        for code, found in ((0, True), (-signal.SIGKILL, False)):
+        temporary_of_7, temporary_of_17 = (tmp_path / "nodes" / name for name in names)
+        temporary_of_7.touch()
+        temporary_of_17.touch()
+        for code, is_kept in ((0, True), (-signal.SIGKILL, False)):
             worker = Worker((0,), SimpleNamespace(pid=7), SimpleNamespace())  # type: ignore[arg-type]
             worker.exit_code = code
             nodes.remove_temporaries_of(worker)
-            assert left.exists() is found and of_another.exists()
+            assert temporary_of_7.exists() is is_kept and temporary_of_17.exists()
     finally:
         nodes.close()
 
 
-def test_all_are_killed_and_waited_for_in_one_deadline() -> None:
-    """Also the one that does not go, which counts as killed: nothing waits for it again."""
-    children = [made(uid, obeys=uid != 1) for uid in range(3)]
-    is_done = children[2][0]
+def test_all_workers_are_killed_and_reaped_within_one_deadline() -> None:
+    """A process that does not end counts as killed, too, so that nothing waits for it again."""
+    children = [make_worker(uid, obeys=uid != 1) for uid in range(3)]
+    ended_worker = children[2][0]
     children[2][1].end(0)
-    is_done.reap()
+    ended_worker.reap()
     with clock.use(clock.VirtualClock()):
         end_all([worker for worker, _, _ in children])
     assert [worker.exit_code for worker, _, _ in children] == [-signal.SIGKILL, -signal.SIGKILL, 0]
-    waits = [each for _, process, _ in children[:2] for each in process.joined]
+    waits = [timeout for _, process, _ in children[:2] for timeout in process.join_timeouts]
     assert len(waits) == 2 and max(waits) <= workers.REAP_SECONDS
-    assert len(children[2][1].joined) == 1, "the one that had ended is left alone"
+    assert len(children[2][1].join_timeouts) == 1, "the process that had ended was waited for again"
     end_all([worker for worker, _, _ in children])
 
 
-def loader(monkeypatch: pytest.MonkeyPatch) -> tuple[Loader, Any, Pipe]:
-    worker, process, child = made()
+def make_loader(monkeypatch: pytest.MonkeyPatch) -> tuple[Loader, Any, Pipe]:
+    """Returns a loader, its process and the child's end of the pipe."""
+    worker, process, child = make_worker()
     monkeypatch.setattr(workers, "start_child", lambda *_: worker)
     return Loader(None, Request("ring.yaml")), process, child  # type: ignore[arg-type]
 
 
-def test_the_facts_come_first_and_the_header_when_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    loading, process, child = loader(monkeypatch)
+def test_the_loader_returns_the_facts_first_and_later_passes_on_the_header(monkeypatch: pytest.MonkeyPatch) -> None:
+    loader, process, child = make_loader(monkeypatch)
     child.send(FACTS)
     child.send(Header([["graph", "ring"]], {}))
-    assert loading.facts(Observer(), StopSignals()) == FACTS
-    told: list[Header] = []
-    loading.poll(told.append)
-    assert [each.lines for each in told] == [[["graph", "ring"]]] and loading.worker.alive
+    assert loader.facts(Observer(), StopSignals()) == FACTS
+    headers: list[Header] = []
+    loader.poll(headers.append)
+    assert [header.lines for header in headers] == [[["graph", "ring"]]] and loader.worker.alive
     process.end(0)
-    loading.poll(told.append)
-    assert not loading.worker.alive and len(told) == 1
+    loader.poll(headers.append)
+    assert not loader.worker.alive and len(headers) == 1
 
 
 @pytest.mark.parametrize(("title", "kind"), [("ConfigError", ConfigError), ("UsageError", LoadError)])
-def test_an_error_of_the_child_is_raised_with_its_words_and_exit_code(
+def test_an_error_in_the_loading_child_is_raised_with_its_text_and_exit_code(
     title: str, kind: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loading, _, child = loader(monkeypatch)
+    loader, _, child = make_loader(monkeypatch)
     child.send(Failed(-1, 2, title, "ring.yaml:3:1: graph.nodes must be 1 or more, got 0"))
     with pytest.raises(kind, match="must be 1 or more") as raised:
-        loading.facts(Observer(), StopSignals())
+        loader.facts(Observer(), StopSignals())
     assert raised.value.exit_code == 2  # type: ignore[attr-defined]
 
 
-def test_a_child_that_dies_is_told_with_its_signal(monkeypatch: pytest.MonkeyPatch) -> None:
-    loading, process, child = loader(monkeypatch)
+def test_the_death_of_the_loading_child_is_raised_with_its_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+    loader, process, child = make_loader(monkeypatch)
     process.end(-signal.SIGKILL)
     child.close()
     with pytest.raises(NodeFailed, match="loads the experiment was killed by SIGKILL"):
-        loading.facts(Observer(), StopSignals())
+        loader.facts(Observer(), StopSignals())
 
 
-def test_the_wait_for_the_facts_ends_by_a_signal_or_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-
-    class Told(Observer):
-        def waiting(self, what: str) -> None:
-            said.append(what)
-
-    loading, _, _ = loader(monkeypatch)
+def test_the_wait_for_the_facts_ends_at_a_signal_or_after_load_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    observer = RecordingObserver()
+    loader, _, _ = make_loader(monkeypatch)
     with clock.use(clock.VirtualClock()) as time:
 
-        def nobody(*_: object, timeout: float) -> list[object]:
+        def wait_in_vain(*_: object, timeout: float) -> list[object]:
             time.sleep(timeout)
             return []
 
-        monkeypatch.setattr(workers, "wait", nobody)
+        monkeypatch.setattr(workers, "wait", wait_in_vain)
         with pytest.raises(EnvironmentFault, match=f"not loaded within {LOAD_SECONDS:g} s"):
-            loading.facts(Told(), StopSignals())
-    assert len(said) == LOAD_SECONDS and said[9] == "loading torch and the experiment (10 s)"
+            loader.facts(observer, StopSignals())
+    assert len(observer.waits) == LOAD_SECONDS and observer.waits[9] == "loading torch and the experiment (10 s)"
     signals = StopSignals()
     signals.received.append(signal.SIGINT)
     with pytest.raises(Interrupted):
-        loading.facts(Told(), signals)
-    loading.close()
-    assert not loading.worker.alive
+        loader.facts(observer, signals)
+    loader.close()
+    assert not loader.worker.alive
 
 
-class Slow(ForkServerContext):
-    """A fork server that still imports torch: it answers when `ready` is set."""
+class ForkServer(ForkServerContext):
+    """A context whose `Process` is replaced: the loader treats it as a fork server that may still import torch."""
 
 
-def slow_loader(monkeypatch: pytest.MonkeyPatch) -> tuple[Loader, Worker, Any, Pipe, threading.Event]:
-    worker, process, child = made()
+def make_slow_loader(monkeypatch: pytest.MonkeyPatch) -> tuple[Loader, Worker, Any, Pipe, threading.Event]:
+    """Returns a loader whose child starts once the event is set, the child's parts as `make_worker`, and the event."""
+    worker, process, child = make_worker()
     ready = threading.Event()
 
     def start(*_: object) -> Worker:
@@ -218,45 +216,45 @@ def slow_loader(monkeypatch: pytest.MonkeyPatch) -> tuple[Loader, Worker, Any, P
         return worker
 
     monkeypatch.setattr(workers, "start_child", start)
-    return Loader(Slow(), Request("ring.yaml")), worker, process, child, ready
+    return Loader(ForkServer(), Request("ring.yaml")), worker, process, child, ready
 
 
 @pytest.mark.slow
-def test_a_server_that_is_not_ready_is_waited_for_as_its_child_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_ends_the_wait_for_a_fork_server_that_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     """The import of torch takes seconds, from a network disk a minute: Ctrl-C ends the wait meanwhile."""
-    loading, worker, _, child, ready = slow_loader(monkeypatch)
+    loader, worker, _, child, ready = make_slow_loader(monkeypatch)
     said: list[str] = []
 
-    class Told(Observer):
+    class MakesServerReady(Observer):
         def waiting(self, what: str) -> None:
             said.append(what)
             child.send(FACTS)
             ready.set()
 
-    assert loading.facts(Told(), StopSignals()) == FACTS and said and loading.worker is worker
+    assert loader.facts(MakesServerReady(), StopSignals()) == FACTS and said and loader.worker is worker
 
-    loading, worker, _, _, ready = slow_loader(monkeypatch)
+    loader, worker, _, _, ready = make_slow_loader(monkeypatch)
     signals = StopSignals()
     signals.received.append(signal.SIGINT)
     with pytest.raises(Interrupted):
-        loading.facts(Observer(), signals)
-    loading.close()
-    loading.poll(lambda _: None)
+        loader.facts(Observer(), signals)
+    loader.close()
+    loader.poll(lambda _: None)
     assert worker.alive
     ready.set()
-    loading.started.join(60.0)
-    assert not worker.alive, "a child that comes too late is ended"
+    loader.started.join(60.0)
+    assert not worker.alive, "a child that started after the loader was closed is alive"
 
 
-def test_a_server_that_ends_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fork_server_that_ends_is_an_error_with_the_exception(monkeypatch: pytest.MonkeyPatch) -> None:
     def start(*_: object) -> Worker:
         raise EOFError("unexpected EOF")
 
     monkeypatch.setattr(workers, "start_child", start)
-    loading = Loader(Slow(), Request("ring.yaml"))
+    loader = Loader(ForkServer(), Request("ring.yaml"))
     with pytest.raises(NodeFailed, match=r"could not be started: EOFError\('unexpected EOF'\)"):
-        loading.facts(Observer(), StopSignals())
-    loading.close()
+        loader.facts(Observer(), StopSignals())
+    loader.close()
 
 
 def test_children_do_not_import_the_callers_script_again() -> None:
@@ -267,8 +265,8 @@ def test_children_do_not_import_the_callers_script_again() -> None:
     assert sys.modules["__main__"] is main
 
 
-class Unstarted:
-    """A process of a fork server that answers when `ready` is set."""
+class DeferredProcess:
+    """A process whose fork server answers once `ready` is set: the process starts or, without `works`, cannot."""
 
     def __init__(self, works: bool = True) -> None:
         self.ready, self.killed = threading.Event(), threading.Event()
@@ -288,29 +286,29 @@ class Unstarted:
         assert self.sentinel.poll(timeout)
 
 
-def late(process: Unstarted, monkeypatch: pytest.MonkeyPatch) -> Worker:
+def start_deferred(process: DeferredProcess, monkeypatch: pytest.MonkeyPatch) -> Worker:
     monkeypatch.setattr(workers.forkserver, "start", lambda: None)
     context = ForkServerContext()
     context.Process = lambda **_: process  # type: ignore[method-assign,assignment]
     return workers.start_deferred(context, SimpleNamespace(uids=[3]))  # type: ignore[arg-type]
 
 
-def test_a_node_is_started_again_without_a_wait_for_its_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    process = Unstarted()
-    worker = late(process, monkeypatch)
-    before = worker.process.sentinel
-    assert worker.alive and not connection.wait([before], 0) and worker.process.pid is None
+def test_restarting_a_node_does_not_block_on_the_fork_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = DeferredProcess()
+    worker = start_deferred(process, monkeypatch)
+    sentinel = worker.process.sentinel
+    assert worker.alive and not connection.wait([sentinel], 0) and worker.process.pid is None
     process.ready.set()
-    assert connection.wait([before], 60.0) and worker.process.sentinel is process.sentinel
+    assert connection.wait([sentinel], 60.0) and worker.process.sentinel is process.sentinel
     assert worker.process.pid == 7
     worker.kill()
     worker.reap(60.0)
     assert process.killed.is_set() and worker.exit_code == -9
 
 
-def test_a_node_that_comes_too_late_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    process = Unstarted()
-    worker = late(process, monkeypatch)
+def test_a_node_whose_process_starts_after_it_was_killed_is_killed_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = DeferredProcess()
+    worker = start_deferred(process, monkeypatch)
     worker.kill()
     worker.reap(60.0)
     assert not worker.alive and not process.killed.is_set()
@@ -318,9 +316,9 @@ def test_a_node_that_comes_too_late_is_killed(monkeypatch: pytest.MonkeyPatch) -
     assert process.killed.wait(60.0)
 
 
-def test_a_node_that_cannot_be_started_again_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    process = Unstarted(works=False)
-    worker = late(process, monkeypatch)
+def test_a_node_that_cannot_be_restarted_counts_as_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = DeferredProcess(works=False)
+    worker = start_deferred(process, monkeypatch)
     process.ready.set()
     assert connection.wait([worker.process.sentinel], 60.0) == [worker.process.sentinel]
     worker.reap()
