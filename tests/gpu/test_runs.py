@@ -12,7 +12,7 @@ from torch import Tensor
 import decentnode
 from decentnode.checkpoint.state import decode, encode, to_host
 from tests.graph.contract import make
-from tests.sharing.contract import RULES, bound, draw, one_round
+from tests.sharing.contract import RULES, random_models, run_round, set_up_rules
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
 BASE: dict[str, Any] = {
@@ -58,12 +58,12 @@ def alike(a: decentnode.Run, b: decentnode.Run, **tolerance: float) -> None:
 def test_what_a_checkpoint_has_of_a_rule_comes_back_to_the_gpu(name: str) -> None:
     needs = RULES[name]().requirements
     graph = make("line" if needs.tree else "ring", nodes=4)
-    models = [model.cuda() for model in draw(4, 500)]
-    rules = bound(RULES[name], models)
+    models = [model.cuda() for model in random_models(4, 500)]
+    rules = set_up_rules(RULES[name], models)
     for r in range(3):
-        one_round(rules, models, graph, r)
+        run_round(rules, models, graph, r)
     again = [model.clone() for model in models]
-    restored = bound(RULES[name], again)
+    restored = set_up_rules(RULES[name], again)
     for old, new in zip(rules, restored, strict=True):
         kept: dict[str, Tensor] = {}
         tree = encode(old.state_dict(), "rule", kept, copy=True)
@@ -71,8 +71,8 @@ def test_what_a_checkpoint_has_of_a_rule_comes_back_to_the_gpu(name: str) -> Non
         assert all(tensor.is_cpu for tensor in kept.values())
         new.load_state_dict(decode(tree, kept, models[0].device))
     for r in range(3, 6):
-        one_round(rules, models, graph, r)
-        one_round(restored, again, graph, r)
+        run_round(rules, models, graph, r)
+        run_round(restored, again, graph, r)
     assert all(torch.equal(a, b) for a, b in zip(models, again, strict=True))
 
 

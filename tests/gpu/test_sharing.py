@@ -10,17 +10,17 @@ from decentnode.compression import indices, select
 from decentnode.compression.division import Division
 from tests.compression.contract import CODECS, values
 from tests.graph.contract import make
-from tests.sharing.contract import RULES, bound, codec_of, draw, one_round
+from tests.sharing.contract import RULES, codec_of, random_models, run_round, set_up_rules
 
 pytestmark = pytest.mark.gpu
 
 
 def after_rounds(name: str, device: str) -> list[Tensor]:
-    models = [model.to(device) for model in draw(4, 500)]
+    models = [model.to(device) for model in random_models(4, 500)]
     graph = make("line" if RULES[name]().requirements.tree else "ring", nodes=4)
-    rules = bound(RULES[name], models)
+    rules = set_up_rules(RULES[name], models)
     for r in range(3):
-        one_round(rules, models, graph, r)
+        run_round(rules, models, graph, r)
     assert all(model.device.type == device for model in models)
     return [model.cpu() for model in models]
 

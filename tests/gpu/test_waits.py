@@ -11,7 +11,7 @@ from decentnode.communication.receive.partial_payload import non_finite_sources
 from decentnode.payload import Payload
 from tests.compression.contract import CODECS, values
 from tests.gpu.waits import counted
-from tests.sharing.contract import RULES, bound, draw, one_round, suited
+from tests.sharing.contract import RULES, random_models, run_round, set_up_rules, suitable_graph
 
 pytestmark = pytest.mark.gpu
 EXACT = hasattr(torch.cuda, "host_waits")
@@ -48,13 +48,13 @@ def many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def waits_of_a_round(name: str) -> dict[str, int]:
-    models = [draw(1, 5000)[0].cuda() for _ in range(NODES)]
-    graph = suited(RULES[name](), NODES)
-    rules = bound(RULES[name], models)
+    models = [random_models(1, 5000)[0].cuda() for _ in range(NODES)]
+    graph = suitable_graph(RULES[name](), NODES)
+    rules = set_up_rules(RULES[name], models)
     for r in range(2):
-        one_round(rules, models, graph, r)
+        run_round(rules, models, graph, r)
     with counted() as found:
-        one_round(rules, models, graph, 2)
+        run_round(rules, models, graph, 2)
     return found
 
 

@@ -31,13 +31,13 @@ def test_a_host_has_one_spelling(host: str, spelled: str) -> None:
     assert normalized_host(host) == spelled
 
 
-@pytest.mark.parametrize(("host", "says"), [
+@pytest.mark.parametrize(("host", "message"), [
     ("fe80::1", "link-local"), ("[fe80::1%eth0]", "link-local"), ("fd00::2%eth0", "without a zone"),
     ("10.0.0.1:20000", "without a port"), ("[::1]:20000", "without a port"), ("tcp://10.0.0.1", "must be a name"),
     ("a b", "must be a name"), ("", "must be a name"), ("-a", "must be a name"), ("a/b", "must be a name"),
 ])  # fmt: skip
-def test_what_is_no_host_is_told_with_the_reason(host: str, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
+def test_what_is_no_host_is_told_with_the_reason(host: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         normalized_host(host)
 
 

@@ -74,7 +74,7 @@ def test_addresses_in_every_form(tmp_path: Path, form: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
         ({"machines": 2, "addresses": ["a"]}, "machine 1 of 2 has no address"),
         ({"machines": 2, "addresses": "none.json"}, "No such file"),
@@ -83,9 +83,9 @@ def test_addresses_in_every_form(tmp_path: Path, form: str) -> None:
         ({"nodes_per_machine": 4, "base_port": 65530}, "ports end at 65535"),
     ],
 )
-def test_bad_mappings(tmp_path: Path, options: dict[str, object], says: str) -> None:
+def test_bad_mappings(tmp_path: Path, options: dict[str, object], message: str) -> None:
     (tmp_path / "bad.json").write_text("{[")
-    with pytest.raises(MappingError, match=says):
+    with pytest.raises(MappingError, match=message):
         linear(tmp_path, **{"nodes_per_machine": 2, **options})
 
 

@@ -19,7 +19,7 @@ from decentnode.node.node import Node, NodeParts
 from decentnode.sharing.base import Sharing
 from decentnode.sharing.fragments import Fragment
 from tests.checkpoint.test_state import same
-from tests.sharing.contract import RULES, suited
+from tests.sharing.contract import RULES, suitable_graph
 from tests.training import small
 
 NODES, ROUNDS = 4, 7
@@ -43,7 +43,7 @@ class Fleet:
         every = {"rounds": ROUNDS, "evaluate_every": 4, "checkpoint": {"every": 3}}
         self.config = NodeConfig.model_validate({**every, **node})
         self.folder, self.rule = folder, rule
-        self.graph: Topology = suited(rule(), NODES)
+        self.graph: Topology = suitable_graph(rule(), NODES)
         self.hub = Hub(NODES)
         self.hub.run_id = b"\x07" * 8
         self.records: list[dict[str, Any]] = []

@@ -27,7 +27,7 @@ from tests.checkpoint.test_state import same
 from tests.conftest import scale
 from tests.graph.contract import make
 from tests.node.fleet import NODES, ROUNDS, TRAINING, Fleet, check_resumed, whole_until
-from tests.sharing.contract import RULES, by_needs
+from tests.sharing.contract import RULES, requirement_traits
 from tests.training import small
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -45,7 +45,7 @@ def on_schedules(names: Sequence[str]) -> list[tuple[str, str]]:
     return found
 
 
-@pytest.mark.sampled(of=by_needs)
+@pytest.mark.sampled(of=requirement_traits)
 @pytest.mark.parametrize(("name", "schedule"), on_schedules([*RULES]))
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, name: str, schedule: str) -> None:
     straight = Fleet(tmp_path / "a", RULES[name], schedule=schedule, rounds=5).run()
@@ -73,7 +73,7 @@ def test_tensors_that_no_checkpoint_has_are_told_with_the_first(tmp_path: Path, 
     assert [record["left_out"] for record in told] == [["Forgetful.last"]] * NODES
 
 
-@pytest.mark.sampled(of=by_needs)
+@pytest.mark.sampled(of=requirement_traits)
 @pytest.mark.parametrize(("name", "schedule"), on_schedules(
     ["full", "push_sum", "d2", "gradient_tracking", "qg_momentum", "choco", "topk", "elastic", "leader", "slowmo",
      "deepsqueeze", "subsample"]))  # fmt: skip

@@ -29,7 +29,7 @@ from tests.graph.contract import make
 from tests.node.fakes import ENDLESS, Quadratic, stacked, stopped_in_round_7
 from tests.node.test_generations import Run
 from tests.node.test_phases import Twice
-from tests.sharing.contract import KEEPS_NO_MEAN, RULES, by_needs, rule, shapes_of, suited
+from tests.sharing.contract import KEEPS_NO_MEAN, RULES, example_shapes, requirement_traits, rule, suitable_graph
 
 SCHEDULES = ["sequential", "overlapped"]
 FULL = rule("full")
@@ -93,7 +93,7 @@ class Built:
 
 def told(each: Sharing, elements: int) -> Sharing:
     each.set_machines([(0, 1, 2), (3, 4, 5)])
-    each.set_parameter_shapes(shapes_of(elements))
+    each.set_parameter_shapes(example_shapes(elements))
     return each
 
 
@@ -119,10 +119,10 @@ def kept_out(each: Sharing, schedule: str) -> bool:
 CASES = [(name, schedule) for name in RULES for schedule in SCHEDULES if not kept_out(RULES[name](), schedule)]
 
 
-@pytest.mark.sampled(of=by_needs)
+@pytest.mark.sampled(of=requirement_traits)
 @pytest.mark.parametrize(("name", "schedule"), CASES)
 def test_one_fragment_of_everything_is_none(name: str, schedule: str) -> None:
-    graph = suited(RULES[name](), 6)
+    graph = suitable_graph(RULES[name](), 6)
     whole = Built(RULES[name], graph, rounds=3, buffers=2, schedule=schedule)
     one = Built(RULES[name], graph, [Spec(30)], rounds=3, buffers=2, schedule=schedule)
     assert torch.equal(whole.models, one.models)
@@ -132,10 +132,10 @@ def test_one_fragment_of_everything_is_none(name: str, schedule: str) -> None:
     assert not any("fragments" in r for r in one.records)
 
 
-@pytest.mark.sampled(of=by_needs)
+@pytest.mark.sampled(of=requirement_traits)
 @pytest.mark.parametrize(("name", "schedule"), CASES)
 def test_every_rule_brings_every_fragment_together_and_no_other_parameter_moves(name: str, schedule: str) -> None:
-    graph = suited(RULES[name](), 6, "complete")
+    graph = suitable_graph(RULES[name](), 6, "complete")
     specs = [Spec(30), Spec(54, every=2, offset=1), Spec(90, every=3)]
     built = Built(RULES[name], graph, specs, elements=97, rounds=7, lr=0.0, schedule=schedule)
     before, after = built.initial.double(), built.models.double()

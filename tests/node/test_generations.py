@@ -24,7 +24,7 @@ from decentnode.sharing.compressed import make_sharing
 from decentnode.sharing.full import Full
 from tests.graph.contract import make
 from tests.node.fakes import Quadratic
-from tests.sharing.contract import by_needs
+from tests.sharing.contract import requirement_traits
 
 
 class Run:
@@ -279,7 +279,7 @@ def test_training_goes_on_to_the_target_of_the_survivors() -> None:
 ONE_GRAPH = {"relaysgd": "line", "hierarchical": "", "leader": "complete", "moshpit": "complete"}
 
 
-@pytest.mark.sampled(of=by_needs)
+@pytest.mark.sampled(of=requirement_traits)
 @pytest.mark.parametrize("rule", sorted(set(AMONG_EQUALS) - {"hierarchical"}))
 def test_every_rule_begins_anew_with_the_others(rule: str) -> None:
     """A member is lost, and comes back: models stay finite and come together."""

@@ -31,7 +31,7 @@ from decentnode.wire.generation import Limits
 from tests.communication.contract import connected, flat_schema, folder_prefix
 from tests.conftest import scale
 from tests.node.test_product import NODES, Case, loaded, refusal
-from tests.sharing.contract import by_needs
+from tests.sharing.contract import requirement_traits
 
 GROUPS = ((0, 1), (2, 3))
 """Nodes by process: in a ring each has a neighbor in its own and one in the other."""
@@ -114,7 +114,7 @@ def cases() -> Iterator[tuple[str, str, str]]:
             yield rule, kind, schedule
 
 
-@pytest.mark.sampled(of=by_needs)
+@pytest.mark.sampled(of=requirement_traits)
 @pytest.mark.parametrize(("rule", "kind", "schedule"), list(cases()))
 def test_the_bits_are_those_of_the_twin(rule: str, kind: str, schedule: str) -> None:
     case = Case(rule=rule, schedule=schedule)

@@ -82,16 +82,16 @@ def test_an_answer_that_nobody_asked_for_takes_no_place() -> None:
 
 
 @pytest.mark.parametrize(
-    ("entries", "says"),
+    ("entries", "message"),
     [
         ([Entry(k, 0) for k in range(9)], "at most 8"), ([Entry(1, 0), Entry(1, 3)], "different nodes"),
         ([Entry(20, 0)], "below 20"), ([Entry(-1, 0)], "below 20"), ([Entry(1, -1)], "ages"),
         ([Entry(1, 1 << 40)], "ages"), ([Entry(1, 0, np.ones(3, np.float32))], "profiles"),
     ],
 )  # fmt: skip
-def test_messages_that_no_sampler_makes_are_refused(entries: list[Entry], says: str) -> None:
+def test_messages_that_no_sampler_makes_are_refused(entries: list[Entry], message: str) -> None:
     sampler = Cyclon(CyclonConfig(name="cyclon"), Surroundings(0, 20, (1,), 1))
-    with pytest.raises(PeerFault, match=says):
+    with pytest.raises(PeerFault, match=message):
         shuffle_of(sampler, tables_of(entries, len(entries[0].profile)), reply=False)
 
 

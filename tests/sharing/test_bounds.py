@@ -1,4 +1,4 @@
-"""What a setting of a rule may be: its edges are taken, what lies past them is refused before a run."""
+"""The ranges of the rules' settings: values at their ends are accepted, values beyond are refused."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pydantic import ValidationError
 from decentnode.config.component import load_class
 from decentnode.sharing import SHARINGS
 
+# (accepted, refused)
 SHARE = ([1e-9, 1], [0, -0.5, 1.001])
-"""In (0, 1]: (taken, refused)."""
 PORTION = ([0, 1], [-0.001, 1.001])
 MOMENTUM = ([0, 0.999], [-0.001, 1])
 COUNT = ([1, 1000], [0, -1])
@@ -39,10 +39,10 @@ BOUNDS: dict[str, dict[str, tuple[list[Any], list[Any]]]] = {
 
 
 @pytest.mark.parametrize("name", BOUNDS)
-def test_edges_are_taken_and_what_lies_past_them_is_refused(name: str) -> None:
+def test_values_at_the_ends_of_a_range_are_accepted_and_values_beyond_are_refused(name: str) -> None:
     config = load_class(name, SHARINGS, "sharing").Config
-    for key, (taken, refused) in BOUNDS[name].items():
-        for value in taken:
+    for key, (accepted, refused) in BOUNDS[name].items():
+        for value in accepted:
             assert getattr(config.model_validate({"name": name, key: value}), key) == value
         for value in refused:
             with pytest.raises(ValidationError, match=key):
@@ -50,8 +50,9 @@ def test_edges_are_taken_and_what_lies_past_them_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SHARINGS)
-def test_defaults_are_within_their_own_bounds(name: str) -> None:
+def test_defaults_are_within_their_ranges(name: str) -> None:
     config = load_class(name, SHARINGS, "sharing").Config
-    given = config.model_validate({"name": name})
-    again = {key: getattr(given, key) for key in config.model_fields if isinstance(getattr(given, key), int | float)}
-    assert config.model_validate({"name": name, **again}) == given
+    default = config.model_validate({"name": name})
+    values = {key: getattr(default, key) for key in config.model_fields}
+    numbers = {key: value for key, value in values.items() if isinstance(value, int | float)}
+    assert config.model_validate({"name": name, **numbers}) == default

@@ -1,4 +1,4 @@
-"""What choco and its kin promise beyond the contract."""
+"""Properties of choco and of the rules built on it (qsgd, sign, stc) beyond the contract."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ import pytest
 import torch
 
 from tests.graph.contract import make
-from tests.sharing.contract import bound, draw, gossip, one_round, rule
-from tests.sharing.helpers import spread
+from tests.sharing.contract import random_models, rule, run_round, run_rounds, set_up_rules
+from tests.sharing.helpers import distance_from_consensus
 
 RING = make("ring", nodes=8)
 
 
 @pytest.mark.slow
 def test_choco_keeps_the_mean_that_naive_compression_loses() -> None:
-    """With a gap of the ring of 8, step .2: at most (1 - .2 * .195)^600 < 1e-10 of the spread is left
-    (docs/explanation/algorithms.rst, "Steps of compressed rules")."""
-    models = draw(8, 50, torch.float64)
+    """The spectral gap of a ring of 8 is .195: with step .2 at most (1 - .2 * .195)^600 < 1e-10 of the distance from
+    consensus is left (docs/explanation/algorithms.rst, "Steps of compressed rules")."""
+    models = random_models(8, 50, torch.float64)
     mean = torch.stack(models).mean(0)
-    gossip(rule("choco", fraction=0.2, step_size=0.2), RING, models, 600)
-    assert spread(models) < 1e-10
+    run_rounds(rule("choco", fraction=0.2, step_size=0.2), RING, models, 600)
+    assert distance_from_consensus(models) < 1e-10
     torch.testing.assert_close(torch.stack(models).mean(0), mean, atol=1e-12, rtol=0)
-    naive = draw(8, 50, torch.float64)
-    gossip(rule("full", compression={"name": "int4"}), RING, naive, 300)
+    naive = random_models(8, 50, torch.float64)
+    run_rounds(rule("full", compression={"name": "int4"}), RING, naive, 300)
     assert float((torch.stack(naive).mean(0) - mean).abs().max()) > 1e-2
 
 
@@ -32,24 +32,25 @@ def test_choco_keeps_the_mean_that_naive_compression_loses() -> None:
     {"name": "choco", "choose": "random", "fraction": 0.3, "step_size": 0.2},
 ])  # fmt: skip
 @pytest.mark.slow
-def test_every_operator_under_choco_agrees_and_keeps_the_mean(options: dict[str, object]) -> None:
-    models = draw(8, 50, torch.float64)
+def test_nodes_reach_consensus_and_keep_the_mean_with_every_compressor(options: dict[str, object]) -> None:
+    models = random_models(8, 50, torch.float64)
     mean = torch.stack(models).mean(0)
-    gossip(rule(**options), RING, models, 500)  # type: ignore[arg-type]
-    assert spread(models) < 1e-3
+    run_rounds(rule(**options), RING, models, 500)  # type: ignore[arg-type]
+    assert distance_from_consensus(models) < 1e-3
     torch.testing.assert_close(torch.stack(models).mean(0), mean, atol=1e-9, rtol=0)
 
 
 @pytest.mark.slow
-def test_choco_recovers_from_a_lost_message() -> None:
-    models = draw(6, 40, torch.float64)
-    graph, rules = make("ring", nodes=6), bound(rule("choco", fraction=0.3, step_size=0.2), models)
+def test_choco_recovers_from_a_lost_payload() -> None:
+    """Neighbors drop their copies of a node whose payload was lost, and get them anew."""
+    models = random_models(6, 40, torch.float64)
+    graph, rules = make("ring", nodes=6), set_up_rules(rule("choco", fraction=0.3, step_size=0.2), models)
     for r in range(20):
-        one_round(rules, models, graph, r, pull=0.0)
-    one_round(rules, models, graph, 20, pull=0.0, missing=frozenset({2}))
+        run_round(rules, models, graph, r, pull=0.0)
+    run_round(rules, models, graph, 20, pull=0.0, missing=frozenset({2}))
     assert 2 not in rules[1].copies and 2 not in rules[3].copies  # type: ignore[attr-defined]
     for r in range(21, 400):
-        one_round(rules, models, graph, r, pull=0.0)
+        run_round(rules, models, graph, r, pull=0.0)
     for uid in (1, 3):
         assert torch.equal(rules[uid].copies[2], rules[2].public)  # type: ignore[attr-defined]
-    assert spread(models) < 1e-4
+    assert distance_from_consensus(models) < 1e-4

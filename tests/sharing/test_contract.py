@@ -1,4 +1,4 @@
-"""Every rule, also within a codec, passes the contract."""
+"""Every rule, with and without a codec, passes the checks of the contract."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from decentnode.sharing import SHARINGS
 from tests.sharing import contract
 
 
-def by_check(name: str, check: Callable[[contract.Make], None]) -> set[tuple[str, ...]]:
-    """Every check of every rule, and every codec."""
-    return {(check.__name__, *each) if each[0] == "rule" else each for each in contract.by_rule(name)}
+def check_traits(name: str, check: Callable[[contract.RuleFactory], None]) -> set[tuple[str, ...]]:
+    """Returns what a case covers: the pair of check and rule, and the codec."""
+    return {(check.__name__, *trait) if trait[0] == "rule" else trait for trait in contract.rule_traits(name)}
 
 
-@pytest.mark.sampled(of=by_check)
+@pytest.mark.sampled(of=check_traits)
 @pytest.mark.parametrize("name", contract.RULES)
 @pytest.mark.parametrize("check", contract.CHECKS, ids=lambda c: c.__name__)
-def test_contract(name: str, check: Callable[[contract.Make], None]) -> None:
+def test_contract(name: str, check: Callable[[contract.RuleFactory], None]) -> None:
     check(contract.RULES[name])
 
 
-def test_every_rule_has_its_name() -> None:
-    for name, make_rule in contract.RULES.items():
-        found = contract.name_of(make_rule)
-        assert found in SHARINGS and name.startswith(found), (name, found)
+def test_rule_name_returns_the_first_word_of_the_key_in_RULES() -> None:
+    for key, make_rule in contract.RULES.items():
+        name = contract.rule_name(make_rule)
+        assert name in SHARINGS and key.startswith(name), (key, name)

@@ -1,4 +1,4 @@
-"""The section `parameters`: names to ranges of the flat model, errors with their place, runs with personal layers."""
+"""The section `parameters`: which ranges of the flat model its patterns select, errors, runs with private layers."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 SMALL = ["graph.nodes=4", "graph.degree=2", "mapping.nodes_per_machine=4", "model.hidden=[6]", "node.rounds=4",
          "node.evaluate_every=0"]  # fmt: skip
 HEAD = 6 * 10 + 10
-"""Elements of the layer "3" of the small model, whose layers are "1" and "3"."""
+"""Elements of the layer "3", the last one of the small model."""
 BODY = 64 * 6 + 6
+"""Elements of the layer "1", its other layer."""
 
 
 def config(**section: Any) -> ParametersConfig:
@@ -44,7 +45,8 @@ def run(*sets: str) -> list[Node]:
     return built
 
 
-def weights(built: list[Node], name: str) -> list[torch.Tensor]:
+def parameters_named(built: list[Node], name: str) -> list[torch.Tensor]:
+    """Returns the parameter of this name of every node."""
     return [dict(node.training.model.module.named_parameters())[name].detach() for node in built]
 
 
@@ -70,22 +72,26 @@ def test_every_shared_parameter_lies_in_the_range_of_the_first_fragment_that_mat
     assert sorted(layout.order) == list(range(len(names)))
     assert [start for start, _ in layout.ranges] == [0, *(stop for _, stop in layout.ranges[:-1])]
     assert all(start < stop for start, stop in layout.ranges) and len(layout.ranges) == len(patterns) + 1
-    at, found = 0, {}
-    for place in layout.order:
-        within = [i for i, (start, stop) in enumerate(layout.ranges) if start <= at < stop]
-        found[place] = within[0] if within else None
-        at += parameters[place].elements
-    for place, each in enumerate(parameters):
-        first = next(i for i, pattern in enumerate([*patterns, "*"]) if each.matches([pattern]))
-        assert found[place] == (None if each.matches(keep) else first)
-    assert list(layout.order) == sorted(layout.order, key=lambda p: (math.inf if found[p] is None else found[p], p))
+    at, fragment_of = 0, {}  # by the parameter's index; None for those that are kept
+    for index in layout.order:
+        fragments = [i for i, (start, stop) in enumerate(layout.ranges) if start <= at < stop]
+        fragment_of[index] = fragments[0] if fragments else None
+        at += parameters[index].elements
+    for index, parameter in enumerate(parameters):
+        first = next(i for i, pattern in enumerate([*patterns, "*"]) if parameter.matches([pattern]))
+        assert fragment_of[index] == (None if parameter.matches(keep) else first)
+    assert list(layout.order) == sorted(
+        layout.order, key=lambda p: (math.inf if fragment_of[p] is None else fragment_of[p], p)
+    )
     for i, (start, stop) in enumerate(layout.ranges):
-        of_fragment = [parameters[p].shape for p in layout.order if found[p] == i]
-        assert layout.shapes_in(start, stop) == of_fragment
+        shapes = [parameters[p].shape for p in layout.order if fragment_of[p] == i]
+        assert layout.shapes_in(start, stop) == shapes
 
 
 @given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=6), count=st.integers(1, 8))
-def test_random_fragments_have_one_size_and_a_shape_that_is_cut_is_a_vector(sizes: list[int], count: int) -> None:
+def test_random_fragments_have_equal_sizes_and_a_parameter_that_is_cut_counts_as_a_vector(
+    sizes: list[int], count: int
+) -> None:
     parameters = [Named((f"p{i}",), (size, 3)) for i, size in enumerate(sizes)]
     total = 3 * sum(sizes)
     chosen = config(fragments={"name": "random", "count": count, "degree": 1})
@@ -101,7 +107,7 @@ def test_random_fragments_have_one_size_and_a_shape_that_is_cut_is_a_vector(size
         assert all(shape in layout.shapes or len(shape) == 1 for shape in shapes)
 
 
-def test_the_module_is_as_it_was_whatever_the_order_in_the_flat_model() -> None:
+def test_the_order_in_the_flat_model_does_not_change_the_module() -> None:
     torch.manual_seed(1)
     module = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     before = {name: value.clone() for name, value in module.state_dict().items()}
@@ -119,7 +125,7 @@ def test_the_module_is_as_it_was_whatever_the_order_in_the_flat_model() -> None:
         FlatModel(module, order=[0, 1, 2, 2])
 
 
-def test_a_tied_parameter_is_found_by_each_of_its_names_and_a_frozen_one_by_none() -> None:
+def test_a_tied_parameter_matches_by_each_of_its_names_and_a_frozen_one_by_none() -> None:
     module = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2), "c": nn.Linear(2, 2)})
     module["b"].weight = module["a"].weight
     module["c"].requires_grad_(False)
@@ -131,7 +137,7 @@ def test_a_tied_parameter_is_found_by_each_of_its_names_and_a_frozen_one_by_none
 
 # -- errors
 
-WRONG = [
+INVALID_SECTIONS = [
     ("share: [1.weigth]", "8:11", "parameters.share[0] must match the name of a trainable parameter, got '1.weigth'",
      "did you mean '1.weight'?"),
     ("keep: ['3']", "8:10", "parameters.keep[0] must match the name of a trainable parameter, got '3'",
@@ -158,8 +164,8 @@ WRONG = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("text", "place", "message", "hint"), WRONG)
-def test_what_is_wrong_is_told_with_its_place_and_what_would_do(
+@pytest.mark.parametrize(("text", "place", "message", "hint"), INVALID_SECTIONS)
+def test_an_invalid_section_is_refused_with_its_line_and_a_hint(
     text: str, place: str, message: str, hint: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "a.yaml"
@@ -168,16 +174,16 @@ def test_what_is_wrong_is_told_with_its_place_and_what_would_do(
                     f"\nmodel: {{hidden: [6]}}\nnode: {{rounds: 4}}\n{section}\n")  # fmt: skip
     with pytest.raises(ConfigError) as caught:
         load(path)
-    said = str(caught.value)
-    assert message in said and hint in said, said
-    assert f"a.yaml:{place}:" in said, said
+    refusal = str(caught.value)
+    assert message in refusal and hint in refusal, refusal
+    assert f"a.yaml:{place}:" in refusal, refusal
 
 
 @pytest.mark.parametrize(("rule", "graph", "message"), [
     ("{name: relaysgd}", "{name: ring, nodes: 4}", "relaysgd needs a tree, got 4 edges for 4 nodes"),
     ("{name: d2}", "{name: random_matching, nodes: 4}", "d2 needs a static graph"),
 ])  # fmt: skip
-def test_the_rule_is_refused_for_the_graph_of_one_fragment(rule: str, graph: str, message: str) -> None:
+def test_a_rule_that_does_not_fit_the_graph_of_one_fragment_is_refused(rule: str, graph: str, message: str) -> None:
     fragments = f"[{{parameters: 1.*, graph: {{name: line, nodes: 4}}}}, {{parameters: '*', graph: {graph}}}]"
     with pytest.raises(ConfigError, match=message) as caught:
         experiment("graph={name: line, nodes: 4}", "weights={name: metropolis_hastings, lazy: true}",
@@ -185,8 +191,8 @@ def test_the_rule_is_refused_for_the_graph_of_one_fragment(rule: str, graph: str
     assert "parameters.fragments[1].graph" in str(caught.value)
 
 
-def test_a_fragment_whose_graph_leaves_nodes_apart_is_refused(tmp_path: Path) -> None:
-    """By its edges alone, or by those of the rounds in which the rule exchanges."""
+def test_a_fragment_whose_graph_does_not_connect_all_nodes_is_refused(tmp_path: Path) -> None:
+    """Also if it connects them, but not by the edges of the rounds in which the rule exchanges."""
     (tmp_path / "w.edges").write_text("4\n0 1\n2 3\n")
     parts = f"[{{parameters: 1.*}}, {{parameters: '*', graph: {{file: {tmp_path}/w.edges}}}}]"
     with pytest.raises(ConfigError, match=r"fragments\[1\].graph: .* node 2 cannot be reached from node 0"):
@@ -200,7 +206,8 @@ def test_a_fragment_whose_graph_leaves_nodes_apart_is_refused(tmp_path: Path) ->
 
 # -- runs
 
-def test_whole_models_are_written_and_digested_as_ever() -> None:
+def test_the_digest_depends_on_the_section_and_random_fragments_on_the_seed() -> None:
+    """An experiment without the section has none in its resolved form, so that digests of older runs stay valid."""
     assert "parameters" not in experiment().resolved()
     assert experiment().digest() != experiment("parameters={keep: [3.*]}").digest()
     fragments = "parameters.fragments={name: random, count: 2, degree: 1}"
@@ -208,14 +215,14 @@ def test_whole_models_are_written_and_digested_as_ever() -> None:
 
 
 @pytest.mark.parametrize("section", ["{}", "{share: ['*']}", "{fragments: [{parameters: '*'}]}"])
-def test_everything_as_one_part_is_what_runs_without_the_section(section: str) -> None:
-    whole, one = run(), run(f"parameters={section}")
-    for a, b in zip(whole, one, strict=True):
+def test_sharing_all_parameters_in_one_fragment_equals_a_run_without_the_section(section: str) -> None:
+    without, one_fragment = run(), run(f"parameters={section}")
+    for a, b in zip(without, one_fragment, strict=True):
         assert torch.equal(a.training.model.parameters, b.training.model.parameters)
         assert a.figures()["bytes_data"] == b.figures()["bytes_data"]
 
 
-def test_personal_layers_never_leave_a_node() -> None:
+def test_kept_layers_are_neither_sent_nor_mixed() -> None:
     chosen = experiment("parameters={keep: [3.*]}", "training.optimizer.lr=0.0")
     nodes = build_in_process(chosen)
     schemas = nodes[0].communication.schemas  # type: ignore[attr-defined]
@@ -223,8 +230,9 @@ def test_personal_layers_never_leave_a_node() -> None:
     for uid, node in enumerate(nodes):
         node.training.model.parameters.fill_(float(uid))
     step_all(nodes)
-    for uid, (body, head) in enumerate(zip(weights(nodes, "1.weight"), weights(nodes, "3.weight"), strict=True)):
-        assert head.unique().tolist() == [uid], "mixing does not change it"
+    bodies, heads = parameters_named(nodes, "1.weight"), parameters_named(nodes, "3.weight")
+    for uid, (body, head) in enumerate(zip(bodies, heads, strict=True)):
+        assert head.unique().tolist() == [uid], "mixing changed a kept layer"
         assert 1.0 < float(body.mean()) < 2.0 or uid in (0, 3)
     assert nodes[0].figures()["bytes_data"] == 4 * 2 * 4 * BODY
     traffic = estimate_traffic(chosen, nodes[0].training.model.module)
@@ -232,22 +240,22 @@ def test_personal_layers_never_leave_a_node() -> None:
     assert ["parameters", f"{BODY} shared, {HEAD} local to each node"] in header(chosen, [0])
 
 
-def test_only_adapters_are_shared() -> None:
+def test_only_parameters_that_match_share_are_sent() -> None:
     nodes = run("parameters={share: ['*.bias']}")
-    assert len({float(bias.sum()) for bias in weights(nodes, "1.weight")}) == 4
+    assert len({float(bias.sum()) for bias in parameters_named(nodes, "1.weight")}) == 4
     assert [s.elements for s in nodes[0].communication.schemas] == [16]  # type: ignore[attr-defined]
 
 
-def test_the_merged_model_is_written_without_what_is_kept(tmp_path: Path) -> None:
+def test_the_merged_model_is_saved_without_kept_layers(tmp_path: Path) -> None:
     nodes = run("parameters={keep: [3.*]}", "node.evaluate_every=2")
     (tmp_path / "models").mkdir()
-    own = weights(nodes, "3.weight")[0].clone()
+    own = parameters_named(nodes, "3.weight")[0].clone()
     save_node(nodes[0], tmp_path)
     assert sorted(load_file(tmp_path / "models" / "merged.safetensors")) == ["1.bias", "1.weight"]
     assert torch.equal(load_file(tmp_path / "models" / "000.safetensors")["3.weight"], own.cpu())
 
 
-def test_each_random_fragment_has_a_graph_of_its_own_in_every_exchange() -> None:
+def test_random_fragments_have_different_random_graphs_and_offsets() -> None:
     chosen = experiment("parameters.fragments={name: random, count: 3, degree: 1, every: 6}")
     parts = shared_model(chosen, nn.Linear(9, 10))
     assert [each.offset for each in parts.fragments] == [0, 2, 4]
@@ -259,17 +267,17 @@ def test_each_random_fragment_has_a_graph_of_its_own_in_every_exchange() -> None
 
 
 @pytest.mark.slow
-def test_one_random_fragment_is_a_run_on_random_regular_graphs() -> None:
+def test_one_random_fragment_equals_a_run_on_random_regular_graphs() -> None:
     graph = "graph={name: random_regular, nodes: 4, degree: 2}"
     whole = run(graph)
     one = run("parameters.fragments={name: random, count: 1, degree: 2}")
     many = run("parameters.fragments={name: random, count: 4, degree: 2}")
-    models = [torch.stack([n.training.model.parameters for n in each]) for each in (whole, one, many)]
+    models = [torch.stack([node.training.model.parameters for node in nodes]) for nodes in (whole, one, many)]
     assert torch.equal(models[0], models[1]) and not torch.equal(models[0], models[2])
-    assert whole[0].figures()["bytes_data"] == many[0].figures()["bytes_data"], "as many bytes, to more nodes"
+    assert whole[0].figures()["bytes_data"] == many[0].figures()["bytes_data"], "the fragments together are a model"
 
 
-def test_powergossip_takes_the_matrices_that_lie_in_a_fragment() -> None:
+def test_powergossip_compresses_the_matrices_of_each_fragment() -> None:
     nodes = run("graph={name: ring, nodes: 4}", "sharing={name: powergossip}", "training.optimizer.lr=0.0",
                 "parameters.fragments=[{parameters: 3.*}, {parameters: '*'}]")  # fmt: skip
     matrices = [[(m.rows, m.columns) for m in each.rule.matrices] for each in nodes[0].schedule.fragments]  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Rules beside their papers' recursions, written down in NumPy once more, also where the learning rate falls."""
+"""Rules compared with the recursions of their papers in NumPy, also with learning rates that fall during the run."""
 
 from __future__ import annotations
 
@@ -8,26 +8,30 @@ import numpy as np
 import pytest
 
 from tests.graph.contract import make
-from tests.sharing.helpers import ROUNDS, START, N, gradient, models_after
+from tests.sharing.helpers import ROUNDS, START, N, all_gradients, models_after_rounds
 
 FALLS = {"constant": 1.0, "ten": 0.1, "hundred": 0.01}
+"""Factors of the learning rate in the second half of the rounds."""
 
 
-def rates(fall: float) -> list[float]:
-    return [0.05] * (ROUNDS // 2) + [0.05 * fall] * (ROUNDS - ROUNDS // 2)
+def learning_rates(factor: float) -> list[float]:
+    return [0.05] * (ROUNDS // 2) + [0.05 * factor] * (ROUNDS - ROUNDS // 2)
+
+
+# Each function returns the models after a round per learning rate, [N, SIZE]. w: the mixing matrix.
 
 
 def full(w: np.ndarray, lrs: list[float]) -> np.ndarray:
     x = START.copy()
     for lr in lrs:
-        x = w @ (x - lr * gradient(x))
+        x = w @ (x - lr * all_gradients(x))
     return x
 
 
 def ac(w: np.ndarray, lrs: list[float], factor: float = 0.9, final: float = 0.2, rounds: int = 20) -> np.ndarray:
     x = START.copy()
     for r, lr in enumerate(lrs):
-        x = x - lr * gradient(x)
+        x = x - lr * all_gradients(x)
         x = x + (factor + (final - factor) * min(1.0, r / rounds)) * (w @ x - x)
     return x
 
@@ -35,7 +39,7 @@ def ac(w: np.ndarray, lrs: list[float], factor: float = 0.9, final: float = 0.2,
 def diloco(w: np.ndarray, lrs: list[float], b: float = 0.9, every: int = 3, a: float = 0.7) -> np.ndarray:
     x, start, v = START.copy(), START.copy(), np.zeros_like(START)
     for r, lr in enumerate(lrs):
-        x = x - lr * gradient(x)
+        x = x - lr * all_gradients(x)
         if (r + 1) % every == 0:
             change = start - w @ x
             v = b * v + change
@@ -47,7 +51,7 @@ def diloco(w: np.ndarray, lrs: list[float], b: float = 0.9, every: int = 3, a: f
 def qg_momentum(w: np.ndarray, lrs: list[float], b: float = 0.9) -> np.ndarray:
     x, m = START.copy(), np.zeros_like(START)
     for lr in lrs:
-        new = w @ (x - lr * (b * m + gradient(x)))
+        new = w @ (x - lr * (b * m + all_gradients(x)))
         m = b * m + (1 - b) * (x - new) / lr
         x = new
     return x
@@ -56,7 +60,7 @@ def qg_momentum(w: np.ndarray, lrs: list[float], b: float = 0.9) -> np.ndarray:
 def decentlam(w: np.ndarray, lrs: list[float], b: float = 0.5) -> np.ndarray:
     x, m = START.copy(), np.zeros_like(START)
     for lr in lrs:
-        m = b * m + (x - w @ (x - lr * gradient(x))) / lr
+        m = b * m + (x - w @ (x - lr * all_gradients(x))) / lr
         x = x - lr * m
     return x
 
@@ -64,7 +68,7 @@ def decentlam(w: np.ndarray, lrs: list[float], b: float = 0.5) -> np.ndarray:
 def slowmo(w: np.ndarray, lrs: list[float], b: float = 0.5, every: int = 3, a: float = 0.8) -> np.ndarray:
     x, start, u = START.copy(), START.copy(), np.zeros_like(START)
     for r, lr in enumerate(lrs):
-        x = x - lr * gradient(x)
+        x = x - lr * all_gradients(x)
         if (r + 1) % every == 0:
             u = b * u + (start - w @ x) / lr
             start = start - a * lr * u
@@ -73,28 +77,29 @@ def slowmo(w: np.ndarray, lrs: list[float], b: float = 0.5, every: int = 3, a: f
 
 
 def tracking(form: str, b: float) -> Callable[[np.ndarray, list[float]], np.ndarray]:
-    """b: decay of the momentum that is tracked; 0 tracks the gradient."""
+    """Returns the recursion of gradient_tracking (b = 0) or momentum_tracking. b: the decay of the momentum."""
 
-    def found(w: np.ndarray, lrs: list[float]) -> np.ndarray:
+    def recursion(w: np.ndarray, lrs: list[float]) -> np.ndarray:
         x = START.copy()
-        m = gradient(x)
+        m = all_gradients(x)
         y = w @ m if form == "atc" else m.copy()
         for lr in lrs:
             x = w @ x - lr * y if form == "dsgt" else w @ (x - lr * y)
-            new = b * m + gradient(x)
+            new = b * m + all_gradients(x)
             y = w @ (y + new - m) if form == "atc" else w @ y + new - m
             m = new
         return x
 
-    return found
+    return recursion
 
 
 def d2(w: np.ndarray, lrs: list[float]) -> np.ndarray:
-    """With the applied updates, so that the mean goes on with the rate that there is."""
-    old, u = START.copy(), lrs[0] * gradient(START)
+    """The paper's recursion with the updates that were applied, lr times gradient, so that the mean moves with the
+    learning rate of the round."""
+    old, u = START.copy(), lrs[0] * all_gradients(START)
     x = w @ (old - u)
     for lr in lrs[1:]:
-        new_u = lr * gradient(x)
+        new_u = lr * all_gradients(x)
         old, x, u = x, w @ (2 * x - old - (new_u - u)), new_u
     return x
 
@@ -102,36 +107,36 @@ def d2(w: np.ndarray, lrs: list[float]) -> np.ndarray:
 def elastic(w: np.ndarray, lrs: list[float], a: float = 0.3, b: float = 0.3) -> np.ndarray:
     x, c = START.copy(), START.copy()
     for lr in lrs:
-        x, c = x - lr * gradient(x) - a * (x - c), w @ (c + b * (x - c))
+        x, c = x - lr * all_gradients(x) - a * (x - c), w @ (c + b * (x - c))
     return x
 
 
 def beer(form: str, step: float) -> Callable[[np.ndarray, list[float]], np.ndarray]:
-    """Algorithm 1 of arXiv 2201.13320 with the largest two of five entries of each row, or with the step before the
-    exchange. Copies of models begin as the models."""
+    """Returns Algorithm 1 of arXiv 2201.13320, which sends the largest two of five entries of each row (form dsgt), or
+    the same with the step before the exchange (semi_atc). The copies of the models begin as the models."""
 
-    def kept(rows: np.ndarray) -> np.ndarray:
+    def compress(rows: np.ndarray) -> np.ndarray:
         largest = np.argsort(-np.abs(rows), axis=1)[:, :2]
         result = np.zeros_like(rows)
         np.put_along_axis(result, largest, np.take_along_axis(rows, largest, axis=1), axis=1)
         return result
 
-    def found(w: np.ndarray, lrs: list[float]) -> np.ndarray:
+    def recursion(w: np.ndarray, lrs: list[float]) -> np.ndarray:
         x, h, g = START.copy(), START.copy(), np.zeros_like(START)
-        old = gradient(x)
+        old = all_gradients(x)
         v, mixing = old.copy(), step * (w - np.eye(N))
         for lr in lrs:
             if form == "semi_atc":
                 x = x - lr * v
-            h = h + kept(x - h)
-            g = g + kept(v - g)
+            h = h + compress(x - h)
+            g = g + compress(v - g)
             x = x + mixing @ h - (lr * v if form == "dsgt" else 0.0)
-            new = gradient(x)
+            new = all_gradients(x)
             v = v + mixing @ g + new - old
             old = new
         return x
 
-    return found
+    return recursion
 
 
 CASES: dict[str, tuple[dict[str, object], Callable[[np.ndarray, list[float]], np.ndarray]]] = {
@@ -155,20 +160,25 @@ CASES: dict[str, tuple[dict[str, object], Callable[[np.ndarray, list[float]], np
 @pytest.mark.sampled
 @pytest.mark.parametrize("fall", FALLS)
 @pytest.mark.parametrize("name", CASES)
-def test_a_rule_is_its_paper_s_recursion(name: str, fall: str) -> None:
+def test_a_rule_computes_the_recursion_of_its_paper(name: str, fall: str) -> None:
     graph = make("torus", nodes=N)
     options, recursion = CASES[name]
-    lrs = rates(FALLS[fall])
-    np.testing.assert_allclose(models_after(options, graph, lrs), recursion(graph.matrix(0), lrs), atol=1e-11, rtol=0)
+    lrs = learning_rates(FALLS[fall])
+    models = models_after_rounds(options, graph, lrs)
+    np.testing.assert_allclose(models, recursion(graph.matrix(0), lrs), atol=1e-11, rtol=0)
 
 
 @pytest.mark.parametrize("fall", [0.1, 0.01])
 @pytest.mark.parametrize("name", [name for name in CASES if name not in ("d2", "diloco", "elastic")])
-def test_a_rate_that_falls_is_felt_at_once(name: str, fall: float) -> None:
-    """On a complete graph the mean goes as much slower as the rate is smaller, momentum and all."""
+def test_a_smaller_learning_rate_slows_the_mean_down_at_once(name: str, fall: float) -> None:
+    """On a complete graph the mean moves slower by the same factor, with momentum too."""
     options, every = CASES[name][0], 3 if name == "slowmo" else 1
     graph = make("complete", nodes=N)
-    means = [models_after(options, graph, [0.01] * 12 + [0.01 * fall] * more).mean(0) for more in (0, every)]
-    before = models_after(options, graph, [0.01] * (12 - every)).mean(0)
-    slower = np.linalg.norm(means[1] - means[0]) / np.linalg.norm(means[0] - before)
-    assert slower == pytest.approx(fall, rel=0.5)
+
+    def mean_after(lrs: list[float]) -> np.ndarray:
+        mean: np.ndarray = models_after_rounds(options, graph, lrs).mean(0)
+        return mean
+
+    before, middle = mean_after([0.01] * (12 - every)), mean_after([0.01] * 12)
+    after = mean_after([0.01] * 12 + [0.01 * fall] * every)
+    assert np.linalg.norm(after - middle) / np.linalg.norm(middle - before) == pytest.approx(fall, rel=0.5)

@@ -1,4 +1,4 @@
-"""The step of error-feedback rules: without gradients nodes come together at the default, whatever the compressor."""
+"""The default `step_size` of error-feedback rules: without gradients, nodes reach consensus with every compressor."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from decentnode.sharing.step_size import (
 )
 from tests.conftest import scale
 from tests.graph.contract import make
-from tests.sharing.contract import bound, one_round, rule
+from tests.sharing.contract import rule, run_round, set_up_rules
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 COMPRESSORS: dict[str, dict[str, Any]] = {
@@ -55,58 +55,62 @@ COMPRESSORS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 GRAPHS = {"ring of 8": ("ring", 8), "ring of 16": ("ring", 16), "torus": ("torus", 16),
           "star of 8": ("star", 8)}  # fmt: skip
-QUICK = {("choco", "torus"), ("stc", "torus"), ("stc", "ring of 16"), ("choco", "star of 8"), ("stc", "star of 8")}
-"""Of these the default run takes a sample; the others but on the ring of 8 are for --stress, and for all the rounds."""
+ON_OTHER_GRAPHS = {("choco", "torus"), ("stc", "torus"), ("stc", "ring of 16"), ("choco", "star of 8"),
+                   ("stc", "star of 8")}  # fmt: skip
+"""Cases on graphs other than the ring of 8 that a run without --stress tests; --stress tests all others too, with more
+rounds."""
 
 
 def cases() -> list[Any]:
-    """Every compressor on every graph; but on the ring of 8 and of QUICK all are slow."""
-    return [pytest.param(name, graph, marks=[] if graph == "ring of 8" or (name, graph) in QUICK else pytest.mark.slow)
+    """Returns every compressor on every graph; slow unless on the ring of 8 or in ON_OTHER_GRAPHS."""
+    fast = {(name, "ring of 8") for name in COMPRESSORS} | ON_OTHER_GRAPHS
+    return [pytest.param(name, graph, marks=[] if (name, graph) in fast else pytest.mark.slow)
             for name in COMPRESSORS for graph in GRAPHS]  # fmt: skip
 
 
-def parts(options: dict[str, Any]) -> tuple[Any, Any, Search]:
-    found = load_class(options["name"], SHARINGS, "sharing")
-    config = found.Config.model_validate(options)
-    return found, config, found.step_search(config)
+def class_config_search(options: dict[str, Any]) -> tuple[Any, Any, Search]:
+    """Returns the class of the rule with these options, its config, and the search of its step."""
+    rule_class = load_class(options["name"], SHARINGS, "sharing")
+    config = rule_class.Config.model_validate(options)
+    return rule_class, config, rule_class.step_search(config)
 
 
 @functools.cache
-def default_of(name: str, graph: str) -> float:
-    found, config, search = parts(COMPRESSORS[name])
-    largest = largest_step(found, config, make(GRAPHS[graph][0], nodes=GRAPHS[graph][1]))
+def default_step_on(name: str, graph: str) -> float:
+    rule_class, config, search = class_config_search(COMPRESSORS[name])
+    largest = largest_step(rule_class, config, make(GRAPHS[graph][0], nodes=GRAPHS[graph][1]))
     assert largest in STEPS
     return search.default(largest)
 
 
 @pytest.mark.sampled(of=lambda name, graph: {COMPRESSORS[name]["name"]})
 @pytest.mark.parametrize(("name", "graph"), cases())
-def test_nodes_come_together_at_the_default(name: str, graph: str) -> None:
-    """The rules themselves, node by node, from models that began alike and were then driven apart."""
-    if graph != "ring of 8" and (name, graph) not in QUICK and not scale(0, 1):
-        pytest.skip("other compressors are looked at on the ring of 8, but for --stress")
+def test_nodes_reach_consensus_with_the_default_step(name: str, graph: str) -> None:
+    """In rounds of the rules themselves. Models begin equal, and the local step of round 0 moves them apart."""
+    if graph != "ring of 8" and (name, graph) not in ON_OTHER_GRAPHS and not scale(0, 1):
+        pytest.skip("without --stress this compressor is tested on the ring of 8 only")
     family, n = GRAPHS[graph]
     topology, options = make(family, nodes=n), COMPRESSORS[name]
-    step = default_of(name, graph)
-    _, _, search = parts(options)
+    step = default_step_on(name, graph)
+    _, _, search = class_config_search(options)
     rounds = scale(40, 500)
     draws = torch.Generator().manual_seed(5)
     apart = torch.randn(n, 300, generator=draws)
     common = search.common * torch.randn(300, generator=draws)
     models = [common.clone() for _ in range(n)]
-    rules = bound(rule(**{**options, "step_size": step}), models)
-    mean, start = (apart + common).mean(0), spread(list(apart))
+    rules = set_up_rules(rule(**{**options, "step_size": step}), models)
+    mean, start = (apart + common).mean(0), distance_from_mean(list(apart))
     for r in range(rounds):
-        one_round(rules, models, topology, r, pull=0.0,
+        run_round(rules, models, topology, r, pull=0.0,
                   step=(lambda uid, model: model.add_(apart[uid])) if r == 0 else lambda *_: None)  # fmt: skip
         if r % 20 == 19:
-            assert spread(models) < start, "never further apart than at the start"
+            assert distance_from_mean(models) < start
     torch.testing.assert_close(torch.stack(models).mean(0), mean, atol=1e-4, rtol=0)
     expected = distance_left(search, matrices_of(topology), step) if rounds == 500 else 0.9
-    assert spread(models) / start <= max(0.03, 2 * expected)
+    assert distance_from_mean(models) / start <= max(0.03, 2 * expected)
 
 
-def spread(models: list[Tensor]) -> float:
+def distance_from_mean(models: list[Tensor]) -> float:
     stacked = torch.stack(models)
     return float((stacked - stacked.mean(0)).norm())
 
@@ -114,66 +118,68 @@ def spread(models: list[Tensor]) -> float:
 @pytest.mark.parametrize(("options", "step"), [({"name": "stc", "fraction": 0.05}, 0.4), ({"name": "choco"}, 0.4),
                                                ({"name": "choco", "choose": "random"}, 0.4)])  # fmt: skip
 @pytest.mark.slow
-def test_a_larger_step_does_not_bring_them_together(options: dict[str, Any], step: float) -> None:
-    found, config, search = parts(options)
+def test_steps_larger_than_the_largest_do_not_reach_consensus(options: dict[str, Any], step: float) -> None:
+    rule_class, config, search = class_config_search(options)
     ring = make("ring", nodes=8)
-    largest = largest_step(found, config, ring)
+    largest = largest_step(rule_class, config, ring)
     assert largest is not None and search.default(largest) < largest < step
     assert distance_left(search, matrices_of(ring), largest) <= 0.02
     assert distance_left(search, matrices_of(ring), step) > 0.02
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-def test_a_simulation_is_of_float32_whatever_a_script_has_as_default(
+def test_the_search_simulates_in_float32_whatever_the_default_dtype_is(
     dtype: torch.dtype, request: pytest.FixtureRequest
 ) -> None:
-    _, _, search = parts({"name": "choco", "fraction": 0.5})
+    """A script may have set another default dtype."""
+    _, _, search = class_config_search({"name": "choco", "fraction": 0.5})
     matrices = matrices_of(make("ring", nodes=4))
-    found = []
+    results = []
     for default in ("float32", "another"):
         if default == "another":
             request.getfixturevalue("default_dtype")
-        found.append((distance_left(search, matrices, 0.5), search.operator.lost(), search.common))
-    assert found[0] == found[1]
+        results.append((distance_left(search, matrices, 0.5), search.operator.lost(), search.common))
+    assert results[0] == results[1]
 
 
 @pytest.mark.slow
-def test_a_step_is_of_the_compressor_the_fraction_and_the_spectrum_alone() -> None:
-    """Finer compression and slower graphs take larger steps; names and order of nodes do not matter."""
+def test_the_step_depends_on_the_compressor_and_the_spectrum_of_the_graph_alone() -> None:
+    """It is larger with finer compression and on graphs that mix slower; the order of the nodes does not matter."""
     def largest(**options: Any) -> float:
         graph = options.pop("graph", ("ring", 8))
-        found, config, _ = parts({"name": "choco", **options})
-        found_step = largest_step(found, config, make(graph[0], nodes=graph[1]))
-        assert found_step is not None
-        return found_step
+        rule_class, config, _ = class_config_search({"name": "choco", **options})
+        step = largest_step(rule_class, config, make(graph[0], nodes=graph[1]))
+        assert step is not None
+        return step
 
     by_fraction = [largest(fraction=fraction) for fraction in (0.03, 0.1, 0.3, 1.0)]
     assert by_fraction == sorted(by_fraction) and by_fraction[0] < by_fraction[-1] == STEPS[0]
     assert largest(graph=("complete", 16)) < largest(graph=("ring", 16))
     w = make("torus", nodes=16).matrix(0)
     order = np.random.default_rng(1).permutation(16)
-    _, _, search = parts({"name": "choco"})
+    _, _, search = class_config_search({"name": "choco"})
     spectra = [with_spectrum(np.linalg.eigvalsh(each)) for each in (w, w[order][:, order])]
     np.testing.assert_allclose(spectra[0], spectra[1], atol=1e-9)
     assert search.largest([spectra[0]]) == largest(graph=("torus", 16))
 
 
-def test_a_matrix_with_the_same_spectrum() -> None:
+def test_with_spectrum_returns_a_mixing_matrix_with_the_same_spectrum() -> None:
+    """Of large graphs with fewer eigenvalues, among them the second largest and the smallest."""
     for family, n in (("ring", 8), ("ring", 9), ("torus", 16), ("star", 7), ("complete", 2)):
         w = make(family, nodes=n).matrix(0)
-        alike = with_spectrum(np.linalg.eigvalsh(w))
-        np.testing.assert_allclose(np.linalg.eigvalsh(alike), np.linalg.eigvalsh(w), atol=1e-12)
-        np.testing.assert_allclose(alike.sum(0), 1, atol=1e-12)
+        other = with_spectrum(np.linalg.eigvalsh(w))
+        np.testing.assert_allclose(np.linalg.eigvalsh(other), np.linalg.eigvalsh(w), atol=1e-12)
+        np.testing.assert_allclose(other.sum(0), 1, atol=1e-12)
         if family == "ring":
-            np.testing.assert_allclose(alike, w, atol=1e-12)
+            np.testing.assert_allclose(other, w, atol=1e-12)
     large = np.linalg.eigvalsh(make("ring", nodes=64).matrix(0))
-    few = np.linalg.eigvalsh(with_spectrum(large))
-    assert len(few) == 17 and few[0] == pytest.approx(large[0]) and few[-2] == pytest.approx(large[-2])
+    reduced = np.linalg.eigvalsh(with_spectrum(large))
+    assert len(reduced) == 17 and reduced[0] == pytest.approx(large[0]) and reduced[-2] == pytest.approx(large[-2])
 
 
 @pytest.mark.parametrize("name", COMPRESSORS)
-def test_many_vectors_are_compressed_as_each_alone(name: str) -> None:
-    operator = parts(COMPRESSORS[name])[2].operator
+def test_the_searchs_compressor_of_many_vectors_compresses_each_as_the_operator_does(name: str) -> None:
+    operator = class_config_search(COMPRESSORS[name])[2].operator
     vectors = torch.randn(4, 1024, generator=torch.Generator().manual_seed(2))
     together = operator.compressor()(vectors)
     codec = operator.codec.lossy if operator.codec else None
@@ -191,33 +197,36 @@ def test_many_vectors_are_compressed_as_each_alone(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_rules_without_a_graph_take_a_careful_step() -> None:
+def test_the_step_of_a_rule_that_knows_no_graph_converges_on_all_graphs() -> None:
     for options in COMPRESSORS.values():
-        search = parts(options)[2]
-        made: Any = rule(**options)()
-        assert made.step_size == search.without_graph() > 0
+        search = class_config_search(options)[2]
+        feedback_rule: Any = rule(**options)()
+        assert feedback_rule.step_size == search.without_graph() > 0
         for family, n in (("ring", 8), ("torus", 16), ("complete", 8)):
-            assert distance_left(search, matrices_of(make(family, nodes=n)), made.step_size) < 0.3
+            assert distance_left(search, matrices_of(make(family, nodes=n)), feedback_rule.step_size) < 0.3
 
 
 @pytest.mark.sampled(one=["family"])
 @pytest.mark.parametrize("family", ["one_peer_exponential", "random_matching", "directed_one_peer_exponential"])
-def test_graphs_that_change_have_a_step(family: str) -> None:
-    found, config, search = parts({"name": "deepsqueeze", "choose": "all", "compression": {"name": "int8"}})
+def test_a_step_that_converges_is_found_on_graphs_that_change(family: str) -> None:
+    options = {"name": "deepsqueeze", "choose": "all", "compression": {"name": "int8"}}
+    rule_class, config, search = class_config_search(options)
     graph = make(family, nodes=8)
-    largest = largest_step(found, config, graph)
+    largest = largest_step(rule_class, config, graph)
     assert largest is not None
     assert distance_left(search, matrices_of(graph), search.default(largest)) <= 0.1
 
 
-def test_an_experiment_has_the_step_in_its_resolved_file(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_resolved_experiment_has_the_default_step_and_larger_steps_give_a_warning(
+    caplog: pytest.LogCaptureFixture
+) -> None:
     sets = ["graph={name: ring, nodes: 8}", "mapping.nodes_per_machine=8", "data.partition={name: iid}"]
     experiment = load(QUICKSTART, ["sharing={name: stc}", *sets])
     chosen: Any = experiment.sharing
-    assert chosen.step_size == default_of("stc", "ring of 8") and not caplog.records
+    assert chosen.step_size == default_step_on("stc", "ring of 8") and not caplog.records
     assert f"step_size: {chosen.step_size}" in experiment.resolved_yaml()
-    made: Any = build_in_process(experiment)[0].sharing
-    assert made.step_size == chosen.step_size
+    stc: Any = build_in_process(experiment)[0].sharing
+    assert stc.step_size == chosen.step_size
     same = load(QUICKSTART, [f"sharing={{name: stc, step_size: {chosen.step_size}}}", *sets])
     assert same.digest() == experiment.digest() and not caplog.records
     with caplog.at_level(logging.WARNING):
@@ -226,62 +235,64 @@ def test_an_experiment_has_the_step_in_its_resolved_file(caplog: pytest.LogCaptu
 
 
 def test_a_large_star_takes_the_step_of_a_rule_without_a_graph() -> None:
-    """Its eigenvalues are those of a graph that bears several times as much."""
-    found, config, search = parts({"name": "choco"})
+    """On a regular graph with the eigenvalues of the star, the largest step is several times that of the star."""
+    rule_class, config, search = class_config_search({"name": "choco"})
     star = make("star", nodes=OWN_MATRIX + 1)
-    largest = largest_step(found, config, star)
+    largest = largest_step(rule_class, config, star)
     assert largest is not None and largest == search.without_graph() < search.largest(matrices_of(star))
     assert search.default(largest) < largest
 
 
 @pytest.mark.slow
 def test_a_small_star_takes_the_step_of_its_own_matrix() -> None:
-    """Which bears less than a regular graph, and more than a rule that knows no graph would dare."""
-    found, config, search = parts({"name": "choco"})
+    """It is smaller than on a regular graph, and larger than the step of a rule that knows no graph."""
+    rule_class, config, search = class_config_search({"name": "choco"})
     star = make("star", nodes=8)
-    largest = largest_step(found, config, star)
+    largest = largest_step(rule_class, config, star)
     assert largest == search.largest(matrices_of(star)) > search.without_graph()
 
 
 def test_a_step_is_searched_once_for_all_processes_of_a_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    searched: list[Search] = []
+    searches: list[Search] = []
 
     def largest(search: Search, matrices: object) -> float:
-        searched.append(search)
-        return STEPS[len(searched)]
+        """Returns another step for every search, so that the step tells whether there was one."""
+        searches.append(search)
+        return STEPS[len(searches)]
 
     monkeypatch.setattr(Search, "largest", largest)
 
-    def found(graph: str = "ring", **options: Any) -> float | None:
-        """As a new process finds it."""
+    def step_in_new_process(graph: str = "ring", **options: Any) -> float | None:
         step_size._largest.cache_clear()
-        known, config, _ = parts({"name": "choco", **options})
-        return largest_step(known, config, make(graph, nodes=8))
+        rule_class, config, _ = class_config_search({"name": "choco", **options})
+        return largest_step(rule_class, config, make(graph, nodes=8))
 
     try:
-        assert [found(), found(), found("star"), found(fraction=0.3), found()] == [STEPS[k] for k in (1, 1, 2, 3, 1)]
-        kept = sorted((tmp_path / "decentnode").glob("step-*"))
-        assert len(kept) == 3
-        for path in kept:
+        steps = [step_in_new_process(), step_in_new_process(), step_in_new_process("star"),
+                 step_in_new_process(fraction=0.3), step_in_new_process()]  # fmt: skip
+        assert steps == [STEPS[k] for k in (1, 1, 2, 3, 1)]
+        cached = sorted((tmp_path / "decentnode").glob("step-*"))
+        assert len(cached) == 3
+        for path in cached:
             path.write_text("0.123")  # none of the steps that a search may find
-        assert found() == STEPS[4] == found()
+        assert step_in_new_process() == STEPS[4] == step_in_new_process()
         monkeypatch.setattr(step_size, "_sources", lambda: "changed")
-        assert found() == STEPS[5]
+        assert step_in_new_process() == STEPS[5]
 
         class Own(load_class("choco", SHARINGS, "sharing")):  # type: ignore[misc]
             pass
 
-        _, config, _ = parts({"name": "choco"})
-        for k in (6, 7):  # its source is not known to the cache
+        _, config, _ = class_config_search({"name": "choco"})
+        for k in (6, 7):  # the cache does not know the source of this class
             step_size._largest.cache_clear()
             assert largest_step(Own, config, make("ring", nodes=8)) == STEPS[k]
     finally:
         step_size._largest.cache_clear()
 
 
-def test_no_step_where_there_is_nothing_to_find() -> None:
-    found, config, search = parts({"name": "choco"})
+def test_rules_without_a_step_have_none_and_the_step_on_a_single_node_is_one() -> None:
+    rule_class, config, search = class_config_search({"name": "choco"})
     assert largest_step(load_class("full", SHARINGS, "sharing"), rule("full")().config, make("ring", nodes=8)) is None
-    alone = largest_step(found, config, make("ring", nodes=1))
+    alone = largest_step(rule_class, config, make("ring", nodes=1))
     assert alone is not None and search.default(alone) == 1.0

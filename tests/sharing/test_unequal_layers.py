@@ -1,4 +1,4 @@
-"""Layers whose scales are 10,000 apart: a codec treats each as it would alone, whatever lies beside it."""
+"""Codecs on models whose layers have scales that differ by 10,000: each layer is coded as precisely as it is alone."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from decentnode.sharing.base import Sharing
 from decentnode.sharing.decoding import decode
 from tests.conftest import scale
 from tests.graph.contract import make
-from tests.sharing.contract import one_round, rule, suited
-from tests.sharing.helpers import spread
+from tests.sharing.contract import rule, run_round, suitable_graph
+from tests.sharing.helpers import distance_from_consensus
 
 SHAPES = [(16, 16), (16,), (10, 16), (10,)]
 SIZES = [math.prod(shape) for shape in SHAPES]
 SCALES = torch.cat([torch.full((size,), 1e-4 if k % 2 else 1.0) for k, size in enumerate(SIZES)])
-"""Weights, and biases of a ten-thousandth of their size."""
-ONCE: dict[str, dict[str, Any]] = {
+"""The scale of every entry: 1 for weights, 1e-4 for biases."""
+WITHOUT_FEEDBACK: dict[str, dict[str, Any]] = {
     "full": {"name": "full"},
     "push_sum": {"name": "push_sum"},
     "gradient_tracking": {"name": "gradient_tracking"},
@@ -38,8 +38,8 @@ CODECS: dict[str, tuple[dict[str, Any], float]] = {
     "int8": ({"name": "int8"}, 0.01), "int4": ({"name": "int4"}, 0.2), "sign": ({"name": "sign"}, 0.8),
     "qsgd": ({"name": "qsgd", "levels": 127}, 0.1), "zlib of int8": ({"name": "zlib", "of": {"name": "int8"}}, 0.01),
 }  # fmt: skip
-"""And the largest error of a layer, relative to its size."""
-FEEDBACK: dict[str, dict[str, Any]] = {
+"""Name -> (the codec's keys, the largest error of a layer relative to its norm)."""
+WITH_FEEDBACK: dict[str, dict[str, Any]] = {
     "sign": {"name": "sign", "step_size": 0.8},
     "qsgd": {"name": "qsgd", "step_size": 1.0},
     "choco of all in int4": {"name": "choco", "choose": "all", "compression": {"name": "int4"}, "step_size": 1.0},
@@ -48,10 +48,10 @@ FEEDBACK: dict[str, dict[str, Any]] = {
     "deepsqueeze of all in sign": {"name": "deepsqueeze", "choose": "all", "compression": {"name": "sign"},
                                    "step_size": 0.04},
 }  # fmt: skip
-"""With the default steps on a ring of 8."""
+"""Rules with error feedback, and their default steps on a ring of 8."""
 
 
-def rules_for(models: list[Tensor], options: dict[str, Any]) -> list[Sharing]:
+def set_up_rules_for(models: list[Tensor], options: dict[str, Any]) -> list[Sharing]:
     rules = [rule(**options)() for _ in models]
     for each in rules:
         each.set_machines([range(4), range(4, 8)])
@@ -60,56 +60,55 @@ def rules_for(models: list[Tensor], options: dict[str, Any]) -> list[Sharing]:
     return rules
 
 
-def noise(nodes: int, seed: int) -> Tensor:
+def random_offsets(nodes: int, seed: int) -> Tensor:
     return torch.randn(nodes, len(SCALES), generator=torch.Generator().manual_seed(seed))
 
 
 def after_one_round(options: dict[str, Any]) -> Tensor:
-    """[8, P]: models that differ by as much in every entry, after a round."""
-    common, apart = noise(1, 1) * SCALES, noise(8, 2) * 1e-4
+    """Returns the models, [8, P], after a round before which they differ by about 1e-4 in every entry."""
+    common, apart = random_offsets(1, 1) * SCALES, random_offsets(8, 2) * 1e-4
     models = [common.clone().view(-1) for _ in range(8)]
-    rules = rules_for(models, options)
-    one_round(rules, models, suited(rules[0], 8), 0, step=lambda uid, model: model.add_(apart[uid]))
+    rules = set_up_rules_for(models, options)
+    run_round(rules, models, suitable_graph(rules[0], 8), 0, step=lambda uid, model: model.add_(apart[uid]))
     return torch.stack(models)
 
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("name", ONCE)
-def test_a_coded_layer_is_off_by_a_part_of_its_own_size(name: str, codec: str) -> None:
-    """One round with a codec against the same round without."""
+@pytest.mark.parametrize("name", WITHOUT_FEEDBACK)
+def test_the_codec_error_of_a_layer_is_relative_to_its_own_norm(name: str, codec: str) -> None:
+    """In one round, compared with the same round without a codec."""
     keys, bound = CODECS[codec]
-    plain = after_one_round(ONCE[name]).split(SIZES, 1)
-    coded = after_one_round({**ONCE[name], "compression": keys}).split(SIZES, 1)
-    for layer, (exact, found) in enumerate(zip(plain, coded, strict=True)):
-        assert float((found - exact).norm()) <= bound * float(exact.norm()), f"layer {layer}"
+    plain = after_one_round(WITHOUT_FEEDBACK[name]).split(SIZES, 1)
+    coded = after_one_round({**WITHOUT_FEEDBACK[name], "compression": keys}).split(SIZES, 1)
+    for layer, (exact, decoded) in enumerate(zip(plain, coded, strict=True)):
+        assert float((decoded - exact).norm()) <= bound * float(exact.norm()), f"layer {layer}"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FEEDBACK)
-def test_layers_come_together_alike(name: str) -> None:
-    """Without gradients: no layer stays further apart, for its size, than the others."""
+@pytest.mark.parametrize("name", WITH_FEEDBACK)
+def test_every_layer_approaches_consensus_relative_to_its_norm(name: str) -> None:
+    """Without gradients, after the local step of round 0 has moved the models apart."""
     ring = make("ring", nodes=8)
-    apart = noise(8, 5) * SCALES
-    models = [(noise(1, 6) * SCALES).view(-1).clone() for _ in range(8)]
-    rules = rules_for(models, FEEDBACK[name])
+    apart = random_offsets(8, 5) * SCALES
+    models = [(random_offsets(1, 6) * SCALES).view(-1).clone() for _ in range(8)]
+    rules = set_up_rules_for(models, WITH_FEEDBACK[name])
     for r in range(scale(90, 500)):
-        one_round(rules, models, ring, r, pull=0.0,
+        run_round(rules, models, ring, r, pull=0.0,
                   step=(lambda uid, model: model.add_(apart[uid])) if r == 0 else lambda *_: None)  # fmt: skip
     before, after = apart.split(SIZES, 1), torch.stack(models).split(SIZES, 1)
-    left = [spread(list(each)) * float(each.norm()) / float((start - start.mean(0)).norm())
-            for each, start in zip(after, before, strict=True)]  # fmt: skip
+    left = [distance_from_consensus(list(layer)) * float(layer.norm()) / float((start - start.mean(0)).norm())
+            for layer, start in zip(after, before, strict=True)]  # fmt: skip
     assert max(left) <= 0.3, left
 
 
 @pytest.mark.parametrize("name", ["subsample", "topk"])
-def test_scales_that_fit_other_entries_are_refused(name: str) -> None:
-    """A peer whose values are of other tensors than its positions say."""
-    options = {**ONCE[name], "compression": {"name": "int8"}}
+def test_a_payload_whose_scales_or_counts_do_not_fit_its_positions_is_refused(name: str) -> None:
+    options = {**WITHOUT_FEEDBACK[name], "compression": {"name": "int8"}}
     models = [SCALES.clone() for _ in range(8)]
-    rules, graph = rules_for(models, options), make("ring", nodes=8)
+    rules, graph = set_up_rules_for(models, options), make("ring", nodes=8)
     views = [view(graph, uid, 0, 1) for uid in range(8)]
-    sent = [each.outgoing(model, seen) for each, model, seen in zip(rules, models, views, strict=True)]
+    sent = [each.outgoing(model, round_view) for each, model, round_view in zip(rules, models, views, strict=True)]
     good = sent[1][0]
     decode(rules[0], good, 1, views[0])
     shorter = {**good.tensors, "values.scale": good.tensors["values.scale"][:-1]}

@@ -1,4 +1,4 @@
-"""Weights by samples and tokens: what is mixed counts as much as its sender has trained on."""
+"""Weights by samples or tokens: a payload's weight is proportional to what its sender has trained on."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from decentnode.sharing.weighted_by_training import (
     reason_against_weights,
 )
 from tests.graph.contract import make
-from tests.sharing.contract import RULES, bound, by_rule, one_round, suited
+from tests.sharing.contract import RULES, rule_traits, run_round, set_up_rules, suitable_graph
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 N, SIZE = 6, 40
-SUITED = sorted(name for name, make_rule in RULES.items() if not reason_against_weights(make_rule().requirements))
-COUNTS = [0, 3, 1, 0, 7, 40]
-SMALL = ["graph={name: ring, nodes: 4}", "mapping={machines: 1, nodes_per_machine: 4}", "communication=inproc"]
+WEIGHTABLE = sorted(name for name, make_rule in RULES.items() if not reason_against_weights(make_rule().requirements))
+TRAINED_SAMPLES = [0, 3, 1, 0, 7, 40]
+FOUR_NODES = ["graph={name: ring, nodes: 4}", "mapping={machines: 1, nodes_per_machine: 4}", "communication=inproc"]
 
 
-def weighed(name: str, unit: Unit = "samples") -> Callable[[], Sharing]:
+def weighted(name: str, unit: Unit = "samples") -> Callable[[], Sharing]:
     return lambda: WeightedByTraining(RULES[name](), unit)
 
 
@@ -44,87 +44,89 @@ def models() -> list[Tensor]:
 
 @pytest.mark.parametrize("unit", ["samples", "tokens"])
 @pytest.mark.parametrize("missing", [frozenset(), frozenset({2}), frozenset({1, 3})], ids=str)
-def test_a_payload_counts_what_its_sender_has_trained_on(unit: Unit, missing: frozenset[int]) -> None:
-    """By hand, beside the rule: a row sums to one over what came, whoever is missing."""
-    graph, now = make("complete", nodes=N), models()
-    before = [model.double() for model in now]
-    rules = bound(weighed("full", unit), now)
-    for each, count in zip(rules, COUNTS, strict=True):
-        each.trained(*((count, 99) if unit == "samples" else (99, count)))
-    one_round(rules, now, graph, 0, 0.0, missing)
+def test_a_payloads_weight_is_proportional_to_what_its_sender_has_trained_on(
+    unit: Unit, missing: frozenset[int]
+) -> None:
+    """Compared with the weighted mean of the payloads that arrived, whose weights sum to one."""
+    graph, mixed = make("complete", nodes=N), models()
+    before = [model.double() for model in mixed]
+    rules = set_up_rules(weighted("full", unit), mixed)
+    for full, count in zip(rules, TRAINED_SAMPLES, strict=True):
+        full.trained(*((count, 99) if unit == "samples" else (99, count)))
+    run_round(rules, mixed, graph, 0, 0.0, missing)
     for uid in range(N):
-        seen = view(graph, uid, 0).without(missing - {uid})
-        parts = {j: weight * COUNTS[j] for j, weight in seen.weights.items()}
-        wanted = sum(before[j] * part for j, part in parts.items()) / sum(parts.values())
-        torch.testing.assert_close(now[uid].double(), wanted, atol=1e-6, rtol=0)
+        round_view = view(graph, uid, 0).without(missing - {uid})
+        parts = {j: weight * TRAINED_SAMPLES[j] for j, weight in round_view.weights.items()}
+        expected = sum(before[j] * part for j, part in parts.items()) / sum(parts.values())
+        torch.testing.assert_close(mixed[uid].double(), expected, atol=1e-6, rtol=0)
 
 
-@pytest.mark.sampled(of=by_rule)
-@pytest.mark.parametrize("name", SUITED)
+@pytest.mark.sampled(of=rule_traits)
+@pytest.mark.parametrize("name", WEIGHTABLE)
 @pytest.mark.parametrize("count", [0, 5])
-def test_with_one_count_everywhere_a_rule_does_what_it_does(name: str, count: int) -> None:
-    """Also in rounds in which a node is missing; where nobody has trained, too."""
+def test_equal_counts_on_all_nodes_change_nothing(name: str, count: int) -> None:
+    """Also in rounds in which a node is missing, and if no node has trained (count 0)."""
     plain, counted = models(), models()
-    rules, others = bound(weighed(name), counted), bound(RULES[name], plain)
-    graph = suited(others[0], N)
+    rules, others = set_up_rules(weighted(name), counted), set_up_rules(RULES[name], plain)
+    graph = suitable_graph(others[0], N)
     for round in range(4):
         missing = frozenset({2}) if round == 1 else frozenset[int]()
         for each in rules:
             each.trained(count, count)
-        one_round(rules, counted, graph, round, 0.1, missing)
-        one_round(others, plain, graph, round, 0.1, missing)
+        run_round(rules, counted, graph, round, 0.1, missing)
+        run_round(others, plain, graph, round, 0.1, missing)
     for a, b in zip(counted, plain, strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", [name for name in SUITED if "+" not in name])
-def test_nodes_that_agree_stay_as_they_are(name: str) -> None:
-    """Rows sum to one: whatever nodes count, mixing moves nobody away from what all have. A lossy codec does that by
-    itself."""
-    one = torch.randn(SIZE, generator=torch.Generator().manual_seed(9))
-    now = [one.clone() for _ in range(N)]
-    rules = bound(weighed(name), now)
-    graph = suited(rules[0], N)
+@pytest.mark.parametrize("name", [name for name in WEIGHTABLE if "+" not in name])
+def test_equal_models_stay_equal_with_unequal_counts(name: str) -> None:
+    """The weights of a node sum to one. Rules with a codec are left out, as a lossy codec changes models by itself."""
+    common = torch.randn(SIZE, generator=torch.Generator().manual_seed(9))
+    mixed = [common.clone() for _ in range(N)]
+    rules = set_up_rules(weighted(name), mixed)
+    graph = suitable_graph(rules[0], N)
     for round in range(3):
-        for each, count in zip(rules, COUNTS, strict=True):
-            each.trained(count, count)
-        one_round(rules, now, graph, round, 0.0, frozenset({5}) if round else frozenset())
-    for each in now:
-        torch.testing.assert_close(each, one, atol=1e-5, rtol=1e-5)
+        for rule, count in zip(rules, TRAINED_SAMPLES, strict=True):
+            rule.trained(count, count)
+        run_round(rules, mixed, graph, round, 0.0, frozenset({5}) if round else frozenset())
+    for model in mixed:
+        torch.testing.assert_close(model, common, atol=1e-5, rtol=1e-5)
 
 
-def test_what_is_said_is_what_was_trained_on_since_the_payload_before() -> None:
+def test_a_payload_reports_what_was_trained_on_since_the_last_payload() -> None:
+    """Also after a checkpoint."""
     graph, model = make("ring", nodes=4), torch.zeros(SIZE)
-    (rule,) = bound(weighed("full"), [model])
-    told = []
+    (rule,) = set_up_rules(weighted("full"), [model])
+    reported = []
     for round, count in enumerate((3, 4, 5)):
         rule.trained(count, 0)
-        seen = view(graph, 0, round)
-        found = rule.outgoing(model, seen.alone() if round == 0 else seen)
-        told.append({payload.scalars[TRAINED] for payload in found.values()})
-        assert len({id(payload) for payload in found.values()}) <= 1, "encoded once"
-    assert told == [set(), {7}, {5}]
-    (again,) = bound(weighed("full"), [model])
+        round_view = view(graph, 0, round)
+        outgoing = rule.outgoing(model, round_view.alone() if round == 0 else round_view)
+        reported.append({payload.scalars[TRAINED] for payload in outgoing.values()})
+        assert len({id(payload) for payload in outgoing.values()}) <= 1, "neighbors get different payload objects"
+    assert reported == [set(), {7}, {5}]
+    (restored,) = set_up_rules(weighted("full"), [model])
     rule.trained(6, 0)
-    again.load_state_dict(rule.state_dict())
-    assert next(iter(again.outgoing(model, view(graph, 0, 3)).values())).scalars[TRAINED] == 6
+    restored.load_state_dict(rule.state_dict())
+    assert next(iter(restored.outgoing(model, view(graph, 0, 3)).values())).scalars[TRAINED] == 6
 
 
-@pytest.mark.parametrize("told", [-1, MOST_TRAINED + 1, 1.5, True, None])
-def test_numbers_that_nobody_can_have_are_refused(told: Any) -> None:
-    rule, seen = weighed("full")(), view(make("ring", nodes=4), 0, 0)
-    scalars = {} if told is None else {TRAINED: told}
+@pytest.mark.parametrize("reported", [-1, MOST_TRAINED + 1, 1.5, True, None])
+def test_impossible_counts_are_refused(reported: Any) -> None:
+    rule, round_view = weighted("full")(), view(make("ring", nodes=4), 0, 0)
+    scalars = {} if reported is None else {TRAINED: reported}
     with pytest.raises(PeerFault, match=f"{TRAINED} of"):
-        decode(rule, Payload({"x": torch.zeros(SIZE)}, scalars), 1, seen)
+        decode(rule, Payload({"x": torch.zeros(SIZE)}, scalars), 1, round_view)
 
 
 @pytest.mark.parametrize("name", sorted(RULES))
-def test_rules_that_need_other_weights_do_not_get_them(name: str) -> None:
+def test_only_rules_without_requirements_on_the_weights_are_weighted_by_training(name: str) -> None:
     needs = RULES[name]().requirements
-    if name in SUITED:
+    if name in WEIGHTABLE:
         assert needs.tolerates_missing
-        made = weighed(name)()
-        assert not made.requirements.elementwise and not made.requirements.linear
+        weighted_rule = weighted(name)()
+        assert not weighted_rule.requirements.elementwise and not weighted_rule.requirements.linear
     else:
         needs_more = needs.symmetric or needs.doubly_stochastic or needs.column_stochastic or needs.star \
             or needs.unweighted  # fmt: skip
@@ -133,16 +135,17 @@ def test_rules_that_need_other_weights_do_not_get_them(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["push_sum", "d2", "choco", "moshpit"])
 @pytest.mark.slow
-def test_the_config_says_so_before_anything_begins(name: str) -> None:
-    keys = [*SMALL, f"sharing={name}", "node={missing: return_weight, quorum: {weights: samples}}"]
+def test_weights_by_samples_are_refused_for_rules_with_requirements_on_the_weights(name: str) -> None:
+    keys = [*FOUR_NODES, f"sharing={name}", "node={missing: return_weight, quorum: {weights: samples}}"]
     with pytest.raises(ConfigError, match=rf"node\.quorum\.weights|weights: {name}|: {name} "):
         load(QUICKSTART, keys, {})
 
 
 @pytest.mark.parametrize("schedule", ["sequential", "overlapped"])
-def test_a_whole_run_is_repeated_by_hand(schedule: str) -> None:
-    """Nodes train on unequally many samples. What x(r) counts is what was trained on before it was sent."""
-    keys = [*SMALL, "model={name: logistic}", "training.batch_size=64", "training.local_steps=null",
+def test_a_run_with_weights_by_samples_computes_the_weighted_mixing_of_both_schedules(schedule: str) -> None:
+    """Beside the same training mixed by hand, on unequal numbers of samples. In the overlapped schedule a model is sent
+    before the steps of its round, and reports what was trained on before that: nothing in round 0."""
+    keys = [*FOUR_NODES, "model={name: logistic}", "training.batch_size=64", "training.local_steps=null",
             "training.local_epochs=1", f"node={{rounds: 3, evaluate_every: 0, schedule: {schedule}, "
             "missing: return_weight, quorum: {weights: samples, grace_seconds: 0}}"]  # fmt: skip
     experiment = load(QUICKSTART, keys, {})
@@ -150,19 +153,19 @@ def test_a_whole_run_is_repeated_by_hand(schedule: str) -> None:
     counts = [node.training.num_samples for node in nodes]
     assert len(set(counts)) > 1
     step_all(nodes)
-    graph, told = experiment.make_graph(), [0] * 4
+    graph, reported = experiment.make_graph(), [0] * 4
     for round in range(3):
         x = [node.training.model.parameters.clone() for node in by_hand]
         for node in by_hand:
             node.training.local_update(round)
         y = [node.training.model.parameters.clone() for node in by_hand]
-        told = counts if schedule == "sequential" or round else [0] * 4
+        reported = counts if schedule == "sequential" or round else [0] * 4
         for uid, node in enumerate(by_hand):
             row = graph.weights(uid, round)
-            parts = {j: weight * (told[j] or 1) for j, weight in row.items()}
+            parts = {j: weight * (reported[j] or 1) for j, weight in row.items()}
             sent = y if schedule == "sequential" else x
             mixed = sum(sent[j] * (part / sum(parts.values())) for j, part in parts.items())
             node.training.model.parameters.copy_(mixed if schedule == "sequential" else mixed + y[uid] - x[uid])
             node.training.finish_round()
-    for made, wanted in zip(nodes, by_hand, strict=True):
-        torch.testing.assert_close(made.training.model.parameters, wanted.training.model.parameters, atol=1e-5, rtol=0)
+    for node, other in zip(nodes, by_hand, strict=True):
+        torch.testing.assert_close(node.training.model.parameters, other.training.model.parameters, atol=1e-5, rtol=0)

@@ -28,7 +28,7 @@ from decentnode.sharing.attacks import ATTACKS
 from decentnode.sharing.attacks.attacked import Attacked
 from decentnode.sharing.attacks.base import Attack, AttackConfig
 from tests.graph.contract import make
-from tests.sharing.contract import RULES, bound, draw, one_round, suited
+from tests.sharing.contract import RULES, random_models, run_round, set_up_rules, suitable_graph
 
 QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.yaml"
 SMALL = ["graph={name: complete, nodes: 6}", "mapping={machines: 1, nodes_per_machine: 6}", "communication=inproc",
@@ -53,7 +53,7 @@ def small(*changes: str) -> Experiment:
 
 
 def test_formulas() -> None:
-    model, *others = draw(4, 50, torch.float64)
+    model, *others = random_models(4, 50, torch.float64)
     assert torch.equal(forged(attack("sign_flip", scale=3.0), model), -3 * model)
     assert torch.equal(forged(attack("label_flip"), model, others), model)
     known = np.stack([each.numpy() for each in (model, *others)])
@@ -63,7 +63,7 @@ def test_formulas() -> None:
 
 
 def test_noise_has_the_size_of_the_model_and_is_drawn_anew() -> None:
-    model = 0.01 * draw(1, 20_000)[0]
+    model = 0.01 * random_models(1, 20_000)[0]
     each = attack("noise", scale=2.0)
     first, second = (forged(each, model, round=r) - model for r in (0, 1))
     for noise in (first, second):
@@ -73,7 +73,7 @@ def test_noise_has_the_size_of_the_model_and_is_drawn_anew() -> None:
 
 
 def test_inner_product_manipulation_goes_back() -> None:
-    model, *others = draw(5, 20, torch.float64)
+    model, *others = random_models(5, 20, torch.float64)
     each = attack("ipm", epsilon=0.5)
     assert torch.equal(forged(each, model), model)
     assert torch.equal(forged(each, model, others[:2]), model)
@@ -91,22 +91,22 @@ def test_honest_nodes_get_what_the_attack_forges(name: str, kind: str) -> None:
     """With every rule: honest nodes mix as if the attacker's model were the forged one, and the attacker mixes into its
     own."""
     def rules(models: list[Tensor], attackers: list[int]) -> list[Any]:
-        return bound(lambda: Attacked(RULES[name](), attack(kind), attackers), models)
+        return set_up_rules(lambda: Attacked(RULES[name](), attack(kind), attackers), models)
 
-    graph, honest, attacked = suited(RULES[name](), 4), draw(4, 60), draw(4, 60)
+    graph, honest, attacked = suitable_graph(RULES[name](), 4), random_models(4, 60), random_models(4, 60)
     plain = [each.clone() for each in honest]
-    one_round(rules(honest, []), honest, graph, 0, pull=0.0)
-    one_round(bound(RULES[name], plain), plain, graph, 0, pull=0.0)
+    run_round(rules(honest, []), honest, graph, 0, pull=0.0)
+    run_round(set_up_rules(RULES[name], plain), plain, graph, 0, pull=0.0)
     for a, b in zip(honest, plain, strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
-    one_round(rules(attacked, [3]), attacked, graph, 0, pull=0.0)
+    run_round(rules(attacked, [3]), attacked, graph, 0, pull=0.0)
     assert all(bool(model.isfinite().all()) for model in attacked)
 
 
 @pytest.mark.parametrize("first_round", [0, 2])
 def test_an_attack_begins_in_its_round(first_round: int) -> None:
     each = Attacked(RULES["full"](), attack("sign_flip", first_round=first_round), [1])
-    model = draw(1, 9)[0]
+    model = random_models(1, 9)[0]
     for round in range(4):
         for uid in (0, 1):
             sent = each.outgoing(model, view(make("complete", nodes=3), uid, round))
@@ -115,11 +115,11 @@ def test_an_attack_begins_in_its_round(first_round: int) -> None:
 
 
 def test_models_that_an_attacker_received_are_in_its_state() -> None:
-    models = draw(3, 8)
-    seen = view(make("complete", nodes=3), 0, 0)
-    each = bound(lambda: Attacked(RULES["full"](), attack("alie"), [0]), models)[0]
-    each.mix(models[0].clone(), {uid: Payload({"x": models[uid]}) for uid in (1, 2)}, seen)
-    again = bound(lambda: Attacked(RULES["full"](), attack("alie"), [0]), models)[0]
+    models = random_models(3, 8)
+    round_view = view(make("complete", nodes=3), 0, 0)
+    each = set_up_rules(lambda: Attacked(RULES["full"](), attack("alie"), [0]), models)[0]
+    each.mix(models[0].clone(), {uid: Payload({"x": models[uid]}) for uid in (1, 2)}, round_view)
+    again = set_up_rules(lambda: Attacked(RULES["full"](), attack("alie"), [0]), models)[0]
     again.load_state_dict(each.state_dict())
     later = view(make("complete", nodes=3), 0, 1)
     expected = torch.stack(models).mean(0) - 1.5 * torch.stack(models).std(0, correction=0)
@@ -146,13 +146,13 @@ def test_models_are_kept_from_one_exchange_to_the_next(name: str, kind: str, mon
 
 
 def test_a_new_generation_keeps_what_an_attacker_knows() -> None:
-    models, seen = draw(3, 8), view(make("complete", nodes=3), 0, 0)
-    former, later = (bound(lambda: Attacked(RULES["full"](), attack("ipm"), [0]), models)[0] for _ in range(2))
+    models, round_view = random_models(3, 8), view(make("complete", nodes=3), 0, 0)
+    former, later = (set_up_rules(lambda: Attacked(RULES["full"](), attack("ipm"), [0]), models)[0] for _ in range(2))
     for _ in range(2):
-        former.mix(models[0].clone(), {uid: Payload({"x": models[uid]}) for uid in (1, 2)}, seen)
-        former.outgoing(models[0], seen)
+        former.mix(models[0].clone(), {uid: Payload({"x": models[uid]}) for uid in (1, 2)}, round_view)
+        former.outgoing(models[0], round_view)
     later.succeed(former)
-    sent = later.outgoing(models[0], seen)[1].tensors["x"]
+    sent = later.outgoing(models[0], round_view)[1].tensors["x"]
     torch.testing.assert_close(sent, (models[1] + models[2]) / 2)
 
 

@@ -34,8 +34,8 @@ def test_each_server_has_clients_and_neighbors_among_the_servers() -> None:
         assert row == {SERVERS[j]: weight for j, weight in line.weights(at, 0).items()}
         alive = graph.between(uid, 0, {*range(9)} - {7})
         assert (sum(alive.values()) == pytest.approx(1) and 7 not in alive) or uid == 7
-    seen = view(graph, 1, 0)
-    assert seen.servers == graph.servers and seen.between == graph.between(1, 0)
+    round_view = view(graph, 1, 0)
+    assert round_view.servers == graph.servers and round_view.between == graph.between(1, 0)
     assert view(make("ring", nodes=4), 0, 0).servers == {}
 
 

@@ -25,7 +25,7 @@ from decentnode.sharing.federated.fedavg import FedAvg
 from decentnode.sharing.federated.rounds import UP
 from decentnode.sharing.rounds import rule_view
 from tests.graph.contract import make
-from tests.sharing.contract import bound, one_round, rule
+from tests.sharing.contract import rule, run_round, set_up_rules
 from tests.sharing.federated.runs import CLIENTS, FEDERATED, ByHand, drawn, experiment, flat
 
 ROUNDS, CHOSEN = 6, 4
@@ -271,7 +271,7 @@ def test_clients_drift_and_control_variates_take_it_out() -> None:
 def on_quadratics(name: str, h: Tensor, at: Tensor, lr: float = 0.2, **keys: float) -> Tensor:
     """Returns the server's model after 300 rounds of all clients, each with ten steps on h (x - at)^2 / 2."""
     models = [torch.zeros_like(each) for each in h]
-    rules, graph = bound(rule(name, **keys), models), make("star", nodes=len(models))
+    rules, graph = set_up_rules(rule(name, **keys), models), make("star", nodes=len(models))
 
     def steps(uid: int, x: Tensor, seen: RoundView) -> None:
         for _ in range(10):
@@ -282,5 +282,5 @@ def on_quadratics(name: str, h: Tensor, at: Tensor, lr: float = 0.2, **keys: flo
 
     for r in range(300):
         seen = replace(rule_view(rules[0], graph, 1, r, 1), lr=lr)
-        one_round(rules, models, graph, r, step=lambda uid, x, seen=seen: steps(uid, x, seen), lr=lr)  # type: ignore[misc]
+        run_round(rules, models, graph, r, step=lambda uid, x, seen=seen: steps(uid, x, seen), lr=lr)  # type: ignore[misc]
     return models[0]

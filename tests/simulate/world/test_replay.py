@@ -42,7 +42,7 @@ from decentnode.simulate.world.world import Process, Setting, World
 from decentnode.wire.generation import Limits
 from tests.conftest import scale
 from tests.graph.contract import make
-from tests.sharing.contract import RULES, suited
+from tests.sharing.contract import RULES, suitable_graph
 from tests.simulate.world.runs import Made
 
 SEEDS = range(400) if scale(0, 1) else (0, 7, 22, 35, 39, 41, 81, 104, 109, 166)
@@ -311,7 +311,7 @@ def in_process(made: Made, folder: Path, resume: Path | None = None) -> ProcessR
 @pytest.mark.parametrize("without", [(), (2,)])
 @pytest.mark.parametrize("rule", ["full", "push_sum"])
 def test_a_run_that_went_on_is_repeated_from_its_files(tmp_path: Path, rule: str, without: tuple[int, ...]) -> None:
-    graph = suited(RULES[rule](), NODES)
+    graph = suitable_graph(RULES[rule](), NODES)
     in_process(Made(graph, RULES[rule], rounds=6, checkpoint=EVERY), tmp_path / "a" / "checkpoints")
     for setup in (tmp_path / "a" / "checkpoints").iterdir():
         for uid in range(NODES):

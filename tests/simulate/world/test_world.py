@@ -17,7 +17,7 @@ from decentnode.sharing.base import Sharing
 from decentnode.simulate.world.world import Setting, World
 from decentnode.wire.generation import Limits
 from tests.graph.contract import make
-from tests.sharing.contract import RULES, suited
+from tests.sharing.contract import RULES, suitable_graph
 from tests.simulate.world.runs import CONFIG, Made
 
 QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.yaml"
@@ -39,7 +39,7 @@ def test_every_rule_has_the_bits_of_the_twin(name: str, schedule: str) -> None:
     rule: Callable[[], Sharing] = RULES[name]
     if schedule == "overlapped" and rule().requirements.sequential:
         pytest.skip("needs the sequential schedule")
-    graph = suited(rule(), NODES)
+    graph = suitable_graph(rule(), NODES)
     twin = Made(graph, rule, buffers=3, schedule=schedule).in_process()
     here = Made(graph, rule, buffers=3, schedule=schedule)
     world = here.world(seed=1, compute_seconds=lambda uid, round: 0.1 + 0.05 * ((uid + round) % 3))
