@@ -10,7 +10,7 @@ from decentnode.build import build_in_process, step_all
 from decentnode.experiment import Experiment
 from decentnode.simulate.traffic import Traffic
 from decentnode.simulate.virtual import time_line_of
-from tests.sharing.federated.runs import CLIENTS, drawn, experiment
+from tests.sharing.federated.runs import CLIENTS, clients_of_round, star_experiment
 
 LATENCY, STEP, STEPS, FACTOR, SLOW, ROUNDS = 0.25, 0.1, 3, 4, 2, 6
 LINKS: dict[str, Any] = {"same_machine": {"latency_seconds": LATENCY}}
@@ -18,14 +18,14 @@ COMPUTE = {"step_seconds": STEP, "stragglers": [{"nodes": [SLOW], "factor": FACT
 
 
 def served(sharing: dict[str, Any], links: dict[str, Any] = LINKS, **sections: Any) -> Experiment:
-    return experiment(sharing, simulate={"compute": COMPUTE, "links": links}, **sections)
+    return star_experiment(sharing, simulate={"compute": COMPUTE, "links": links}, **sections)
 
 
 def test_clients_train_once_they_have_the_model_and_the_server_waits_for_those_that_take_part() -> None:
     line, _ = time_line_of(served({"name": "fedavg", "clients": 3}), ROUNDS)
     now = [0.0] * (CLIENTS + 1)
     for round in range(ROUNDS):
-        chosen = drawn(round, 3)
+        chosen = clients_of_round(round, 3)
         here = [max(now[uid], now[0] + LATENCY) for uid in range(CLIENTS + 1)]
         done = {uid: here[uid] + STEP * STEPS * (FACTOR if uid == SLOW else 1) for uid in chosen}
         ends = [max(done.values()) + LATENCY, *(done.get(uid, here[uid]) for uid in range(1, CLIENTS + 1))]
@@ -39,12 +39,12 @@ def test_clients_train_once_they_have_the_model_and_the_server_waits_for_those_t
 def test_a_model_goes_down_to_all_that_take_part_over_what_the_server_sends_in_a_second() -> None:
     """Of B bytes each: k of them in k B / rate, and up likewise; the one that is slow sends alone."""
     mbit = 0.01
-    made = experiment({"name": "fedavg", "clients": 4},
+    made = star_experiment({"name": "fedavg", "clients": 4},
                   simulate={"compute": {"step_seconds": STEP}, "links": {"node_mbit_per_second": mbit}})  # fmt: skip
     traffic = Traffic(made)
     down, up = traffic(0)
     size, rate = max(down.sizes), mbit * 1e6 / 8
-    assert sorted(down.sizes)[-4:] == [size] * 4 and sorted(set(up.source.tolist())) == drawn(0, 4)
+    assert sorted(down.sizes)[-4:] == [size] * 4 and sorted(set(up.source.tolist())) == clients_of_round(0, 4)
     rest = sum(down.sizes) - 4 * size
     line, _ = time_line_of(made, 1)
     assert line.end[0, 0] == pytest.approx((4 * size + rest) / rate + STEP * STEPS + 4 * size / rate, rel=0.02)

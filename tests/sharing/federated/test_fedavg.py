@@ -9,7 +9,7 @@ import torch
 
 from decentnode.build import build_in_process, step_all
 from decentnode.sharing.federated.sampling import count_of, sampled
-from tests.sharing.federated.runs import CLIENTS, ByHand, drawn, experiment, flat
+from tests.sharing.federated.runs import CLIENTS, LocalTraining, clients_of_round, model_of, star_experiment
 
 ROUNDS = 6
 
@@ -17,18 +17,18 @@ ROUNDS = 6
 @pytest.mark.sampled(one=["clients"])
 @pytest.mark.parametrize(("clients", "server_lr"), [(4, 1.0), (3, 0.5), (CLIENTS, 1.0)])
 def test_the_models_are_those_of_a_loop_by_hand_bit_for_bit(clients: int, server_lr: float) -> None:
-    of = experiment({"name": "fedavg", "clients": clients, "server_lr": server_lr, "weighted_by": "equal"})
-    nodes = build_in_process(of)
+    experiment = star_experiment({"name": "fedavg", "clients": clients, "server_lr": server_lr, "weighted_by": "equal"})
+    nodes = build_in_process(experiment)
     step_all(nodes)
-    hand = ByHand(of)
-    x = hand.start
+    local = LocalTraining(experiment)
+    x = local.start
     for r in range(ROUNDS):
         total = torch.zeros_like(x)
-        chosen = drawn(r, clients) if clients < CLIENTS else range(1, CLIENTS + 1)
+        chosen = clients_of_round(r, clients) if clients < CLIENTS else range(1, CLIENTS + 1)
         for uid in chosen:
-            total += hand.change(uid, x, r)
+            total += local.change(uid, x, r)
         x = x + server_lr * (total / clients)
-    assert torch.equal(flat(nodes[0]), x) and not torch.equal(x, hand.start)
+    assert torch.equal(model_of(nodes[0]), x) and not torch.equal(x, local.start)
     assert nodes[0].merged is not None and torch.equal(nodes[0].merged, x), "the run's model is the server's"
 
 
@@ -36,26 +36,26 @@ def test_a_client_counts_as_many_samples_as_it_has() -> None:
     parts = [0.1, 0.3, 0.05, 0.15, 0.2, 0.2]
     data = {"name": "synthetic", "input_shape": [5], "num_classes": 3, "train_samples": 60, "test_samples": 30,
             "partition": {"name": "fractions", "fractions": parts}}  # fmt: skip
-    of = experiment({"name": "fedavg"}, data=data)
-    nodes = build_in_process(of)
+    experiment = star_experiment({"name": "fedavg"}, data=data)
+    nodes = build_in_process(experiment)
     assert [node.training.num_samples for node in nodes] == [0, 6, 18, 3, 9, 12, 12], "the server holds none"
     step_all(nodes)
-    hand = ByHand(of)
-    x = hand.start
+    local = LocalTraining(experiment)
+    x = local.start
     for r in range(ROUNDS):
-        x = x + sum(part * hand.change(uid, x, r).double() for uid, part in enumerate(parts, 1)).float()  # type: ignore[attr-defined]
-    torch.testing.assert_close(flat(nodes[0]), x, atol=1e-6, rtol=0)
+        x = x + sum(part * local.change(uid, x, r).double() for uid, part in enumerate(parts, 1)).float()  # type: ignore[attr-defined]
+    torch.testing.assert_close(model_of(nodes[0]), x, atol=1e-6, rtol=0)
 
 
 def test_clients_that_take_no_part_neither_train_nor_send() -> None:
-    of = experiment({"name": "fedavg", "clients": 2})
+    experiment = star_experiment({"name": "fedavg", "clients": 2})
     records: list[tuple[int, dict[str, Any]]] = []
-    nodes = build_in_process(of, lambda uid, record: records.append((uid, record)))
+    nodes = build_in_process(experiment, lambda uid, record: records.append((uid, record)))
     size = 4 * nodes[0].training.model.num_parameters
     step_all(nodes)
     rounds = {(uid, each["round"]): each for uid, each in records if each["kind"] == "round"}
     for r in range(ROUNDS):
-        chosen = drawn(r, 2)
+        chosen = clients_of_round(r, 2)
         for uid in range(CLIENTS + 1):
             record = rounds[uid, r]
             assert record["steps"] == (3 if uid in chosen else 0), (uid, r)
@@ -85,6 +85,6 @@ def test_the_draw_of_clients_is_a_function_of_the_seed() -> None:
 def test_a_learning_rate_falls_with_the_rounds_also_of_a_client_that_rests() -> None:
     training = {"batch_size": 4, "local_steps": 1, "optimizer": {"name": "sgd", "lr": 0.2},
                 "lr_schedule": {"name": "exponential", "gamma": 0.5}}  # fmt: skip
-    nodes = build_in_process(experiment({"name": "fedavg", "clients": 2}, training=training))
+    nodes = build_in_process(star_experiment({"name": "fedavg", "clients": 2}, training=training))
     step_all(nodes)
     assert {node.training.learning_rate for node in nodes} == {0.2 * 0.5**ROUNDS}

@@ -11,7 +11,7 @@ from decentnode.errors import GraphError
 from decentnode.graph.base import view
 from decentnode.sharing import WITH_SERVERS
 from tests.graph.contract import make
-from tests.sharing.federated.runs import ByHand, experiment, flat
+from tests.sharing.federated.runs import LocalTraining, model_of, star_experiment
 
 ROUNDS = 6
 SERVERS = (1, 4, 7)
@@ -48,23 +48,23 @@ def test_servers_that_cannot_be() -> None:
 
 @pytest.mark.parametrize("every", [1, 2])
 def test_servers_take_their_steps_and_mix_every_so_many_rounds(every: int) -> None:
-    of = experiment({"name": "fedavg", "gossip_every": every, "weighted_by": "equal"}, **NINE)
-    nodes, hand, line = build_in_process(of), ByHand(of), make("line", nodes=3).matrix(0)
+    experiment = star_experiment({"name": "fedavg", "gossip_every": every, "weighted_by": "equal"}, **NINE)
+    nodes, local, line = build_in_process(experiment), LocalTraining(experiment), make("line", nodes=3).matrix(0)
     step_all(nodes)
-    models = [hand.start.double() for _ in SERVERS]
+    models = [local.start.double() for _ in SERVERS]
     for r in range(ROUNDS):
         for at, server in enumerate(SERVERS):
             x = models[at].float()
-            changes = [hand.change(uid, x, r) for uid in (server - 1, server + 1)]
+            changes = [local.change(uid, x, r) for uid in (server - 1, server + 1)]
             models[at] = models[at] + sum(changes).double() / 2  # type: ignore[union-attr]
         if (r + 1) % every == 0:
             models = [sum(line[at, j] * models[j] for j in range(3)) for at in range(3)]  # type: ignore[misc]
     for at, server in enumerate(SERVERS):
-        torch.testing.assert_close(flat(nodes[server]).double(), models[at], atol=1e-6, rtol=0)
+        torch.testing.assert_close(model_of(nodes[server]).double(), models[at], atol=1e-6, rtol=0)
     assert nodes[0].merged is not None
-    mean = torch.stack([flat(nodes[server]) for server in SERVERS]).double().mean(0)
+    mean = torch.stack([model_of(nodes[server]) for server in SERVERS]).double().mean(0)
     torch.testing.assert_close(nodes[0].merged.double(), mean, atol=1e-6, rtol=0)
-    rms = torch.stack([(flat(nodes[server]).double() - mean).square().sum() for server in SERVERS]).mean().sqrt()
+    rms = torch.stack([(model_of(nodes[server]).double() - mean).square().sum() for server in SERVERS]).mean().sqrt()
     assert nodes[0].evaluation["consensus_rms"] == pytest.approx(float(rms), rel=1e-4), "of the servers alone"
 
 
@@ -72,14 +72,14 @@ def test_servers_take_their_steps_and_mix_every_so_many_rounds(every: int) -> No
 def test_with_momentum_and_a_changing_graph_servers_come_together() -> None:
     graph = {"name": "star", "nodes": 12, "servers": {"name": "one_peer_exponential", "nodes": 4}}
     for rule in ("fedavgm", "scaffold", "fedstc"):
-        nodes = build_in_process(experiment(
+        nodes = build_in_process(star_experiment(
             {"name": rule, "gossip_every": 2, "clients": 1}, graph=graph,
             mapping={"machines": 1, "nodes_per_machine": 12},
             training={"batch_size": 4, "local_steps": 2, "lr_schedule": {"name": "exponential", "gamma": 0.7}},
             node={"rounds": 24, "evaluate_every": 0},
         ))  # fmt: skip
         step_all(nodes)
-        models = torch.stack([flat(nodes[server]) for server in (0, 3, 6, 9)])
+        models = torch.stack([model_of(nodes[server]) for server in (0, 3, 6, 9)])
         assert float((models - models.mean(0)).norm()) < 0.05 * float(models.norm()), rule
 
 
@@ -93,15 +93,15 @@ DENSE = [name for name in WITH_SERVERS if name != "fedstc"]
 @pytest.mark.parametrize(("codec", "rule"), [(codec, DENSE[i % len(DENSE)]) for i, codec in enumerate(CODECS)])
 def test_rules_within_a_codec(codec: str, rule: str) -> None:
     pytest.importorskip({"zstd": "zstandard", "lz4": "lz4"}.get(codec, "torch"))
-    plain, coded = (build_in_process(experiment({"name": rule, "clients": 3, **keys}))
+    plain, coded = (build_in_process(star_experiment({"name": rule, "clients": 3, **keys}))
                     for keys in ({}, {"compression": {"name": codec}}))  # fmt: skip
     step_all(plain)
     step_all(coded)
-    x, y = flat(plain[0]), flat(coded[0])
+    x, y = model_of(plain[0]), model_of(coded[0])
     if codec in LOSSLESS:
         assert torch.equal(x, y)
     else:
-        start = flat(build_in_process(experiment({"name": "fedavg"}))[0])
+        start = model_of(build_in_process(star_experiment({"name": "fedavg"}))[0])
         assert bool(y.isfinite().all()) and not torch.equal(y, start)
         sent, usual = (nodes[0].communication.counters.bytes_sent()["data"] for nodes in (coded, plain))
         assert sent < usual

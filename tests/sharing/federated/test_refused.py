@@ -10,7 +10,7 @@ import pytest
 from decentnode.errors import ConfigError
 from decentnode.experiment import load
 from decentnode.sharing import WITH_SERVERS
-from tests.sharing.federated.runs import CLIENTS, experiment
+from tests.sharing.federated.runs import CLIENTS, star_experiment
 
 NODES = CLIENTS + 1
 BATCH_NORM = {"name": "gn_lenet", "norm": "batch"}
@@ -58,26 +58,26 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 def test_what_does_not_fit_is_said(case: str) -> None:
     keys, sections, expected = REFUSED[case]
     with pytest.raises(ConfigError, match=expected):
-        experiment({"name": "fedavg", **keys}, **sections)
+        star_experiment({"name": "fedavg", **keys}, **sections)
 
 
 def test_statistics_that_are_measured_on_the_clients_are_taken() -> None:
-    of = experiment({"name": "fedavg"}, model=BATCH_NORM, data=IMAGES, node={"buffers": "recompute"})
-    assert of.servers() == (0,)
+    experiment = star_experiment({"name": "fedavg"}, model=BATCH_NORM, data=IMAGES, node={"buffers": "recompute"})
+    assert experiment.servers() == (0,)
 
 
 @pytest.mark.parametrize("sharing", [{"name": name, "clients": 2} for name in WITH_SERVERS] + [{"name": "fedavg"}])
 def test_what_a_run_resolves_to_loads_again(sharing: dict[str, Any], tmp_path: Path) -> None:
-    of = experiment(sharing)
-    (tmp_path / "again.yaml").write_text(of.resolved_yaml())
-    assert load(tmp_path / "again.yaml").digest() == of.digest()
+    experiment = star_experiment(sharing)
+    (tmp_path / "again.yaml").write_text(experiment.resolved_yaml())
+    assert load(tmp_path / "again.yaml").digest() == experiment.digest()
 
 
 def test_a_server_without_clients_is_told_so_and_nothing_else() -> None:
     with pytest.raises(ConfigError) as refused:
-        experiment({"name": "fedavg"}, graph={"name": "star", "nodes": 1}, mapping={"nodes_per_machine": 1})
+        star_experiment({"name": "fedavg"}, graph={"name": "star", "nodes": 1}, mapping={"nodes_per_machine": 1})
     assert len(refused.value.problems) == 1 and "graph: a server has no clients" in str(refused.value)
 
 
 def test_a_rule_among_equals_has_no_servers_on_a_star() -> None:
-    assert experiment({"name": "full"}).servers() == ()
+    assert star_experiment({"name": "full"}).servers() == ()

@@ -26,20 +26,20 @@ from decentnode.sharing.federated.rounds import UP
 from decentnode.sharing.rounds import rule_view
 from tests.graph.contract import make
 from tests.sharing.contract import rule, run_round, set_up_rules
-from tests.sharing.federated.runs import CLIENTS, FEDERATED, ByHand, drawn, experiment, flat
+from tests.sharing.federated.runs import CLIENTS, FEDERATED, LocalTraining, clients_of_round, model_of, star_experiment
 
 ROUNDS, CHOSEN = 6, 4
 GOES_ON = {"rounds": ROUNDS, "evaluate_every": 0, "missing": "return_weight"}
 
 
-def ran(of: Experiment) -> list[Node]:
-    nodes = build_in_process(of)
+def ran(experiment: Experiment) -> list[Node]:
+    nodes = build_in_process(experiment)
     step_all(nodes)
     return nodes
 
 
-def mean_change(hand: ByHand, x: Tensor, round: int) -> np.ndarray:
-    changes = [hand.change(uid, x, round).double().cpu().numpy() for uid in drawn(round, CHOSEN)]
+def mean_change(local: LocalTraining, x: Tensor, round: int) -> np.ndarray:
+    changes = [local.change(uid, x, round).double().cpu().numpy() for uid in clients_of_round(round, CHOSEN)]
     found: np.ndarray = np.mean(changes, axis=0)
     return found
 
@@ -50,13 +50,13 @@ def mean_change(hand: ByHand, x: Tensor, round: int) -> np.ndarray:
 ])  # fmt: skip
 def test_server_steps_are_those_of_the_papers(rule: str, keys: dict[str, float]) -> None:
     """In float64 to 1e-6."""
-    of = experiment({"name": rule, "clients": CHOSEN, **keys})
-    nodes, hand = ran(of), ByHand(of)
-    c: Any = of.sharing
-    x = hand.start.double().cpu().numpy()
+    experiment = star_experiment({"name": rule, "clients": CHOSEN, **keys})
+    nodes, local = ran(experiment), LocalTraining(experiment)
+    c: Any = experiment.sharing
+    x = local.start.double().cpu().numpy()
     m, v = np.zeros_like(x), np.full_like(x, keys.get("tau", 0.0) ** 2)
     for r in range(ROUNDS):
-        d = mean_change(hand, torch.from_numpy(x).float(), r)
+        d = mean_change(local, torch.from_numpy(x).float(), r)
         if rule == "fedavgm":
             m = c.server_momentum * m + d
             x = x + c.server_lr * m
@@ -64,42 +64,43 @@ def test_server_steps_are_those_of_the_papers(rule: str, keys: dict[str, float])
         m = c.beta1 * m + (1 - c.beta1) * d
         v = c.beta2 * v + (1 - c.beta2) * d**2 if rule == "fedadam" else v - (1 - c.beta2) * d**2 * np.sign(v - d**2)
         x = x + c.server_lr * m / (np.sqrt(v) + c.tau)
-    torch.testing.assert_close(flat(nodes[0]).double().cpu(), torch.from_numpy(x), atol=1e-6, rtol=0)
+    torch.testing.assert_close(model_of(nodes[0]).double().cpu(), torch.from_numpy(x), atol=1e-6, rtol=0)
 
 
 @pytest.mark.slow
 def test_fedprox_pulls_every_local_step_to_the_servers_model() -> None:
-    of = experiment({"name": "fedprox", "clients": CHOSEN, "proximal": 0.5})
-    nodes, hand = ran(of), ByHand(of)
-    x = hand.start
+    experiment = star_experiment({"name": "fedprox", "clients": CHOSEN, "proximal": 0.5})
+    nodes, local = ran(experiment), LocalTraining(experiment)
+    x = local.start
     for r in range(ROUNDS):
         total = torch.zeros_like(x)
-        for uid in drawn(r, CHOSEN):
-            y = hand.trainings[uid].model.parameters
-            total += hand.change(uid, x, r, lambda g, x=x, y=y: g + 0.5 * (y.detach() - x))  # type: ignore[misc]
+        for uid in clients_of_round(r, CHOSEN):
+            y = local.trainings[uid].model.parameters
+            total += local.change(uid, x, r, lambda g, x=x, y=y: g + 0.5 * (y.detach() - x))  # type: ignore[misc]
         x = x + total / CHOSEN
-    assert torch.equal(flat(nodes[0]), x)
-    plain = ran(experiment({"name": "fedavg", "clients": CHOSEN}))
-    none = ran(experiment({"name": "fedprox", "clients": CHOSEN, "proximal": 0.0}))
-    assert torch.equal(flat(none[0]), flat(plain[0])) and not torch.equal(flat(nodes[0]), flat(plain[0]))
+    assert torch.equal(model_of(nodes[0]), x)
+    plain = ran(star_experiment({"name": "fedavg", "clients": CHOSEN}))
+    none = ran(star_experiment({"name": "fedprox", "clients": CHOSEN, "proximal": 0.0}))
+    assert torch.equal(model_of(none[0]), model_of(plain[0]))
+    assert not torch.equal(model_of(nodes[0]), model_of(plain[0]))
 
 
 def test_scaffold_is_option_two_of_the_paper() -> None:
-    of = experiment({"name": "scaffold", "clients": CHOSEN, "server_lr": 0.8})
-    nodes, hand = ran(of), ByHand(of)
-    x, lr, steps = hand.start, 0.2, 3
+    experiment = star_experiment({"name": "scaffold", "clients": CHOSEN, "server_lr": 0.8})
+    nodes, local = ran(experiment), LocalTraining(experiment)
+    x, lr, steps = local.start, 0.2, 3
     c, own = torch.zeros_like(x), {uid: torch.zeros_like(x) for uid in range(1, CLIENTS + 1)}
     for r in range(ROUNDS):
         changes, moved = [], []
-        for uid in drawn(r, CHOSEN):
-            d = hand.change(uid, x, r, lambda g, uid=uid, c=c: g - own[uid] + c)  # type: ignore[misc]
+        for uid in clients_of_round(r, CHOSEN):
+            d = local.change(uid, x, r, lambda g, uid=uid, c=c: g - own[uid] + c)  # type: ignore[misc]
             new = own[uid] - c - d / (steps * lr)
             changes.append(d)
             moved.append(new - own[uid])
             own[uid] = new
         x = x + 0.8 * sum(changes) / CHOSEN  # type: ignore[operator]
         c = c + sum(moved) / CLIENTS  # type: ignore[operator]
-    torch.testing.assert_close(flat(nodes[0]), x, atol=1e-5, rtol=0)
+    torch.testing.assert_close(model_of(nodes[0]), x, atol=1e-5, rtol=0)
     torch.testing.assert_close(nodes[0].sharing.control, c, atol=1e-5, rtol=0)  # type: ignore[attr-defined]
 
 
@@ -108,22 +109,22 @@ def test_scaffold_is_option_two_of_the_paper() -> None:
 def test_stc_loses_nothing_at_either_end(lossy: bool) -> None:
     """h + (x - h) is x, whatever went down; what came up and the residual are the change of a client, and all of it is
     the residual where the answer did not come."""
-    of = experiment({"name": "fedstc", "clients": CHOSEN, "entries": 0.2}, node={**GOES_ON, "rounds": 12})
+    experiment = star_experiment({"name": "fedstc", "clients": CHOSEN, "entries": 0.2}, node={**GOES_ON, "rounds": 12})
     lost = answers_lost() if lossy else set()
-    nodes, hand = ran_with_losses(of, lost), ByHand(of)
-    x, h = hand.start.clone(), hand.start.clone()
+    nodes, local = ran_with_losses(experiment, lost), LocalTraining(experiment)
+    x, h = local.start.clone(), local.start.clone()
     errors = {uid: torch.zeros_like(x) for uid in range(1, CLIENTS + 1)}
     for r in range(12):
         h = h + ternary(x - h, 0.2)
         total = torch.zeros_like(x)
-        for uid in drawn(r, CHOSEN):
-            whole = hand.change(uid, h, r) + errors[uid]
+        for uid in clients_of_round(r, CHOSEN):
+            whole = local.change(uid, h, r) + errors[uid]
             sent = ternary(whole, 0.2)
             came = (r, UP, uid) not in lost
             errors[uid] = whole - came * sent
             total += came * sent
-        x = x + total / (CHOSEN - sum((r, UP, uid) in lost for uid in drawn(r, CHOSEN)))
-    torch.testing.assert_close(flat(nodes[0]), x, atol=1e-5, rtol=0)
+        x = x + total / (CHOSEN - sum((r, UP, uid) in lost for uid in clients_of_round(r, CHOSEN)))
+    torch.testing.assert_close(model_of(nodes[0]), x, atol=1e-5, rtol=0)
     for node in nodes[1:]:
         copy = node.sharing.public  # type: ignore[attr-defined]
         torch.testing.assert_close(copy, h, atol=1e-5, rtol=0)
@@ -142,10 +143,10 @@ def ternary(vector: Tensor, fraction: float) -> Tensor:
 @pytest.mark.parametrize("rule", WITH_SERVERS)
 def test_nothing_changes_where_clients_return_what_they_got(rule: str) -> None:
     training = {"batch_size": 4, "local_steps": 3, "optimizer": {"name": "sgd", "lr": 0.0}}
-    nodes = build_in_process(experiment({"name": rule, "clients": 3}, training=training))
-    start = flat(nodes[0])
+    nodes = build_in_process(star_experiment({"name": rule, "clients": 3}, training=training))
+    start = model_of(nodes[0])
     step_all(nodes)
-    assert all(torch.equal(flat(node), start) for node in nodes)
+    assert all(torch.equal(model_of(node), start) for node in nodes)
 
 
 class Halves(FedAvg):
@@ -156,9 +157,9 @@ class Halves(FedAvg):
 
 
 def test_a_rule_of_ones_own() -> None:
-    own = ran(experiment({"name": f"{__name__}:Halves", "clients": CHOSEN}))
-    known = ran(experiment({"name": "fedavg", "server_lr": 0.5, "clients": CHOSEN}))
-    assert torch.equal(flat(own[0]), flat(known[0]))
+    own = ran(star_experiment({"name": f"{__name__}:Halves", "clients": CHOSEN}))
+    known = ran(star_experiment({"name": "fedavg", "server_lr": 0.5, "clients": CHOSEN}))
+    assert torch.equal(model_of(own[0]), model_of(known[0]))
 
 
 # -- clients that do not answer -----------------------------------------------------------------------------------
@@ -177,7 +178,7 @@ class LossyPayloads(dict[PayloadKey, Payload]):
         return default[0] if key[:3] in self.lost else found
 
 
-def ran_with_losses(of: Experiment, lost: Collection[tuple[int, int, int]]) -> list[Node]:
+def ran_with_losses(experiment: Experiment, lost: Collection[tuple[int, int, int]]) -> list[Node]:
     hub = Hub(CLIENTS + 1)
     hub.payloads = LossyPayloads(lost)
     config = InprocConfig.model_validate({"name": "inproc"})
@@ -185,37 +186,37 @@ def ran_with_losses(of: Experiment, lost: Collection[tuple[int, int, int]]) -> l
     def join(uid: int) -> Callable[..., Inproc]:
         return lambda schemas: Inproc(config, uid=uid, hub=hub, schemas=schemas)
 
-    nodes = [build(of, uid, join(uid)) for uid in range(CLIENTS + 1)]
+    nodes = [build(experiment, uid, join(uid)) for uid in range(CLIENTS + 1)]
     step_all(nodes)
     return nodes
 
 
 def answers_lost() -> set[tuple[int, int, int]]:
     """One of a client that takes part, in each of three rounds."""
-    return {(r, UP, drawn(r, CHOSEN)[r % CHOSEN]) for r in (1, 2, 4)}
+    return {(r, UP, clients_of_round(r, CHOSEN)[r % CHOSEN]) for r in (1, 2, 4)}
 
 
 def test_a_round_goes_on_with_those_that_answered() -> None:
     lost = answers_lost()
-    of = experiment({"name": "fedavg", "clients": CHOSEN, "min_clients": 3}, node=GOES_ON)
-    nodes, hand = ran_with_losses(of, lost), ByHand(of)
-    x = hand.start
+    experiment = star_experiment({"name": "fedavg", "clients": CHOSEN, "min_clients": 3}, node=GOES_ON)
+    nodes, local = ran_with_losses(experiment, lost), LocalTraining(experiment)
+    x = local.start
     for r in range(ROUNDS):
-        changes = {uid: hand.change(uid, x, r) for uid in drawn(r, CHOSEN)}
+        changes = {uid: local.change(uid, x, r) for uid in clients_of_round(r, CHOSEN)}
         here = [d for uid, d in changes.items() if (r, UP, uid) not in lost]
         total = torch.zeros_like(x)
         for d in here:
             total += d
         x = x + total / len(here)
-    assert torch.equal(flat(nodes[0]), x)
+    assert torch.equal(model_of(nodes[0]), x)
 
 
 def test_too_few_answers_end_the_run_and_say_whose_are_missing() -> None:
-    of = experiment({"name": "fedavg", "clients": CHOSEN, "min_clients": CHOSEN}, node=GOES_ON)
+    experiment = star_experiment({"name": "fedavg", "clients": CHOSEN, "min_clients": CHOSEN}, node=GOES_ON)
     r, _, silent = min(answers_lost())
     with pytest.raises(PeerLost, match=rf"node 0: 3 of 4 clients answered in round {r}, fewer than sharing.min_clients "
                        rf"4; nothing from \[{silent}\]") as caught:  # fmt: skip
-        ran_with_losses(of, answers_lost())
+        ran_with_losses(experiment, answers_lost())
     assert caught.value.missing == (silent,)
 
 
@@ -224,24 +225,24 @@ def test_too_few_answers_end_the_run_and_say_whose_are_missing() -> None:
 def test_lost_answers_and_models_do_no_lasting_harm(rule: str) -> None:
     """Models that never come down among them: such a client does not train, and says so."""
     down = {(3, 0, 0)}
-    of = experiment({"name": rule, "clients": CHOSEN}, node={**GOES_ON, "rounds": 12})
-    whole, lossy = (flat(ran_with_losses(of, lost)[0]) for lost in (set[Any](), answers_lost()))
+    experiment = star_experiment({"name": rule, "clients": CHOSEN}, node={**GOES_ON, "rounds": 12})
+    whole, lossy = (model_of(ran_with_losses(experiment, lost)[0]) for lost in (set[Any](), answers_lost()))
     assert bool(lossy.isfinite().all()) and float((lossy - whole).norm()) < 0.5 * float(whole.norm())
     with pytest.raises(PeerLost, match="0 of 4 clients answered in round 3"):
-        ran_with_losses(of, down)
+        ran_with_losses(experiment, down)
 
 
 @pytest.mark.slow
 def test_the_servers_control_variate_is_the_mean_of_the_clients_also_after_losses() -> None:
-    of = experiment({"name": "scaffold", "clients": CHOSEN}, node={**GOES_ON, "rounds": 30})
-    nodes = ran_with_losses(of, answers_lost())
+    experiment = star_experiment({"name": "scaffold", "clients": CHOSEN}, node={**GOES_ON, "rounds": 30})
+    nodes = ran_with_losses(experiment, answers_lost())
     controls = state_of(nodes)
     mean = torch.stack([controls[uid] for uid in range(1, CLIENTS + 1)]).mean(0)
     torch.testing.assert_close(controls[0], mean, atol=1e-5, rtol=0)
 
 
 def state_of(nodes: list[Node]) -> Mapping[int, Tensor]:
-    zero = torch.zeros_like(flat(nodes[0]))
+    zero = torch.zeros_like(model_of(nodes[0]))
     return {node.uid: zero if (c := node.sharing.control) is None else c for node in nodes}  # type: ignore[attr-defined]
 
 
@@ -249,9 +250,9 @@ def state_of(nodes: list[Node]) -> Mapping[int, Tensor]:
 @pytest.mark.slow
 def test_every_rule_trains_the_shipped_experiment(name: str) -> None:
     keys = {"server_lr": 0.3} if name == "fedavgm" else {"entries": 0.1} if name == "fedstc" else {}
-    of = load(FEDERATED, [f"sharing={json.dumps({'name': name, 'clients': 4, **keys})}",
+    experiment = load(FEDERATED, [f"sharing={json.dumps({'name': name, 'clients': 4, **keys})}",
                           "node={rounds: 20, evaluate_every: 0}"])  # fmt: skip
-    nodes = ran(of)
+    nodes = ran(experiment)
     assert float(nodes[0].figures()["accuracy_merged"]) > 0.8
 
 
