@@ -1,4 +1,4 @@
-"""Rounds of a server and its clients, beside the same written by hand."""
+"""Rounds of a server and its clients, compared with a loop over the clients' local steps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROUNDS = 6
 
 @pytest.mark.sampled(one=["clients"])
 @pytest.mark.parametrize(("clients", "server_lr"), [(4, 1.0), (3, 0.5), (CLIENTS, 1.0)])
-def test_the_models_are_those_of_a_loop_by_hand_bit_for_bit(clients: int, server_lr: float) -> None:
+def test_fedavg_equals_a_loop_over_the_clients_bit_for_bit(clients: int, server_lr: float) -> None:
     experiment = star_experiment({"name": "fedavg", "clients": clients, "server_lr": server_lr, "weighted_by": "equal"})
     nodes = build_in_process(experiment)
     step_all(nodes)
@@ -29,10 +29,10 @@ def test_the_models_are_those_of_a_loop_by_hand_bit_for_bit(clients: int, server
             total += local.change(uid, x, r)
         x = x + server_lr * (total / clients)
     assert torch.equal(model_of(nodes[0]), x) and not torch.equal(x, local.start)
-    assert nodes[0].merged is not None and torch.equal(nodes[0].merged, x), "the run's model is the server's"
+    assert nodes[0].merged is not None and torch.equal(nodes[0].merged, x), "the merged model is not the server's"
 
 
-def test_a_client_counts_as_many_samples_as_it_has() -> None:
+def test_the_weight_of_a_client_is_proportional_to_its_samples() -> None:
     parts = [0.1, 0.3, 0.05, 0.15, 0.2, 0.2]
     data = {"name": "synthetic", "input_shape": [5], "num_classes": 3, "train_samples": 60, "test_samples": 30,
             "partition": {"name": "fractions", "fractions": parts}}  # fmt: skip
@@ -47,7 +47,7 @@ def test_a_client_counts_as_many_samples_as_it_has() -> None:
     torch.testing.assert_close(model_of(nodes[0]), x, atol=1e-6, rtol=0)
 
 
-def test_clients_that_take_no_part_neither_train_nor_send() -> None:
+def test_clients_that_are_not_chosen_in_a_round_neither_train_nor_send() -> None:
     experiment = star_experiment({"name": "fedavg", "clients": 2})
     records: list[tuple[int, dict[str, Any]]] = []
     nodes = build_in_process(experiment, lambda uid, record: records.append((uid, record)))
@@ -68,21 +68,21 @@ def test_clients_that_take_no_part_neither_train_nor_send() -> None:
     assert counters.bytes_sent()["data"] == ROUNDS * 2 * size
 
 
-def test_the_draw_of_clients_is_a_function_of_the_seed() -> None:
+def test_the_clients_of_a_round_are_drawn_uniformly_and_depend_on_the_seed_alone() -> None:
     clients = tuple(range(1, 11))
     draws = [sampled(clients, 4, 7, 0, "clients of a round", r) for r in range(200)]
     sampled.cache_clear()
     assert draws == [sampled(clients, 4, 7, 0, "clients of a round", r) for r in range(200)]
     assert draws != [sampled(clients, 4, 8, 0, "clients of a round", r) for r in range(200)]
     assert all(len(each) == 4 and each <= set(clients) for each in draws)
-    often = [sum(uid in each for each in draws) for uid in clients]
-    assert min(often) > 50 and max(often) < 110, "each in about two fifths of the rounds"
+    times_drawn = [sum(uid in drawn for drawn in draws) for uid in clients]
+    assert min(times_drawn) > 50 and max(times_drawn) < 110, "each should be drawn in about two fifths of 200 rounds"
     assert sampled(clients, 20, 7, 0, "", 0) == frozenset(clients)
     assert [count_of(10, 0.25, None), count_of(10, 0.01, None)] == [2, 1]
     assert [count_of(10, None, 3), count_of(2, None, 3), count_of(5, None, None)] == [3, 2, 5]
 
 
-def test_a_learning_rate_falls_with_the_rounds_also_of_a_client_that_rests() -> None:
+def test_the_learning_rate_schedule_advances_also_on_clients_that_are_not_chosen() -> None:
     training = {"batch_size": 4, "local_steps": 1, "optimizer": {"name": "sgd", "lr": 0.2},
                 "lr_schedule": {"name": "exponential", "gamma": 0.5}}  # fmt: skip
     nodes = build_in_process(star_experiment({"name": "fedavg", "clients": 2}, training=training))

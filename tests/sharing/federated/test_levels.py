@@ -1,4 +1,4 @@
-"""Several servers, each with clients, that gossip; and codecs under the rules of servers."""
+"""Several servers with clients, which gossip among each other; and codecs with the rules for servers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.sharing.federated.runs import LocalTraining, model_of, star_experimen
 
 ROUNDS = 6
 SERVERS = (1, 4, 7)
-"""Of three groups of three nodes, each with its server in the middle."""
+"""The servers of three groups of three nodes; the middle node of each group is its server."""
 NINE = {
     "graph": {"name": "star", "nodes": 9, "server": 1, "servers": {"name": "line", "nodes": 3}},
     "mapping": {"machines": 1, "nodes_per_machine": 9},
@@ -39,7 +39,7 @@ def test_each_server_has_clients_and_neighbors_among_the_servers() -> None:
     assert view(make("ring", nodes=4), 0, 0).servers == {}
 
 
-def test_servers_that_cannot_be() -> None:
+def test_invalid_graphs_of_servers_are_refused() -> None:
     with pytest.raises(GraphError, match="servers need an undirected graph"):
         make("star", nodes=8, servers={"name": "exponential", "nodes": 4})
     with pytest.raises(GraphError, match="multiple of 3 servers, got 8"):
@@ -47,7 +47,7 @@ def test_servers_that_cannot_be() -> None:
 
 
 @pytest.mark.parametrize("every", [1, 2])
-def test_servers_take_their_steps_and_mix_every_so_many_rounds(every: int) -> None:
+def test_servers_average_their_clients_in_every_round_and_gossip_every_few_rounds(every: int) -> None:
     experiment = star_experiment({"name": "fedavg", "gossip_every": every, "weighted_by": "equal"}, **NINE)
     nodes, local, line = build_in_process(experiment), LocalTraining(experiment), make("line", nodes=3).matrix(0)
     step_all(nodes)
@@ -65,11 +65,11 @@ def test_servers_take_their_steps_and_mix_every_so_many_rounds(every: int) -> No
     mean = torch.stack([model_of(nodes[server]) for server in SERVERS]).double().mean(0)
     torch.testing.assert_close(nodes[0].merged.double(), mean, atol=1e-6, rtol=0)
     rms = torch.stack([(model_of(nodes[server]).double() - mean).square().sum() for server in SERVERS]).mean().sqrt()
-    assert nodes[0].evaluation["consensus_rms"] == pytest.approx(float(rms), rel=1e-4), "of the servers alone"
+    assert nodes[0].evaluation["consensus_rms"] == pytest.approx(float(rms), rel=1e-4), "clients must not count"
 
 
 @pytest.mark.slow
-def test_with_momentum_and_a_changing_graph_servers_come_together() -> None:
+def test_servers_with_momentum_reach_consensus_on_a_changing_graph() -> None:
     graph = {"name": "star", "nodes": 12, "servers": {"name": "one_peer_exponential", "nodes": 4}}
     for rule in ("fedavgm", "scaffold", "fedstc"):
         nodes = build_in_process(star_experiment(
@@ -84,14 +84,12 @@ def test_with_momentum_and_a_changing_graph_servers_come_together() -> None:
 
 
 LOSSLESS = ("zlib", "zstd", "lz4")
-
-
 DENSE = [name for name in WITH_SERVERS if name != "fedstc"]
 
 
 @pytest.mark.sampled(one=["codec"])
 @pytest.mark.parametrize(("codec", "rule"), [(codec, DENSE[i % len(DENSE)]) for i, codec in enumerate(CODECS)])
-def test_rules_within_a_codec(codec: str, rule: str) -> None:
+def test_server_rules_with_a_codec_train_with_fewer_bytes_or_losslessly(codec: str, rule: str) -> None:
     pytest.importorskip({"zstd": "zstandard", "lz4": "lz4"}.get(codec, "torch"))
     plain, coded = (build_in_process(star_experiment({"name": rule, "clients": 3, **keys}))
                     for keys in ({}, {"compression": {"name": codec}}))  # fmt: skip

@@ -1,4 +1,4 @@
-"""Runs that do not suit a server and its clients are refused before they start, by name."""
+"""Settings that do not fit runs with a server are refused before the run starts."""
 
 from __future__ import annotations
 
@@ -55,29 +55,29 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_does_not_fit_is_said(case: str) -> None:
-    keys, sections, expected = REFUSED[case]
-    with pytest.raises(ConfigError, match=expected):
+def test_settings_that_do_not_fit_runs_with_a_server_are_refused(case: str) -> None:
+    keys, sections, message = REFUSED[case]
+    with pytest.raises(ConfigError, match=message):
         star_experiment({"name": "fedavg", **keys}, **sections)
 
 
-def test_statistics_that_are_measured_on_the_clients_are_taken() -> None:
+def test_batch_normalization_is_accepted_if_its_statistics_are_recomputed() -> None:
     experiment = star_experiment({"name": "fedavg"}, model=BATCH_NORM, data=IMAGES, node={"buffers": "recompute"})
     assert experiment.servers() == (0,)
 
 
 @pytest.mark.parametrize("sharing", [{"name": name, "clients": 2} for name in WITH_SERVERS] + [{"name": "fedavg"}])
-def test_what_a_run_resolves_to_loads_again(sharing: dict[str, Any], tmp_path: Path) -> None:
+def test_the_resolved_experiment_loads_with_the_same_digest(sharing: dict[str, Any], tmp_path: Path) -> None:
     experiment = star_experiment(sharing)
     (tmp_path / "again.yaml").write_text(experiment.resolved_yaml())
     assert load(tmp_path / "again.yaml").digest() == experiment.digest()
 
 
-def test_a_server_without_clients_is_told_so_and_nothing_else() -> None:
+def test_a_server_without_clients_is_refused_with_a_single_error() -> None:
     with pytest.raises(ConfigError) as refused:
         star_experiment({"name": "fedavg"}, graph={"name": "star", "nodes": 1}, mapping={"nodes_per_machine": 1})
     assert len(refused.value.problems) == 1 and "graph: a server has no clients" in str(refused.value)
 
 
-def test_a_rule_among_equals_has_no_servers_on_a_star() -> None:
+def test_an_experiment_on_a_star_has_no_servers_unless_its_rule_needs_them() -> None:
     assert star_experiment({"name": "full"}).servers() == ()
