@@ -33,7 +33,7 @@ from decentnode.simulate.world.world import World
 from decentnode.wire.generation import Limits
 from tests.graph.contract import make
 from tests.sharing.contract import RULES
-from tests.simulate.world.runs import CONFIG, Made
+from tests.simulate.world.runs import CONFIG, NodeRun
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 NODES, LIMIT = 6, 1e5
@@ -44,9 +44,9 @@ def run(
     name: str = "full", *, slow: dict[int, float] | None = None, faults: Faults | None = None, seed: int = 1,
     graph: Any = None, limits: Limits | None = None, history: History | None = None,
     suspect_seconds: float = CONFIG.suspect_seconds, **node: Any,
-) -> tuple[Made, World]:
+) -> tuple[NodeRun, World]:
     """A run in a world in which a round takes .1 s, and slow[uid] times as long for some."""
-    made = Made(graph or make("ring", nodes=NODES), RULES[name], **{"schedule": "gossip_async", **node})
+    made = NodeRun(graph or make("ring", nodes=NODES), RULES[name], **{"schedule": "gossip_async", **node})
     history = history or History()
     config = CONFIG.model_copy(update={"suspect_seconds": suspect_seconds})
     world = made.world(history, seed=seed, faults=faults or Faults(), limits=limits, config=config,
@@ -63,7 +63,7 @@ def spread(nodes: dict[int, Node]) -> float:
 
 @pytest.mark.parametrize("name", ["full", "push_sum", "full+int8"])
 def test_nodes_in_one_process_come_together(name: str) -> None:
-    made = Made(make("ring", nodes=NODES), RULES[name], rounds=40, schedule="gossip_async", lr=0.0,
+    made = NodeRun(make("ring", nodes=NODES), RULES[name], rounds=40, schedule="gossip_async", lr=0.0,
                 buffers=3, evaluate_every=0).in_process()  # fmt: skip
     start = torch.stack([node.training.initial for node in made.nodes.values()])  # type: ignore[attr-defined]
     assert spread(made.nodes) < 0.02 * float(start.std())
@@ -71,7 +71,7 @@ def test_nodes_in_one_process_come_together(name: str) -> None:
     assert float(buffers.std()) < 0.05
     if name != "push_sum":  # one shows that nothing but the seed decides
         return
-    again = Made(made.graph, made.rule, rounds=40, schedule="gossip_async", lr=0.0, buffers=3, evaluate_every=0)
+    again = NodeRun(made.graph, made.rule, rounds=40, schedule="gossip_async", lr=0.0, buffers=3, evaluate_every=0)
     for uid, node in again.in_process().nodes.items():
         assert torch.equal(node.training.model.parameters, made.nodes[uid].training.model.parameters)
 
@@ -90,7 +90,7 @@ def test_a_slow_node_slows_nobody(name: str) -> None:
 
 
 def test_a_run_that_is_asked_to_stop_is_stopped() -> None:
-    made = Made(make("ring", nodes=NODES), RULES["full"], rounds=50, schedule="gossip_async")
+    made = NodeRun(make("ring", nodes=NODES), RULES["full"], rounds=50, schedule="gossip_async")
     world = made.world(compute_seconds=lambda uid, round: 0.1)
     world.began = lambda process: world.heap.at(1.0, process.node.ask_stop) if process.uid == 3 else None
     assert world.run(LIMIT) and not any(node.over for node in made.nodes.values())
@@ -141,9 +141,9 @@ GRAPHS = {"ring": {"nodes": 6}, "torus": {"nodes": 9}, "regular": {"nodes": 8, "
 
 
 def delayed(graph: Any, latency: float = 0.001, slow: dict[int, float] | None = None, far: float = 0.0,
-            lr: float = 1e-4, **asynchronous: Any) -> Made:  # fmt: skip
+            lr: float = 1e-4, **asynchronous: Any) -> NodeRun:  # fmt: skip
     """A run whose rounds end at any distance from each other. far: where the optimum is, 0 for one of each node."""
-    made, draw = Made(graph, RULES["full"], rounds=60, schedule="gossip_async", lr=lr, evaluate_every=0,
+    made, draw = NodeRun(graph, RULES["full"], rounds=60, schedule="gossip_async", lr=lr, evaluate_every=0,
                       asynchronous=asynchronous), random.Random(1)  # fmt: skip
     make_node, sooner = made.make, [draw.random() for _ in range(graph.num_nodes)]
 
@@ -203,7 +203,7 @@ def test_averages_with_older_models_take_no_step_back(graph: str) -> None:
 def test_copies_of_nodes_that_are_neighbors_no_more_are_not_kept() -> None:
     """A graph that changes would have a node keep, and move, a model of every other one."""
     nodes = 20
-    made = Made(make("random_regular", nodes=nodes, degree=2), RULES["full"], rounds=25, schedule="gossip_async",
+    made = NodeRun(make("random_regular", nodes=nodes, degree=2), RULES["full"], rounds=25, schedule="gossip_async",
                 evaluate_every=0, buffers=2, asynchronous={"max_age": 2}).in_process()  # fmt: skip
     for node in made.nodes.values():
         schedule = node.schedule
@@ -237,7 +237,7 @@ def test_on_graphs_that_change_models_stay_as_near_as_in_synchronous_rounds(grap
     """About: 2.3 times as far where each has one neighbor in a round, and 1.6 times where it has four, when copies
     waited until the source was a neighbor again."""
     made = make(graph, nodes=8, **({} if graph.endswith(("exponential", "matching")) else {"degree": 4}))
-    synchronous = Made(made, RULES["full"], rounds=60, evaluate_every=0).in_process()
+    synchronous = NodeRun(made, RULES["full"], rounds=60, evaluate_every=0).in_process()
     assert spread(delayed(made, lr=0.1).nodes) < factor * spread(synchronous.nodes)
     assert spread(delayed(made, lr=0.0).nodes) < 1e-3
 
@@ -251,7 +251,7 @@ def test_what_a_faster_source_published_is_newer(came: int, number: int, lag: fl
     assert copies.by_source[1].lag == pytest.approx(lag)
 
 
-def mass(made: Made, dead: frozenset[int] = frozenset()) -> tuple[Tensor, float]:
+def mass(made: NodeRun, dead: frozenset[int] = frozenset()) -> tuple[Tensor, float]:
     """The sums of x and of w over nodes and what is on its way between them."""
     total, weight = torch.zeros(made.elements, dtype=torch.float64), 0.0
     for uid, node in made.nodes.items():
@@ -270,7 +270,7 @@ def mass(made: Made, dead: frozenset[int] = frozenset()) -> tuple[Tensor, float]
     return total, weight
 
 
-def started(made: Made) -> Tensor:
+def started(made: NodeRun) -> Tensor:
     return torch.stack([node.training.initial for node in made.nodes.values()]).double().sum(0)  # type: ignore[attr-defined]
 
 
@@ -289,9 +289,9 @@ def test_push_sum_keeps_the_mass_whatever_the_network_does(seed: int) -> None:
     assert min(weights) >= MIN_KEPT_WEIGHT - 1e-9 and spread(made.nodes) < 0.3
 
 
-def stepped(rule: str, nodes: int, lr: float = 0.0, **options: Any) -> Made:
+def stepped(rule: str, nodes: int, lr: float = 0.0, **options: Any) -> NodeRun:
     """Nodes of one process whose schedules a test steps by itself; the first round is behind them."""
-    made, hub = Made(make("ring", nodes=nodes), RULES[rule], schedule="gossip_async", lr=lr, **options), Hub(nodes)
+    made, hub = NodeRun(make("ring", nodes=nodes), RULES[rule], schedule="gossip_async", lr=lr, **options), Hub(nodes)
     config = CommunicationConfig(name="inproc")
     for uid in range(nodes):
         made.make(uid, lambda schemas, uid=uid: Inproc(config, uid=uid, hub=hub, schemas=schemas))  # type: ignore[misc]
@@ -305,7 +305,7 @@ def stepped(rule: str, nodes: int, lr: float = 0.0, **options: Any) -> Made:
 @pytest.mark.parametrize(("advance", "rounds", "uids"), [(False, 6, range(6)), (True, 1, [0])])
 def test_nodes_that_are_in_one_round_make_those_of_d_psgd(advance: bool, rounds: int, uids: Collection[int]) -> None:
     """With copies that are advanced: those which get nothing before they have published."""
-    sequential = Made(make("ring", nodes=6), RULES["full"], rounds=rounds, evaluate_every=0).in_process()
+    sequential = NodeRun(make("ring", nodes=6), RULES["full"], rounds=rounds, evaluate_every=0).in_process()
     made = stepped("full", 6, lr=0.1, evaluate_every=0, asynchronous={"advance_copies": advance})
     for round in range(1, rounds):
         for node in made.nodes.values():
@@ -317,7 +317,7 @@ def test_nodes_that_are_in_one_round_make_those_of_d_psgd(advance: bool, rounds:
         assert torch.equal(made.nodes[uid].training.model.parameters, expected)
 
 
-def make_rounds(made: Made, count: int) -> None:
+def make_rounds(made: NodeRun, count: int) -> None:
     """Further rounds without local steps, of all nodes in turn."""
     schedules = [node.schedule for node in made.nodes.values()]
     for round in range(1, 1 + count):
@@ -357,7 +357,7 @@ def test_a_neighbor_that_gives_nothing_back_gets_a_bounded_part() -> None:
 @pytest.mark.parametrize("nodes", [12, 20])
 def test_nodes_with_many_neighbors_share(nodes: int) -> None:
     """Where a node's own share is below MIN_KEPT_WEIGHT, none ever shared anything."""
-    made = Made(make("complete", nodes=nodes), RULES["push_sum"], rounds=15, schedule="gossip_async", lr=0.0,
+    made = NodeRun(make("complete", nodes=nodes), RULES["push_sum"], rounds=15, schedule="gossip_async", lr=0.0,
                 evaluate_every=0).in_process()  # fmt: skip
     assert spread(made.nodes) < 1e-3
     assert mass(made)[1] == pytest.approx(nodes)
@@ -470,7 +470,7 @@ def test_push_sum_begins_anew_when_a_node_dies_and_goes_on_when_it_comes_back() 
 
 
 def test_pairs_of_one_process_come_together_and_keep_the_mean() -> None:
-    made = Made(make("ring", nodes=NODES), RULES["full"], rounds=60, schedule="ad_psgd", lr=0.0, buffers=3,
+    made = NodeRun(make("ring", nodes=NODES), RULES["full"], rounds=60, schedule="ad_psgd", lr=0.0, buffers=3,
                 evaluate_every=0).in_process()  # fmt: skip
     start, end = started(made), sum(node.training.model.parameters.double() for node in made.nodes.values())
     assert torch.allclose(start, end, atol=1e-5) and spread(made.nodes) < 0.05  # type: ignore[arg-type]
@@ -478,7 +478,7 @@ def test_pairs_of_one_process_come_together_and_keep_the_mean() -> None:
     assert torch.allclose(buffers.mean(0), torch.full((3,), (NODES - 1) / 2), atol=1e-5) and float(buffers.std()) < 0.1
 
 
-def pairs(made: Made) -> dict[int, ADPSGD]:
+def pairs(made: NodeRun) -> dict[int, ADPSGD]:
     found = {uid: node.schedule for uid, node in made.nodes.items()}
     assert all(isinstance(each, ADPSGD) for each in found.values())
     return found  # type: ignore[return-value]
@@ -529,7 +529,7 @@ def test_a_pair_averages_at_both_ends_or_at_neither_when_others_die(seed: int) -
 
 
 def test_what_a_stranger_may_say_changes_no_model() -> None:
-    made = Made(make("ring", nodes=NODES), RULES["full"], rounds=3, schedule="ad_psgd", lr=0.0, evaluate_every=0)
+    made = NodeRun(make("ring", nodes=NODES), RULES["full"], rounds=3, schedule="ad_psgd", lr=0.0, evaluate_every=0)
     made.in_process()
     schedule, whole = pairs(made)[0], torch.ones(made.elements)
     before = schedule.model.parameters.clone()
@@ -584,7 +584,7 @@ def test_a_simulation_in_virtual_time_is_refused_where_rounds_depend_on_others(t
 def test_a_silence_is_asked_about_long_before_it_counts() -> None:
     """After two seconds: it was after ten, which is all that a silence may last."""
     asked: list[float] = []
-    made = Made(make("complete", nodes=4), RULES["push_sum"], schedule="gossip_async", rounds=250, lr=0.0,
+    made = NodeRun(make("complete", nodes=4), RULES["push_sum"], schedule="gossip_async", rounds=250, lr=0.0,
                 missing="regroup", evaluate_every=0)  # fmt: skip
     plan = (Pause(nodes=(1,), at_seconds=2.0, seconds=14.0),)
     world = made.world(faults=Faults(plan=plan), limits=Limits(10.0, 20.0, 3, 250),

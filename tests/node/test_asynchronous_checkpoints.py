@@ -32,7 +32,7 @@ from decentnode.wire.generation import Limits
 from tests.graph.contract import make
 from tests.node.test_asynchronous import FAULTY, LIMIT, NODES, mass, pairs, spread, started
 from tests.sharing.contract import RULES
-from tests.simulate.world.runs import CONFIG, Made
+from tests.simulate.world.runs import CONFIG, NodeRun
 
 SLOW = {2: 10.0, 4: 3.0}
 WAYS: dict[str, dict[str, Any]] = {
@@ -44,7 +44,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-class Kept(Made):
+class Kept(NodeRun):
     """A run whose nodes write checkpoints to a folder, and go on from those of another one."""
 
     def __init__(
@@ -79,7 +79,7 @@ def kept(folder: Path) -> dict[str, set[int]]:
     return found
 
 
-def resumed(made: Made) -> dict[int, dict[str, Any]]:
+def resumed(made: NodeRun) -> dict[int, dict[str, Any]]:
     return {each["uid"]: each for each in made.records if each["kind"] == "resumed"}
 
 
@@ -290,7 +290,7 @@ def test_a_resumed_run_has_its_checkpoint_already(tmp_path: Path) -> None:
     assert begun[0] % 7 != 6 and made[0] == 7 * (begun[0] // 7 + 1), (begun, made)
 
 
-def written(made: Made, uid: int) -> list[int]:
+def written(made: NodeRun, uid: int) -> list[int]:
     """After which rounds a node wrote checkpoints."""
     return [each["round"] for each in made.records if each["kind"] == "checkpoint" and each["uid"] == uid]
 

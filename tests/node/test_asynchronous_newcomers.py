@@ -18,7 +18,7 @@ from tests.graph.contract import make
 from tests.node.test_asynchronous import LIMIT, mass, pairs, spread
 from tests.node.test_asynchronous_checkpoints import Kept, kept, resumed
 from tests.sharing.contract import RULES
-from tests.simulate.world.runs import CONFIG, Made
+from tests.simulate.world.runs import CONFIG, NodeRun
 
 NODES = 5
 WAYS: dict[str, dict[str, Any]] = {
@@ -30,11 +30,11 @@ LOSSY = Link(latency_seconds=0.25, jitter_seconds=0.2, queue_messages=20, loss=0
 
 
 def begun(way: str, *, rounds: int = 120, links: Link = LATE, lossy_seconds: float = 0.0, lr: float = 0.0,
-          **setting: Any) -> tuple[Made, World]:  # fmt: skip
+          **setting: Any) -> tuple[NodeRun, World]:  # fmt: skip
     """Nodes of which one is slow, over connections on which something is always under way."""
     graph = Growing(make("ring", nodes=NODES), lambda count: make("ring", nodes=count))
     options = {"schedule": "gossip_async", "lr": lr, "evaluate_every": 0, **WAYS[way]}
-    made = Made(graph, RULES[options.pop("rule")], rounds=rounds, missing="regroup", **options)
+    made = NodeRun(graph, RULES[options.pop("rule")], rounds=rounds, missing="regroup", **options)
     given = {"limits": Limits(3.0, 20.0, 3, rounds), "faults": Faults(links=links, lossy_seconds=lossy_seconds),
              "seed": 1, **setting}  # fmt: skip
     slow = {2: 6.0, 5: 2.0}
@@ -50,7 +50,7 @@ def ran(world: World) -> None:
     assert not any(process.error for process in world.lives), [process.error for process in world.lives]
 
 
-def starts(made: Made, world: World) -> dict[int, Tensor]:
+def starts(made: NodeRun, world: World) -> dict[int, Tensor]:
     """Filled while the world runs: the model with which each newcomer begins."""
     given: dict[int, Tensor] = {}
 
@@ -62,12 +62,12 @@ def starts(made: Made, world: World) -> dict[int, Tensor]:
     return given
 
 
-def founded(made: Made) -> Tensor:
+def founded(made: NodeRun) -> Tensor:
     """The sum of the models that the nodes of the mapping began with."""
     return torch.stack([made.nodes[uid].training.initial for uid in range(NODES)]).double().sum(0)  # type: ignore[attr-defined]
 
 
-def schedule_of(made: Made, uid: int) -> AsynchronousPushSum:
+def schedule_of(made: NodeRun, uid: int) -> AsynchronousPushSum:
     schedule = made.nodes[uid].schedule
     assert isinstance(schedule, AsynchronousPushSum)
     return schedule

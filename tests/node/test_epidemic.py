@@ -29,7 +29,7 @@ from tests.communication.contract import nodes as nodes_over
 from tests.communication.contract import together
 from tests.graph.contract import make
 from tests.node.fakes import Quadratic, stacked
-from tests.simulate.world.runs import Made
+from tests.simulate.world.runs import NodeRun
 
 QUICKSTART = str(Path(__file__).parents[2] / "configs" / "quickstart.yaml")
 EL_LOCAL = "graph={name: el_local, nodes: 6, degree: 2}"
@@ -165,10 +165,10 @@ def test_nodes_of_a_ring_meet_others_and_learn(sampler: str) -> None:
 
 
 def _world(faults: Faults, *, slow: int | None = None, graph: str = "el_local", limits: Limits | None = None,
-           **node: Any) -> tuple[Made, World]:  # fmt: skip
+           **node: Any) -> tuple[NodeRun, World]:  # fmt: skip
     """A run of eight nodes in a world in which a round takes .1 s, and ten times as long for one."""
     options = {} if graph == "ring" else {"degree": 4}
-    made = Made(make(graph, nodes=8, **options), lambda: Full(Full.Config()), schedule="epidemic", evaluate_every=0,
+    made = NodeRun(make(graph, nodes=8, **options), lambda: Full(Full.Config()), schedule="epidemic", evaluate_every=0,
                 **node)  # fmt: skip
     world = made.world(faults=faults, limits=limits, compute_seconds=lambda uid, _: 1.0 if uid == slow else 0.1)
     assert world.run(1e4), {each.uid: each.node.doing for each in world.processes.values()}

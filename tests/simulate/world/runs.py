@@ -1,4 +1,4 @@
-"""Runs of whole nodes in a world, and of the same nodes in process."""
+"""Runs of whole nodes in a simulated world, and of equal nodes in process."""
 
 from __future__ import annotations
 
@@ -25,27 +25,31 @@ from decentnode.simulate.world.world import Setting, World
 CONFIG = ZeroMQConfig(name="zeromq", checksum="xxh3")
 
 
-class Made:
-    """What a test compares of a run."""
+class NodeRun:
+    """Nodes that train on quadratics, and what they record. They run in a simulated world (`world`) or step by step in
+    this process (`in_process`), so that tests can compare both."""
 
     def __init__(
         self, graph: Graph, rule: Callable[[], Sharing], *, elements: int = 40, buffers: int = 0, lr: float = 0.1,
         **node: Any,
     ) -> None:
+        """node: keys of the section `node`; default: 6 rounds, an evaluation every 3."""
         self.graph, self.rule, self.elements, self.buffers, self.lr = graph, rule, elements, buffers, lr
         self.config = NodeConfig.model_validate({"rounds": 6, "evaluate_every": 3, **node})
         self.records: list[dict[str, Any]] = []
+        """The metric records of all nodes, each with the key uid."""
         self.nodes: dict[int, Node] = {}
+        """By uid; of a node that was started again, the last one."""
 
     def make(self, uid: int, make_communication: Callable[[tuple[Schema, ...]], Communication]) -> Node:
         training = Quadratic(uid, self.elements, self.lr, buffers=self.buffers)
         half = self.graph.num_nodes // 2
 
         def make_rules() -> Sharing:
-            made = self.rule()
-            made.set_machines([range(half), range(half, self.graph.num_nodes)])
-            made.set_parameter_shapes(training.model.shapes)
-            return made
+            rule = self.rule()
+            rule.set_machines([range(half), range(half, self.graph.num_nodes)])
+            rule.set_parameter_shapes(training.model.shapes)
+            return rule
 
         rules = make_rules()
         schemas, sampler = schemas_of(rules, training.model, schedule=self.config.schedule), self._sampler(uid)
@@ -60,10 +64,11 @@ class Made:
         config = self.config.sampler
         if config is None:
             return None
-        kind: type[Sampler] = load_class(config.name, SAMPLERS, "sampler")
-        return kind(config, Surroundings(uid, self.graph.num_nodes, self.graph.neighbors(uid, 0), 1))
+        sampler_class: type[Sampler] = load_class(config.name, SAMPLERS, "sampler")
+        return sampler_class(config, Surroundings(uid, self.graph.num_nodes, self.graph.neighbors(uid, 0), 1))
 
-    def in_process(self) -> Made:
+    def in_process(self) -> NodeRun:
+        """Runs the nodes to their end in this process; returns self."""
         hub = Hub(self.graph.num_nodes)
         config = CommunicationConfig(name="inproc")
         for uid in range(hub.num_nodes):
@@ -72,5 +77,5 @@ class Made:
         return self
 
     def world(self, observer: TransportObserver | None = None, **setting: Any) -> World:
-        found = {"num_nodes": self.graph.num_nodes, "config": CONFIG, **setting}
-        return World(Setting(**found), self.make, observer)
+        """Returns a world with these nodes, which has not run yet. setting: fields of `Setting`."""
+        return World(Setting(**{"num_nodes": self.graph.num_nodes, "config": CONFIG, **setting}), self.make, observer)

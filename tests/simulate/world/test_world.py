@@ -1,4 +1,4 @@
-"""Whole nodes in a world without faults: the bits of the in-process twin, and one seed runs alike every time."""
+"""Whole nodes in a simulated world: without faults they have the bits of nodes in process; a seed repeats a run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from decentnode.simulate.world.world import Setting, World
 from decentnode.wire.generation import Limits
 from tests.graph.contract import make
 from tests.sharing.contract import RULES, suitable_graph
-from tests.simulate.world.runs import CONFIG, Made
+from tests.simulate.world.runs import CONFIG, NodeRun
 
 QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.yaml"
 NODES, LIMIT = 6, 1e4
@@ -26,7 +26,7 @@ EXACT = ("full", "d2", "gradient_tracking atc", "relaysgd", "push_sum", "choco",
          "full+zstd of int4", "local_sgd", "deepsqueeze+int8")  # fmt: skip
 
 
-def state_of(node: Node) -> torch.Tensor:
+def model_and_merged(node: Node) -> torch.Tensor:
     model = node.training.model
     assert node.merged is not None
     return torch.cat([model.parameters, model.buffers, node.merged])
@@ -35,23 +35,23 @@ def state_of(node: Node) -> torch.Tensor:
 @pytest.mark.sampled
 @pytest.mark.parametrize("name", EXACT)
 @pytest.mark.parametrize("schedule", ["sequential", "overlapped"])
-def test_every_rule_has_the_bits_of_the_twin(name: str, schedule: str) -> None:
+def test_models_in_a_world_have_the_bits_of_those_in_process(name: str, schedule: str) -> None:
     rule: Callable[[], Sharing] = RULES[name]
     if schedule == "overlapped" and rule().requirements.sequential:
         pytest.skip("needs the sequential schedule")
     graph = suitable_graph(rule(), NODES)
-    twin = Made(graph, rule, buffers=3, schedule=schedule).in_process()
-    here = Made(graph, rule, buffers=3, schedule=schedule)
-    world = here.world(seed=1, compute_seconds=lambda uid, round: 0.1 + 0.05 * ((uid + round) % 3))
+    in_process = NodeRun(graph, rule, buffers=3, schedule=schedule).in_process()
+    in_world = NodeRun(graph, rule, buffers=3, schedule=schedule)
+    world = in_world.world(seed=1, compute_seconds=lambda uid, round: 0.1 + 0.05 * ((uid + round) % 3))
     assert world.run(LIMIT) and not any(process.error for process in world.lives)
     for uid in range(NODES):
-        assert torch.equal(state_of(here.nodes[uid]), state_of(twin.nodes[uid]))
-        assert here.nodes[uid].evaluation == twin.nodes[uid].evaluation
-    assert here.nodes[0].reports.keys() == set(range(NODES))
+        assert torch.equal(model_and_merged(in_world.nodes[uid]), model_and_merged(in_process.nodes[uid]))
+        assert in_world.nodes[uid].evaluation == in_process.nodes[uid].evaluation
+    assert in_world.nodes[0].reports.keys() == set(range(NODES))
     assert world.heap.now > 6 * 0.1
 
 
-def test_a_configured_experiment_has_the_bits_of_a_dry_run() -> None:
+def test_an_experiment_from_a_file_has_the_same_bits_in_a_world_and_in_process() -> None:
     experiment = load(QUICKSTART, ["graph={name: ring, nodes: 4}", "mapping.nodes_per_machine=4", "node.rounds=3",
                                    "node.evaluate_every=2"])  # fmt: skip
     twins = build_in_process(experiment)
@@ -63,33 +63,35 @@ def test_a_configured_experiment_has_the_bits_of_a_dry_run() -> None:
         return node
 
     assert World(Setting(4, CONFIG), make_node).run(LIMIT)
-    for twin in twins:
-        assert torch.equal(state_of(nodes[twin.uid]), state_of(twin))
+    for in_process in twins:
+        assert torch.equal(model_and_merged(nodes[in_process.uid]), model_and_merged(in_process))
 
 
-def story_of(seed: int) -> tuple[list[tuple[float, object, object]], float, int, torch.Tensor]:
-    made = Made(make("ring", nodes=5), RULES["full"], missing="regroup")
+def run_with_lossy_links(seed: int) -> tuple[list[tuple[float, object, object]], float, int, torch.Tensor]:
+    """Returns when which node made which record, the virtual time at the end, the number of events, and the models."""
+    run = NodeRun(make("ring", nodes=5), RULES["full"], missing="regroup")
     faults = Faults(links=Link(loss=0.05, duplication=0.05, reordering=0.05, damage=0.05), lossy_seconds=5.0)
-    world = made.world(seed=seed, faults=faults, limits=Limits(3.0, 20.0, 3, 6), starts_within_seconds=1.0)
+    world = run.world(seed=seed, faults=faults, limits=Limits(3.0, 20.0, 3, 6), starts_within_seconds=1.0)
     assert world.run(LIMIT) and not any(process.error for process in world.lives)
-    told = [(record["time"], record["uid"], record["kind"]) for record in made.records]
-    return told, world.heap.now, world.heap.count, torch.cat([state_of(node) for node in made.nodes.values()])
+    records = [(record["time"], record["uid"], record["kind"]) for record in run.records]
+    models = torch.cat([model_and_merged(node) for node in run.nodes.values()])
+    return records, world.heap.now, world.heap.count, models
 
 
-def test_a_seed_runs_alike_every_time() -> None:
-    (one, *numbers, models), (two, *again, same) = story_of(3), story_of(3)
-    assert one == two and numbers == again and torch.equal(models, same)
-    assert story_of(4)[0] != one
+def test_two_runs_with_the_same_seed_are_equal_and_runs_with_different_seeds_differ() -> None:
+    (records, *numbers, models), (records_2, *numbers_2, models_2) = (run_with_lossy_links(3) for _ in range(2))
+    assert records == records_2 and numbers == numbers_2 and torch.equal(models, models_2)
+    assert run_with_lossy_links(4)[0] != records
 
 
-def test_payloads_of_several_chunks_and_models_that_are_sent_from_where_they_lie_have_the_same_bits() -> None:
-    """A slow link, so that leases are waited for."""
+def test_large_models_that_are_sent_in_chunks_from_their_own_memory_have_the_bits_of_those_in_process() -> None:
+    """On slow links, so that nodes must wait until the memory is no longer leased."""
     elements = (1 << 18) + 77
     graph = make("ring", nodes=4)
     config = ZeroMQConfig(name="zeromq", checksum="xxh3", chunk_bytes=1 << 16)
-    twin = Made(graph, RULES["full"], elements=elements).in_process()
-    here = Made(graph, RULES["full"], elements=elements)
+    in_process = NodeRun(graph, RULES["full"], elements=elements).in_process()
+    in_world = NodeRun(graph, RULES["full"], elements=elements)
     slow = Faults(links=Link(bytes_per_second=3e7))
-    assert here.world(config=config, faults=slow).run(LIMIT)
+    assert in_world.world(config=config, faults=slow).run(LIMIT)
     for uid in range(4):
-        assert torch.equal(state_of(here.nodes[uid]), state_of(twin.nodes[uid]))
+        assert torch.equal(model_and_merged(in_world.nodes[uid]), model_and_merged(in_process.nodes[uid]))
