@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pydantic
+import yaml
 from pydantic_core import InitErrorDetails, PydanticCustomError, core_schema
 
 from decentnode.errors import UsageError
@@ -28,7 +29,8 @@ FLOAT32 = 3.4028234663852886e38
 
 
 class Settings(pydantic.BaseModel):
-    """A frozen group of typed keys: unknown keys, booleans for numbers, NaN and infinity are errors."""
+    """A frozen group of typed keys: unknown keys, values of another type that pydantic would convert (booleans and
+    quoted numbers for numbers, text and numbers for booleans), NaN and infinity are errors."""
 
     model_config = pydantic.ConfigDict(
         extra="forbid",
@@ -52,6 +54,24 @@ class Settings(pydantic.BaseModel):
         """Rejects booleans for numbers: pydantic takes true for 1, but in a YAML file it is a mistake."""
         if _holds_boolean(value) and not _allows_boolean(cls, str(info.field_name)):
             raise PydanticCustomError("boolean", "must not be true or false")
+        return value
+
+    @pydantic.field_validator("*", mode="before")
+    @classmethod
+    def _reject_conversions(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
+        """Rejects values that pydantic would convert: "yes" and 1 to true, the quoted "3" to a number.
+
+        Text such as 1e-3 stays, because YAML 1.1 reads it as text even without quotes.
+        """
+        types, options = _types_and_options(cls, str(info.field_name))
+        if types & _TEXT or (isinstance(value, str) and value in options):
+            return value
+        if bool in types and _is_converted_to_boolean(value, types):
+            rule = " or ".join(["must be true or false", *map(repr, options)])
+            raise PydanticCustomError("bool_type", rule)
+        if types & {int, float} and _holds(value, _is_quoted_number):
+            kind, rule = ("float_type", "must be a number") if float in types else ("int_type", "must be an integer")
+            raise PydanticCustomError(kind, rule)
         return value
 
     @pydantic.field_validator("*", mode="after")
@@ -121,6 +141,49 @@ def _holds(value: Any, wrong: Callable[[Any], bool]) -> bool:
     if isinstance(value, list | tuple):
         return any(_holds(each, wrong) for each in value)
     return wrong(value)
+
+
+_TEXT = frozenset((str, Path, Any))
+"""The types whose values may be text."""
+_NUMBER_TAGS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+
+
+def _is_converted_to_boolean(value: Any, types: frozenset[Any]) -> bool:
+    """Returns whether pydantic would convert text or a number to a boolean in a field of these types."""
+    if isinstance(value, str):
+        return value.lower() in ("0", "1", "off", "on", "f", "t", "n", "y", "false", "true", "no", "yes")
+    return type(value) in (int, float) and not types & {int, float} and value in (0, 1)
+
+
+def _is_quoted_number(value: Any) -> bool:
+    """Returns whether a value is text that YAML reads as a number unless it is quoted."""
+    if not isinstance(value, str) or not value.strip():
+        return False
+    tag = _resolver().resolve(yaml.ScalarNode, value.strip(), (True, False))
+    return tag in _NUMBER_TAGS
+
+
+@functools.cache
+def _resolver() -> yaml.resolver.Resolver:
+    return yaml.resolver.Resolver()
+
+
+@functools.cache
+def _types_and_options(model: type[pydantic.BaseModel], name: str) -> tuple[frozenset[Any], tuple[Any, ...]]:
+    """Returns the types of a field's values, without those of a Literal, and the text that a Literal allows."""
+    annotations, types, options = [model.model_fields[name].annotation], set(), []
+    while annotations:
+        annotation = annotations.pop()
+        arguments = typing.get_args(annotation)
+        if typing.get_origin(annotation) is typing.Literal:
+            options += [each for each in arguments if isinstance(each, str)]
+        elif typing.get_origin(annotation) is typing.Annotated:
+            annotations.append(arguments[0])  # the rest are metadata, not types
+        elif arguments:
+            annotations.extend(arguments)
+        else:
+            types.add(annotation)
+    return frozenset(types), tuple(options)
 
 
 @functools.cache

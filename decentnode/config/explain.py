@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -164,11 +165,11 @@ def _rule(details: ErrorDetails) -> str:
 
 
 def _shown(item: Item | None, details: ErrorDetails) -> str:
-    """Returns the offending value as text; booleans as they are written in the file."""
+    """Returns the offending value as text; booleans and dates as they are written in the file."""
     value = details["input"]
     if value is None:
         return "nothing"
-    if isinstance(value, bool) and item is not None and item.raw:
+    if isinstance(value, bool | datetime.date) and item is not None and item.raw:
         return item.raw
     text = repr(value) if isinstance(value, str) or not isinstance(value, dict | list) else _flow(value)
     return text if len(text) <= 60 else text[:57] + "..."

@@ -45,6 +45,8 @@ def value_hint(
         return "quote it if you mean text"
     if details["type"] == "boolean" and item is not None and item.raw.lower() not in ("true", "false", ""):
         return f"YAML reads a bare {item.raw} as {str(value).lower()}"
+    if isinstance(value, str) and details["type"] in ("bool_type", "int_type", "float_type"):
+        return "write it without quotes" + (", as true or false" if details["type"] == "bool_type" else "")
     if isinstance(value, str):
         options = [o for d in group if d["type"] == "literal_error" for o in allowed(d)]
         if details["type"] == "component_name":

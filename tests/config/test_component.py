@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
+import yaml
 from pydantic import ConfigDict, ValidationError
 
 from decentnode.config.component import Config, load_class, section
@@ -82,6 +85,45 @@ def test_booleans_are_no_numbers():
         with pytest.raises(ValidationError, match="true or false"):
             fakes.Work.model_validate(bad)
     assert fakes.SgdConfig.model_validate({"nesterov": True}).nesterov
+
+
+@pytest.mark.parametrize("value", ["yes", "no", "true", "False", "on", "y", "0", "1", 0, 1, 1.0, 0.0])
+def test_text_and_numbers_are_no_booleans(value: object):
+    class Recording(Config):
+        record: Literal["auto"] | bool = "auto"
+        merge: bool | None = None
+
+    for key, rule in (("record", "must be true or false or 'auto'"), ("merge", "must be true or false")):
+        with pytest.raises(ValidationError, match=rule):
+            Recording.model_validate({key: value})
+    valid = Recording.model_validate({"record": "auto", "merge": None})
+    assert (valid.record, valid.merge) == ("auto", None)
+    assert Recording.model_validate({"record": True, "merge": False}).record is True
+
+
+@pytest.mark.parametrize(("key", "value"), [("batch", "3"), ("hidden", [8, " 0x10 "]), ("lr", "0.1")])
+def test_quoted_numbers_are_no_numbers(key: str, value: object):
+    with pytest.raises(ValidationError, match="must be a"):
+        (fakes.SgdConfig if key == "lr" else fakes.Work).model_validate({key: value})
+
+
+@pytest.mark.parametrize("written", ["1e-3", "-.5e-1", "1E2", "2.5e3"])
+def test_numbers_that_yaml_reads_as_text_are_numbers(written: str):
+    class Shifted(Config):
+        by: float
+
+    assert isinstance(yaml.safe_load(written), str)
+    assert Shifted.model_validate(yaml.safe_load(f"by: {written}")).by == float(written)
+    assert Shifted.model_validate({"by": 3}).by == 3
+
+
+def test_text_may_look_like_a_number_or_a_boolean():
+    class Named(Config):
+        host: str | int = ""
+        hosts: list[str] | dict[int, str]
+
+    named = Named.model_validate({"name": "3", "host": "8", "hosts": ["1", "yes"]})
+    assert (named.name, named.host, named.hosts) == ("3", "8", ["1", "yes"])
 
 
 def test_text_that_is_a_number_is_one_where_keys_are_not_known():

@@ -136,6 +136,38 @@ CASES = {
                   ^ YAML reads a bare yes as true
         """,
     ),
+    "a quoted boolean": (
+        GOOD + "work: {optimizer: {nesterov: 'yes'}}\n",
+        """
+        a.yaml:2:30: work.optimizer.nesterov must be true or false, got 'yes'
+            work: {optimizer: {nesterov: 'yes'}}
+                                         ^ write it without quotes, as true or false
+        """,
+    ),
+    "a number for a boolean": (
+        GOOD + "work: {optimizer: {nesterov: 1}}\n",
+        """
+        a.yaml:2:30: work.optimizer.nesterov must be true or false, got 1
+            work: {optimizer: {nesterov: 1}}
+                                         ^
+        """,
+    ),
+    "a quoted integer": (
+        GOOD + "seed: '3'\n",
+        """
+        a.yaml:2:7: seed must be an integer, got '3'
+            seed: '3'
+                  ^ write it without quotes
+        """,
+    ),
+    "a date for text": (
+        GOOD + "name: 2026-01-01\n",
+        """
+        a.yaml:2:7: name must be text, got 2026-01-01
+            name: 2026-01-01
+                  ^ quote it if you mean text
+        """,
+    ),
     "either of two": (
         GOOD + "work: {batch: al}\n",
         """
