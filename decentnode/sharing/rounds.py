@@ -4,7 +4,7 @@ time."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 from decentnode.graph.base import Graph, RoundView, view, view_without_exchange
@@ -15,6 +15,9 @@ LONGEST_REST = 4096
 EXCHANGES = 64
 """The number of exchanges (but at least 16 periods of the graph) within which all nodes must be connected. With this
 many random matchings, the probability that 4,096 nodes are not connected is far below 1e-9."""
+
+PLANNED_EXCHANGES = 16
+"""The number of exchanges whose plans `plan_mismatch` compares."""
 
 
 def rule_view(
@@ -68,6 +71,26 @@ def unheard(rule: Sharing, graph: Graph, seed: int = 0, fragment: int = 0) -> tu
         return 0, unreachable
     unreachable = _unreached(_reversed(sources))
     return None if unreachable is None else (unreachable, 0)
+
+
+def plan_mismatch(rules: Sequence[Sharing], graph: Graph, seed: int = 0, fragment: int = 0) -> str | None:
+    """Returns the first place, in words, at which a node waits for a node whose plan does not send to it; None if the
+    plans of the first exchanges have none.
+
+    rules: the rule of every node, by uid; `set_machines` must have been called. fragment: as for `unheard`.
+    """
+    phases = range(rules[0].requirements.phases)
+    for round in itertools.islice(exchange_rounds(rules[0]), PLANNED_EXCHANGES):
+        views = [replace(rule_view(rule, graph, uid, round, seed), fragment=fragment) for uid, rule in enumerate(rules)]
+        for phase in phases:
+            plans = [rule.plan(replace(view, phase=phase)) for rule, view in zip(rules, views, strict=True)]
+            for uid, source in ((uid, source) for uid, plan in enumerate(plans) for source in plan.sources):
+                neighbors = plans[source].neighbors if 0 <= source < len(plans) else ()
+                if uid not in neighbors:
+                    at = f"round {round}" + (f", phase {phase}" if len(phases) > 1 else "")
+                    targets = ", ".join(map(str, neighbors)) or "no node"
+                    return f"in {at} node {uid} waits for node {source}, which sends to {targets}"
+    return None
 
 
 def _unreached(edges: list[set[int]]) -> int | None:

@@ -99,6 +99,75 @@ def test_a_rule_whose_direction_nobody_would_ask_for_is_refused(write: Any) -> N
     load(path, ["sharing={name: 'unasked_rule:Asked'}"], {})
 
 
+PLANNED = """\
+from dataclasses import replace
+
+from decentnode.sharing.full import Full
+from decentnode.sharing.hierarchical import Hierarchical
+
+
+class Waiting(Full):
+    requirements = replace(Full.requirements, overrides_topology=True, linear=False)
+
+    def plan(self, view):
+        if view.uid == 1 and view.round == 2:
+            return replace(view, sources=(0, 2, 3), weights={**view.weights, 3: 0.0})
+        return view
+
+
+class Nobody(Waiting):
+    def plan(self, view):
+        return replace(view, sources=(9,), weights={**view.weights, 9: 0.0})
+
+
+class Matching(Waiting):
+    def plan(self, view):
+        if view.uid in (1, 3) and view.round == 2:
+            return replace(view, neighbors=tuple(sorted((*view.neighbors, 4 - view.uid))),
+                           sources=tuple(sorted((*view.sources, 4 - view.uid))))
+        return view
+
+
+class Phased(Hierarchical):
+    def plan(self, view):
+        found = super().plan(view)
+        return replace(found, sources=(), neighbors=()) if view.phase == 2 and view.uid == 0 else found
+"""
+
+
+@pytest.mark.parametrize(("rule", "mismatch"), [
+    ("Waiting", "in round 2 node 1 waits for node 3, which sends to 0, 2"),
+    ("Nobody", "in round 0 node 0 waits for node 9, which sends to no node"),
+    ("Phased, groups: [[0, 1], [2, 3]]", "in round 0, phase 2 node 1 waits for node 0, which sends to no node"),
+])  # fmt: skip
+def test_a_rule_whose_nodes_wait_for_nodes_that_do_not_send_is_refused(write: Any, rule: str, mismatch: str) -> None:
+    write(PLANNED, "planned_rules.py")
+    graph = "graph: {name: complete, nodes: 4}" if "Phased" in rule else "graph: {name: ring, nodes: 4}"
+    text = BASE.replace("graph: {name: ring, nodes: 4}", graph)
+    name = rule.partition(",")[0]
+    told = said(write(f"{text}sharing: {{name: 'planned_rules:{rule.replace(name, name + chr(39), 1)}}}\n"))
+    assert "6:17: sharing.name: every node must send to the nodes that wait for it, but by the plans of " in told
+    assert f"planned_rules:{name} {mismatch}" in told
+
+
+def test_a_rule_whose_plans_match_is_accepted(write: Any) -> None:
+    write(PLANNED, "planned_rules.py")
+    load(write(f"{BASE}sharing: {{name: 'planned_rules:Matching'}}\n"), [], {})
+
+
+def test_an_elementwise_rule_with_two_tensors_is_refused(write: Any) -> None:
+    write("from decentnode.payload import TensorSpec\nfrom decentnode.sharing.full import Full\n\n\n"
+          "class Two(Full):\n    def payload_schema(self, elements, dtype):\n"
+          "        return {each: TensorSpec(dtype, elements) for each in 'xy'}\n\n\n"
+          "class Half(Full):\n    def payload_schema(self, elements, dtype):\n"
+          "        return {'x': TensorSpec(dtype, elements // 2)}\n", "two_tensors.py")  # fmt: skip
+    path = write(f"{BASE}sharing: {{name: 'two_tensors:Two'}}\n")
+    must = ("6:17: sharing.name must send one tensor 'x' as large as the model, because its requirements have "
+            "elementwise=True")  # fmt: skip
+    assert f"{must}, got 'x' of 8 values, 'y' of 8 values for a model of 8" in said(path)
+    assert "got 'x' of 4 values for a model of 8; use elem" in said(path, "sharing.name=two_tensors:Half")
+
+
 @pytest.mark.parametrize("hook", ["begin", "adjust", "finish"])
 def test_a_rule_whose_hooks_an_overlapped_schedule_does_not_call_is_refused(write: Any, hook: str) -> None:
     rule = f"    def {hook}(self, model, view, *more):\n        pass\n"

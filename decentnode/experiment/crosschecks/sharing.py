@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from decentnode.config.component import load_class
 from decentnode.config.problems import Problem
@@ -19,13 +20,14 @@ from decentnode.graph import build as build_graph
 from decentnode.graph.base import Graph
 from decentnode.graph.families import Ring
 from decentnode.graph.groups import Groups, members_of, problem_of
+from decentnode.node.schedules.schedules import SCHEDULES
 from decentnode.sharing import SHARINGS
 from decentnode.sharing.base import Sharing
 from decentnode.sharing.dump import DumpConfig
 from decentnode.sharing.hooks import AROUND_STEPS, Hooks, own_methods
 from decentnode.sharing.parameters import ParametersConfig
 from decentnode.sharing.requirements import Requirements
-from decentnode.sharing.rounds import exchange_rounds, unheard
+from decentnode.sharing.rounds import exchange_rounds, plan_mismatch, unheard
 from decentnode.sharing.weighted_by_training import reason_against_weights
 
 logger = logging.getLogger(__name__)
@@ -35,6 +37,39 @@ def check_sharing_class(experiment: Experiment) -> Iterator[Problem]:
     if _rule_class(experiment) is None:
         message = f"must name a class derived from decentnode.sharing.base.Sharing, got {experiment.sharing.name}"
         yield Problem(("sharing", "name"), message)
+
+
+def check_elementwise_payload(experiment: Experiment) -> Iterator[Problem]:
+    """Checks that an elementwise rule sends one tensor "x" as large as the model: transports between processes give
+    `mix` slices of nothing else."""
+    mapping, elements = mapping_of(experiment), 8
+    rule = None if mapping is None else _rule(experiment, mapping.num_nodes)
+    if rule is None or not rule.requirements.elementwise or not own_methods(type(rule), ["payload_schema"]) \
+            or own_methods(type(rule), ["set_parameter_shapes"]):  # its schema may depend on shapes
+        return
+    schema = rule.payload_schema(elements, torch.float32)
+    if set(schema) != {"x"} or schema["x"].max_elements != elements:
+        sent = ", ".join(f"{name!r} of {spec.max_elements} values" for name, spec in schema.items())
+        message = "must send one tensor 'x' as large as the model, because its requirements have elementwise=True"
+        yield Problem(("sharing", "name"), f"{message}, got {sent} for a model of {elements}; use elementwise=False")
+
+
+def check_plans(experiment: Experiment) -> Iterator[Problem]:
+    """Checks the `plan` of a rule from outside of this package: every node must send to the nodes that wait for it. In
+    a run, a plan that breaks this shows only as a time-out."""
+    rule = _rule_class(experiment)
+    if rule is None or not own_methods(rule, ["plan"]) or SCHEDULES[experiment.node.schedule].asynchronous:
+        return
+    for index, graph in graphs_of(experiment):
+        rules = [_rule(experiment, graph.num_nodes) for _ in range(min(graph.num_nodes, MAX_CHECKED_NODES + 1))]
+        made = [each for each in rules if each is not None]
+        if len(made) != graph.num_nodes:  # too many nodes, or a rule that cannot be made
+            continue
+        mismatch = plan_mismatch(made, graph, experiment.seed, index)
+        if mismatch is not None:
+            message = ": every node must send to the nodes that wait for it, but by the plans of"
+            yield Problem(("sharing", "name"), f"{message} {experiment.sharing.name} {mismatch}",
+                          other=fragment_path(experiment, index))  # fmt: skip
 
 
 def check_direction_hook(experiment: Experiment) -> Iterator[Problem]:
@@ -153,7 +188,7 @@ def check_information_spreads(experiment: Experiment) -> Iterator[Problem]:
     """Checks that information gets from every node to every other node over the rounds in which each fragment is
     exchanged; nodes that nothing reaches would train models of their own."""
     for index, graph in graphs_of(experiment):
-        rule = _rule(experiment, graph)
+        rule = _rule(experiment, graph.num_nodes)
         if rule is None or graph.num_nodes > MAX_CHECKED_NODES:
             continue
         name = experiment.sharing.name
@@ -261,11 +296,11 @@ def _requirements(experiment: Experiment) -> Requirements:
         return rule.requirements
 
 
-def _rule(experiment: Experiment, graph: Graph) -> Sharing | None:
-    """Returns the rule without compression, with the machines set; None if it cannot be made, as other checks
-    report."""
+def _rule(experiment: Experiment, num_nodes: int) -> Sharing | None:
+    """Returns the rule of one of `num_nodes` nodes without compression, with the machines set; None if it cannot be
+    made, as other checks report."""
     rule, mapping = _rule_class(experiment), mapping_of(experiment)
-    if rule is None or mapping is None or mapping.num_nodes != graph.num_nodes:
+    if rule is None or mapping is None or mapping.num_nodes != num_nodes:
         return None
     try:
         made = rule(experiment.sharing)

@@ -13,7 +13,8 @@ from decentnode.graph.base import Graph, RoundView
 from decentnode.parallel.planning.differences import Differences
 from decentnode.parallel.planning.rules import make_coding
 from decentnode.sharing.base import Sharing
-from decentnode.sharing.rounds import exchange_rounds, rule_view, unheard
+from decentnode.sharing.hooks import own_methods
+from decentnode.sharing.rounds import exchange_rounds, plan_mismatch, rule_view, unheard
 from decentnode.sharing.step_size import MATRIX_ROUNDS
 
 CHECKED_ROUNDS = 32
@@ -63,6 +64,10 @@ class Plan:
             raise ValueError(f"topology must connect all ranks over the steps in which {type(rule).__name__} "
                              "exchanges, "
                              f"rank {alone[0]} never hears of rank {alone[1]}; use topology='complete'")
+        mismatch = plan_mismatch([rule] * graph.num_nodes, graph) if own_methods(type(rule), ["plan"]) else None
+        if mismatch is not None:
+            raise ValueError(f"sharing: every rank must send to the ranks that wait for it, but by the plans of "
+                             f"{type(rule).__name__} {mismatch.replace('node', 'rank')}")  # fmt: skip
         if self.delayed and (needs.sequential or all(map(self.exchanges_after, range(2)))):
             raise ValueError('delayed=True needs a rule that does not exchange in every step, such as {"name": '
                              f'"local_sgd", "every": 8}}, got {type(rule).__name__}')  # fmt: skip

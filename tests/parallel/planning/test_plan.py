@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from decentnode.errors import UsageError
-from decentnode.graph.base import Graph
+from decentnode.graph.base import Graph, RoundView
 from decentnode.parallel.planning.differences import Differences
 from decentnode.parallel.planning.plan import Plan
 from decentnode.parallel.planning.rules import make_sharing
@@ -96,6 +96,16 @@ def test_a_rules_requirements_of_the_topology_are_checked() -> None:
     with pytest.raises(ValueError, match="topology must be static for Picky"):
         Plan(make_topology("ring", 4, 4), make_sharing(picky), 0)
     assert Plan(make_topology("complete", 4, 4), make_sharing(AdaptiveConsensus), 0).view(0, 0.5).weights[0] == 0.625
+
+
+def test_a_rule_whose_ranks_wait_for_ranks_that_do_not_send_is_refused() -> None:
+    """In training, the operations of the ranks would not match, and the process group would hang."""
+    def plan(_: Full, view: RoundView) -> RoundView:
+        return replace(view, neighbors=()) if view.uid == 2 else view
+
+    silent = type("Silent", (Full,), {"plan": plan})
+    with pytest.raises(ValueError, match="plans of Silent in round 0 rank 3 waits for rank 2, which sends to no rank"):
+        Plan(make_topology("ring", 4, 4), make_sharing(silent), 0)
 
 
 def test_a_robust_rule_with_too_few_neighbors_is_refused() -> None:
