@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 ALIASES = {"fullyconnected": "complete", "smallworld": "small_world", "erdosrenyi": "erdos_renyi"}
 """decentralizepy's names in lower case -> ours."""
+DEFAULT_SEED = 1
 FLAGS = {"nodes": "-n N (the number of nodes)", "degree": "-d N (the degree)", "k_over_2": "-k N (half the degree)",
          "beta": "-b B (the probability of rewiring)", "probability": "-p P (the probability of an edge)"}  # fmt: skip
 
@@ -58,15 +60,25 @@ def _with_weights(graph_class: Any, config: Any, seed: int, weights: str | None)
     return graph
 
 
-def open_graph(text: str, options: dict[str, Any], seed: int, weights: str | None) -> Topology:
+def open_graph(
+    text: str, options: dict[str, Any], seed: int | None, weights: str | None, overrides: Sequence[str]
+) -> Topology:
     """Returns the graph of an experiment file, with its own weights, of a graph file, or of a family, depending on the
-    form of `text`."""
+    form of `text`.
+
+    seed: None for that of the experiment file, or 1. overrides: "a.b=value", for an experiment file only.
+    """
     if text.endswith((".yaml", ".yml")):
         if unused := [key for key, value in {**options, "weights": weights}.items() if value is not None]:
-            raise GraphError(f"{text} already defines the whole graph: leave out --{unused[0].replace('_', '-')}")
+            raise GraphError(f"{text} already defines the whole graph: change it with --set, and leave out "
+                             f"--{unused[0].replace('_', '-')}")  # fmt: skip
         from decentnode.experiment import load
 
-        return cast("Topology", load(text, check=False).make_graph())
+        seeds = [] if seed is None else [f"seed={seed}"]
+        return cast("Topology", load(text, [*overrides, *seeds], check=False).make_graph())
+    if overrides:
+        raise GraphError(f"--set changes keys of an experiment (.yaml), got {text}")
+    seed = DEFAULT_SEED if seed is None else seed
     if text.endswith((".edges", ".adj")) or Path(text).exists():
         graph_class = load_class("file", GRAPHS, "graph")
         return _with_weights(graph_class, graph_class.Config(name="file", file=Path(text).absolute()), seed, weights)
@@ -85,11 +97,16 @@ def family_options(function: Any) -> Any:
             click.option("--branching", type=int, help="Children per node (tree)."),
             click.option("--peers", type=int, help="Peers per round (base_k_plus_1)."),
             click.option("--nodes-per-machine", type=int, help="Nodes per machine (alternating_exponential_ring)."),
-            click.option("-s", "--seed", type=int, default=1, show_default=True, help="Seed of random graphs."),
+            click.option("-s", "--seed", type=int,
+                         help=f"Seed of random graphs. Default: {DEFAULT_SEED}, or that of the experiment."),
         ]
     ):
         function = option(function)
     return function
+
+
+set_option = click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE",
+                          help="Set a key of the experiment; a={...} replaces the whole section.")  # fmt: skip
 
 
 @click.group("graph")
@@ -101,11 +118,11 @@ def command() -> None:
 @click.argument("name", metavar="FAMILY")
 @family_options
 @click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), help="File to write (.edges or .adj).")
-def make(name: str, seed: int, output: Path | None, **options: Any) -> None:
+def make(name: str, seed: int | None, output: Path | None, **options: Any) -> None:
     """Write a static graph to a file, or to standard output."""
     from decentnode.graph.file import format_edges, write
 
-    graph = family(name, options, seed)
+    graph = family(name, options, DEFAULT_SEED if seed is None else seed)
     if graph.directed or graph.period != 1:
         raise GraphError(
             f"graph files are static and undirected, {name} is not; name it in the experiment instead: "
@@ -122,6 +139,7 @@ def make(name: str, seed: int, output: Path | None, **options: Any) -> None:
 @command.command("info")
 @click.argument("graph", metavar="FILE|FAMILY")
 @family_options
+@set_option
 @click.option("--weights", type=click.Choice([w for w in WEIGHTS if w != "file"]), help="Mixing weights.")
 @click.option("--parameters", type=int,
               help="Number of model parameters (4 bytes each), to compute the bytes per round.")  # fmt: skip
@@ -129,7 +147,8 @@ def make(name: str, seed: int, output: Path | None, **options: Any) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def info(
     graph: str,
-    seed: int,
+    seed: int | None,
+    overrides: tuple[str, ...],
     weights: str | None,
     parameters: int | None,
     model_bytes: int | None,
@@ -140,7 +159,7 @@ def info(
 
     FILE holds edges (.edges, .adj) or is an experiment (.yaml), whose graph and weights may also be your own classes.
     """
-    opened = open_graph(graph, options, seed, weights)
+    opened = open_graph(graph, options, seed, weights, overrides)
     facts = describe(opened, model_bytes if model_bytes is not None else 4 * parameters if parameters else None)
     if as_json:
         click.echo(json.dumps(facts))
@@ -180,6 +199,7 @@ def describe(graph: Topology, model_bytes: int | None = None) -> dict[str, Any]:
 @command.command("draw")
 @click.argument("graph", metavar="FILE|FAMILY")
 @family_options
+@set_option
 @click.option(
     "-o",
     "--output",
@@ -187,13 +207,13 @@ def describe(graph: Topology, model_bytes: int | None = None) -> dict[str, Any]:
     required=True,
     help="Picture to write: .png, .pdf or .svg.",
 )
-def draw(graph: str, seed: int, output: Path, **options: Any) -> None:
+def draw(graph: str, seed: int | None, overrides: tuple[str, ...], output: Path, **options: Any) -> None:
     """Draw a graph (one panel per round of its period, at most eight)."""
     if output.suffix not in (".png", ".pdf", ".svg"):
         raise GraphError(f"{output}: must end in .png, .pdf or .svg")
     from decentnode.report.pictures.graph import draw_graph
 
-    draw_graph(open_graph(graph, options, seed, None), output)
+    draw_graph(open_graph(graph, options, seed, None, overrides), output)
     click.echo(str(output))
 
 

@@ -57,6 +57,24 @@ def test_an_experiment_has_a_graph_and_weights_too(tmp_path: Path) -> None:
     facts = json.loads(run("info", tmp_path / "x.yaml", "--json"))
     assert facts["nodes"] == 4 and facts["spectral_gap"] == pytest.approx(0.2)  # W = .8 I + .1 A: 1, .8, .8, .6
     assert "leave out --nodes" in run("info", tmp_path / "x.yaml", "-n", 8, code=2)
+    nodes = json.loads(run("info", tmp_path / "x.yaml", "--set", "graph.nodes=5", "--set", "weights=null", "--json"))
+    assert nodes["nodes"] == 5 and nodes["spectral_gap"] == pytest.approx(1 - (1 + 2 * np.cos(2 * np.pi / 5)) / 3)
+
+
+def test_the_seed_of_an_experiment_can_be_changed(tmp_path: Path) -> None:
+    (tmp_path / "x.yaml").write_text("graph: {name: regular, nodes: 24, degree: 3}\ndata: digits\nseed: 4\n"
+                                     "model: {name: logistic}\ntraining: {optimizer: {name: sgd, lr: 0.1}}\n")
+    family = "regular", "-n", 24, "-d", 3, "-s"
+    facts = {seed: run("info", *family, seed) for seed in (4, 5)}
+    assert facts[4] != facts[5] and run("info", tmp_path / "x.yaml") == facts[4]
+    for change in (("--seed", 5), ("--set", "seed=5")):
+        assert run("info", tmp_path / "x.yaml", *change) == facts[5]
+
+
+def test_set_changes_experiments_only(tmp_path: Path) -> None:
+    assert "--set changes keys of an experiment (.yaml), got ring" in run("info", "ring", "--set", "nodes=4", code=2)
+    picture = tmp_path / "a.png"
+    assert "--set changes keys" in run("draw", "ring", "-n", 4, "--set", "graph.nodes=4", "-o", picture, code=2)
 
 
 @pytest.mark.sampled(one=["suffix"])
