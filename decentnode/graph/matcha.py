@@ -15,10 +15,11 @@ from decentnode.config import component
 from decentnode.config.component import Config, load_class, section
 from decentnode.errors import GraphError
 from decentnode.graph import STATIC
+from decentnode.graph.optima import optimum
 from decentnode.graph.topology import Lists, SeededConfig, Topology, components
 
 MAX_NODES = 128
-"""Largest base graph, in nodes: every node of the run computes its eigenvalues some two hundred times."""
+"""Largest base graph, in nodes: its eigenvalues are computed some two hundred times before a run starts."""
 DIGITS = 6
 """Decimal digits to which probabilities and weights are rounded: eigenvalues differ in their last bits between
 machines, and the edges must not."""
@@ -65,10 +66,17 @@ class Matcha(Topology):
         self.period = None if self.config.budget < 1 and n > 1 else 1
         self._draw_seed = self.config.draw_seed(self.seed)
         self.matchings = matchings_of(base.lists(0))
-        laplacians = np.array([laplacian(n, matching) for matching in self.matchings]).reshape(-1, n, n)
-        self.probabilities = probabilities_of(laplacians, self.config.budget)
-        self.alpha, self.expected = best_alpha(laplacians, self.probabilities)
+        found = optimum(f"matcha {n} {self.matchings} {self.config.budget!r}", self._optimize)
+        self.probabilities = np.array(found[:-2])
+        self.alpha, self.expected = found[-2:]
         """The weight of every edge; and ||E[W^2] - J||, the factor per round of the expected squared distance."""
+
+    def _optimize(self) -> list[float]:
+        """Returns the probability of every matching, then alpha and ||E[W^2] - J||."""
+        n = self.num_nodes
+        laplacians = np.array([laplacian(n, matching) for matching in self.matchings]).reshape(-1, n, n)
+        probabilities = probabilities_of(laplacians, self.config.budget)
+        return [*probabilities.tolist(), *best_alpha(laplacians, probabilities)]
 
     def _lists(self, phase: int) -> Lists:
         draws = rng.stream(self._draw_seed, rng.GLOBAL, "matcha", phase).random(len(self.matchings))

@@ -15,6 +15,7 @@ from decentnode.config.file_digest import content_digest
 from decentnode.experiment import Experiment, load
 from decentnode.experiment.derived import searched
 from decentnode.experiment.tree import portable_text
+from decentnode.graph.optima import known_optima
 from decentnode.launch.children.messages import Request
 from decentnode.sweeps.space import Settings, short_names
 
@@ -78,7 +79,7 @@ def prepare(base: Request, point: Point, by: str, extra: Sequence[str] = ()) -> 
     experiment = load(request.config or None, request.overrides, request.environ, layers=request.layers,
                       connected=by == "processes")  # fmt: skip
     experiment.make_mapping()
-    request = replace(request, found=searched(experiment))
+    request = replace(request, found=searched(experiment), optima=known_optima())
     return PreparedPoint(point, request, digest_of(experiment, by), experiment.name, experiment.node.rounds)
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import json
 
 import numpy as np
 import pytest
 
 from decentnode.errors import GraphError
+from decentnode.graph import optima
 from decentnode.graph.matcha import Matcha, best_alpha, connectivity, laplacian, matchings_of, probabilities_of
 from decentnode.graph.topology import adjacency
 from tests.graph.contract import make
@@ -146,3 +148,25 @@ def test_another_seed_activates_the_same_matchings_in_other_rounds() -> None:
 def test_base_graphs_that_do_not_fit_are_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(GraphError, match=message):
         make("matcha", **options)
+
+
+def test_a_graph_is_optimized_once_per_process_and_not_where_the_result_was_handed_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[float] = []
+
+    def counted(laplacians: np.ndarray, budget: float) -> np.ndarray:
+        calls.append(budget)
+        return probabilities_of(laplacians, budget)
+
+    monkeypatch.setattr("decentnode.graph.matcha.probabilities_of", counted)
+    monkeypatch.setattr(optima, "_known", {})
+    options: dict[str, object] = {"nodes": 12, "base": {"name": "torus", "nodes": 12}}
+    made = [matcha(budget=budget, **options) for budget in (0.5, 0.25, 0.5)]
+    assert calls == [0.5, 0.25] and made[0].expected == made[2].expected != made[1].expected
+    handed = json.loads(json.dumps(optima.known_optima()))
+    monkeypatch.setattr(optima, "_known", {})
+    optima.take_optima(handed)
+    again = matcha(budget=0.5, **options)
+    assert calls == [0.5, 0.25] and again.alpha == made[0].alpha and again.expected == made[0].expected
+    assert np.array_equal(again.probabilities, made[0].probabilities)

@@ -36,6 +36,8 @@ class Request:
     """Environment variables that changed (None: were removed) since the fork server was started."""
     found: dict[str, float] = field(default_factory=dict)
     """Results of searches in an earlier load of the experiment (experiment/derived.py), which need not be repeated."""
+    optima: dict[str, list[float]] = field(default_factory=dict)
+    """Results of optimizations in an earlier load of the experiment (graph/optima.py), which need not be repeated."""
 
     @property
     def shown(self) -> str:
@@ -70,6 +72,8 @@ class Facts:
     """The uids of this machine by process."""
     found: dict[str, float] = field(default_factory=dict)
     """`Request.found` for the nodes: the search is done once per machine, not in each process."""
+    optima: dict[str, list[float]] = field(default_factory=dict)
+    """`Request.optima` for the nodes, likewise."""
     regroup: bool = False
     """Whether the others continue when a node dies."""
     own_rounds: bool = False

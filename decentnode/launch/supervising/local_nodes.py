@@ -80,7 +80,7 @@ class LocalNodes:
         facts, local = self._facts, self._facts.local
         share = max(1, usable_cores() // max(1, len(facts.processes)))
         return Task(
-            request=replace(self._request, found=facts.found), uids=uids, machine=facts.machine,
+            request=replace(self._request, found=facts.found, optima=facts.optima), uids=uids, machine=facts.machine,
             run_dir=str(self._directory) if self._directory else None, threads=facts.threads.get(str(uids[0]), share),
             run_id=self._run_id, in_process=facts.in_process, progress_seconds=max(0.25, len(local) / 50),
             socket_dir=self._sockets.path, join=join,

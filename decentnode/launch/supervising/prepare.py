@@ -17,6 +17,7 @@ from decentnode.experiment.derived import searched
 from decentnode.experiment.initial_model import module_without_values
 from decentnode.formatting import size
 from decentnode.graph.file import format_edges
+from decentnode.graph.optima import known_optima
 from decentnode.launch.children.messages import Facts, Failed, Header, Request
 from decentnode.launch.children.own_modules import local_modules
 from decentnode.launch.children.pipe import Pipe
@@ -172,6 +173,7 @@ def facts(experiment: Experiment, request: Request) -> Facts:
         task=experiment.measured().plain(),
         processes=[machines[0]] if in_process else [list(uids) for uids in processes_of(experiment, machine)],
         found=searched(experiment),
+        optima=known_optima(),
         inputs=inputs,
         faults=[fault.model_dump(mode="json", exclude_none=True) for fault in experiment.make_faults()],
         checks_records=bool(experiment.faults) and experiment.run.record is not False,
