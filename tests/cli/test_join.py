@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,6 +52,17 @@ def test_what_cannot_be_is_refused_before_the_run_gives_a_uid(
     assert done.exit_code in (2, 3) and why in done.stderr, done.output
     assert "Traceback" not in done.output and "admitted" not in done.output
     assert not seats(nodes[0]) and not Path("runs").exists()
+
+
+def test_without_a_folder_for_temporary_files_the_error_names_the_folders(
+    members: tuple[list[ZeroMQ], dict[int, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes, control = members
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/nowhere"])
+    done = join(control)
+    assert done.exit_code == 3 and "Traceback" not in done.output and not seats(nodes[0])
+    assert "No usable temporary directory found in ['/nowhere']: free some space there, or set TMPDIR" in done.stderr
 
 
 def test_an_environment_of_other_values_is_named(

@@ -10,6 +10,7 @@ from pathlib import Path
 from decentnode.build import device_of
 from decentnode.errors import AssemblyError, UsageError
 from decentnode.experiment import Experiment, load
+from decentnode.launch.children.sockets import base_folder
 from decentnode.mapping.newcomer import check_samples_of
 
 
@@ -22,9 +23,9 @@ def check(
     text: the experiment that the run sent (YAML), whose digest is `digest`. chosen: this machine's --set overrides.
     environ: its environment variables for keys. Raises UsageError for overrides that change the experiment, and for
     missing data; ConfigError for unknown keys; AssemblyError if the text gives another experiment here even without
-    overrides; EnvironmentFault for an unusable device.
+    overrides; EnvironmentFault for an unusable device, or if no temporary file can be written.
     """
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(dir=base_folder()) as folder:
         path = os.path.join(folder, "experiment.yaml")
         Path(path).write_text(text, encoding="utf-8")
 
