@@ -14,7 +14,7 @@ from decentnode.cli import main
 from decentnode.communication.zeromq.transport import ZeroMQ
 from decentnode.experiment import load
 from decentnode.launch.nodes import node_process
-from tests.communication.test_newcomers import run_of_two, seats
+from tests.communication.test_newcomers import known_seats, run_of_two
 from tests.config.experiments import BASE
 
 OPEN = BASE.replace("nodes: 4", "nodes: 2") + """\
@@ -29,7 +29,7 @@ def members(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[l
     monkeypatch.chdir(tmp_path)
     (tmp_path / "open.yaml").write_text(OPEN)
     experiment = load("open.yaml", [], {})
-    with run_of_two(told=(experiment.resolved_yaml().encode(), experiment.digest())) as found:
+    with run_of_two(experiment=(experiment.resolved_yaml().encode(), experiment.digest())) as found:
         yield found
 
 
@@ -51,7 +51,7 @@ def test_what_cannot_be_is_refused_before_the_run_gives_a_uid(
     done = join(control, *options)
     assert done.exit_code in (2, 3) and why in done.stderr, done.output
     assert "Traceback" not in done.output and "admitted" not in done.output
-    assert not seats(nodes[0]) and not Path("runs").exists()
+    assert not known_seats(nodes[0]) and not Path("runs").exists()
 
 
 def test_without_a_folder_for_temporary_files_the_error_names_the_folders(
@@ -61,7 +61,7 @@ def test_without_a_folder_for_temporary_files_the_error_names_the_folders(
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/nowhere"])
     done = join(control)
-    assert done.exit_code == 3 and "Traceback" not in done.output and not seats(nodes[0])
+    assert done.exit_code == 3 and "Traceback" not in done.output and not known_seats(nodes[0])
     assert "No usable temporary directory found in ['/nowhere']: free some space there, or set TMPDIR" in done.stderr
 
 
@@ -81,7 +81,7 @@ def test_a_node_that_fails_before_it_has_joined_gives_its_uid_back(
     before = {*threading.enumerate()}
 
     def fails(*_: object) -> None:
-        taken.extend(seats(nodes[0]))
+        taken.extend(known_seats(nodes[0]))
         raise MemoryError("no room for the model")
 
     monkeypatch.setattr(node_process, "build", fails)
@@ -91,4 +91,4 @@ def test_a_node_that_fails_before_it_has_joined_gives_its_uid_back(
             each.join(20)
             assert not each.is_alive(), "each process has only so many threads"
     assert done.exit_code == 8 and "no room for the model" in done.output + done.stderr
-    assert taken == [2] and not seats(nodes[0])
+    assert taken == [2] and not known_seats(nodes[0])

@@ -31,7 +31,7 @@ TRANSPORTS = ("inproc", "shared_memory", "ipc", "tcp", "tcp+curve", "tcp+aes-gcm
 NETWORKED = TRANSPORTS[1:]
 
 
-def make(
+def make_nodes(
     transport: str, n: int, schemas: tuple[Schema, ...], folder: Path, digests: Sequence[str] = (),
     device: torch.device | None = None, limits: Limits | None = None, **options: object,
 ) -> list[ZeroMQ]:
@@ -39,28 +39,29 @@ def make(
 
     transport: with "tcp+BULK" the nodes have keys and bulk_security BULK. "hybrid": nodes 0 and 1 are a gloo clique, 1
     and 2 use ZeroMQ, all other pairs shared memory. "own": every edge takes a path that is not part of the package
-    (unix_path.py). limits: for nodes with generations of members.
+    (unix_path.py). digests: by node, the digest of its config. limits: for nodes with generations of members. options:
+    of the transport's config.
     """
-    way, _, bulk = transport.partition("+")
+    base, _, bulk = transport.partition("+")
     keys = folder / "keys"
     if bulk:
         write_keys(keys, range(n))
         options = {"keys": keys, "bulk_security": bulk, **options}
-    name = way if way in ("shared_memory", "collective", "hybrid") else "hybrid" if way == "own" else "zeromq"
-    kind = {"collective": Collective, "hybrid": Hybrid, "own": Hybrid}.get(way, ZeroMQ)
-    if way == BATCHED:
-        name, kind, options = "collective", Collective, {"backend": "gloo", "batched": True, **options}
-    if way == "hybrid":
+    name = base if base in ("shared_memory", "collective", "hybrid") else "hybrid" if base == "own" else "zeromq"
+    transport_class = {"collective": Collective, "hybrid": Hybrid, "own": Hybrid}.get(base, ZeroMQ)
+    if base == BATCHED:
+        name, transport_class, options = "collective", Collective, {"backend": "gloo", "batched": True, **options}
+    if base == "hybrid":
         edges = [{"nodes": [0, 1], "by": "collective"}, {"nodes": [1, 2], "by": "zeromq"}]
         options = {"cliques": [[0, 1]][: n - 1], "edges": edges[: n - 1], **options}
-    if way == "own" and n > 1:
+    if base == "own" and n > 1:
         own = "tests.communication.unix_path:UnixSocketPath"
         options = {"edges": [{"nodes": list(range(n)), "by": own}], **options}
-    config = kind.Config.model_validate({"name": name, **options})
+    config = transport_class.Config.model_validate({"name": name, **options})
     assert isinstance(config, ZeroMQConfig)
-    plan = BindPlan(None if way == "tcp" else folder)
+    plan = BindPlan(None if base == "tcp" else folder)
     return [
-        kind(config, TransportParts(
+        transport_class(config, TransportParts(
             uid=u, machine_of=dict.fromkeys(range(n), 0), schemas=schemas, digest=digests[u] if digests else "d",
             bind=plan, device=device, limits=limits,
         ), load_keyring(keys, u, n) if bulk else None)
@@ -69,16 +70,18 @@ def make(
 
 
 def flat_schema(elements: int, dtype: torch.dtype = torch.float32) -> tuple[Schema, ...]:
+    """Returns the schema of payloads with one tensor `x` of this size, which is mixed slice by slice."""
     return (Schema(elements, {"x": TensorSpec(dtype, elements)}, True),)
 
 
 def folder_prefix() -> str:
-    """Returns the prefix of the names of the folders and the shared memory of `nodes`, which differs by process."""
+    """Returns the prefix of the names of the folders and the shared memory of `open_nodes`, which differs by
+    process."""
     return f"dn{os.getpid()}-"
 
 
 @contextlib.contextmanager
-def nodes(
+def open_nodes(
     transport: str,
     n: int,
     schemas: tuple[Schema, ...],
@@ -93,43 +96,43 @@ def nodes(
     with tempfile.TemporaryDirectory(prefix=folder_prefix()) as folder:
         if transport == "inproc":
             hub = Hub(n)
-            made: list[Communication] = [
+            nodes: list[Communication] = [
                 Inproc(Inproc.Config(name="inproc"), uid=u, hub=hub, schemas=schemas) for u in range(n)
             ]
         else:
-            made = list(make(transport, n, schemas, Path(folder), digests, device, limits, **options))
-        with connected(made, start):
-            yield made
+            nodes = list(make_nodes(transport, n, schemas, Path(folder), digests, device, limits, **options))
+        with connected(nodes, start):
+            yield nodes
 
 
 @contextlib.contextmanager
-def connected(made: Sequence[Communication], start: bool = True) -> Iterator[None]:
+def connected(nodes: Sequence[Communication], start: bool = True) -> Iterator[None]:
     """Binds nodes, tells each the addresses of the others and, if `start`, starts them; closes them at the end."""
-    addresses = {node.uid: bound for node in made if (bound := node.bind()) is not None}
-    for node in made:
+    addresses = {node.uid: bound for node in nodes if (bound := node.bind()) is not None}
+    for node in nodes:
         node.set_peers(addresses)
     try:
         if start:
-            together(made, lambda node: node.start(60))
+            run_on_all(nodes, lambda node: node.start(60))
         yield
     finally:
-        together(made, lambda node: node.close())
+        run_on_all(nodes, lambda node: node.close())
 
 
-def check_cannot_bind(plan: BindPlan, says: str, *, machine: int = 0) -> None:
-    """Checks that a single node on `machine` that cannot bind as planned raises EnvironmentFault matching `says`."""
+def check_cannot_bind(plan: BindPlan, reason: str, *, machine: int = 0) -> None:
+    """Checks that a single node on `machine` cannot bind as planned, and raises EnvironmentFault matching `reason`."""
     node = ZeroMQ(ZeroMQConfig(), TransportParts(
         uid=0, machine_of={0: machine}, schemas=flat_schema(4), digest="d", bind=plan,
     ))
     try:
-        with pytest.raises(EnvironmentFault, match=says):
+        with pytest.raises(EnvironmentFault, match=reason):
             node.bind()
     finally:
         node.close()
 
 
-def together(
-    made: Sequence[Communication], work: Callable[[Communication], object], limit_seconds: float = 200
+def run_on_all(
+    nodes: Sequence[Communication], work: Callable[[Communication], object], limit_seconds: float = 200
 ) -> dict[int, object]:
     """Calls work(node) for all nodes, concurrently if they are networked, in the given order otherwise. Returns the
     results by uid. Raises the first error."""
@@ -142,11 +145,11 @@ def together(
         except BaseException as error:
             errors.append(error)
 
-    if made and isinstance(made[0], Inproc):
-        for node in made:
+    if nodes and isinstance(nodes[0], Inproc):
+        for node in nodes:
             run(node)
     else:
-        threads = [threading.Thread(target=run, args=(node,)) for node in made]
+        threads = [threading.Thread(target=run, args=(node,)) for node in nodes]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -158,10 +161,12 @@ def together(
 
 
 def ring(n: int) -> dict[int, tuple[int, ...]]:
+    """Returns the neighbors of each node on a ring, in ascending order."""
     return {u: tuple(sorted({(u + 1) % n, (u - 1) % n} - {u})) for u in range(n)}
 
 
-def values(elements: int, dtype: torch.dtype, seed: int) -> Tensor:
+def random_values(elements: int, dtype: torch.dtype, seed: int) -> Tensor:
+    """Returns a tensor of normal values, or of integers from -100 to 99 for integer dtypes."""
     generator = torch.Generator().manual_seed(seed)
     if dtype.is_floating_point:
         return torch.randn(elements, generator=generator).to(dtype)
@@ -169,20 +174,23 @@ def values(elements: int, dtype: torch.dtype, seed: int) -> Tensor:
 
 
 def gossip(
-    made: Sequence[Communication],
+    nodes: Sequence[Communication],
     elements: int,
     dtype: torch.dtype,
     rounds: int,
-    work: Callable[[int, int], None] = lambda u, r: None,
+    before_round: Callable[[int, int], None] = lambda uid, round: None,
 ) -> list[Tensor]:
     """Makes rounds of x <- (x + sum of neighbors) / 3 on a ring, or of the plain sum for integers. Returns the final x
-    of every node."""
-    n = len(made)
-    models = [values(elements, dtype, u) for u in range(n)]
+    of every node.
+
+    before_round(uid, round): called on the node's thread before it sends. `rounds` may be 0.
+    """
+    n = len(nodes)
+    models = [random_values(elements, dtype, u) for u in range(n)]
     exchanges = {}
 
     def begin(node: Communication, r: int) -> None:
-        work(node.uid, r)
+        before_round(node.uid, r)
         payload = Payload({"x": models[node.uid]})
         neighbors = ring(n)[node.uid]
         exchanges[node.uid] = node.exchange(r, dict.fromkeys(neighbors, payload), neighbors)
@@ -197,11 +205,11 @@ def gossip(
                 part.div_(3)
         assert not exchanges[node.uid].missing
 
-    if isinstance(made[0], Inproc):
+    if isinstance(nodes[0], Inproc):
         for r in range(rounds):
-            for node in made:
+            for node in nodes:
                 begin(node, r)
-            for node in made:
+            for node in nodes:
                 finish(node)
     else:
 
@@ -210,5 +218,5 @@ def gossip(
                 begin(node, r)
                 finish(node)
 
-        together(made, run)
+        run_on_all(nodes, run)
     return models

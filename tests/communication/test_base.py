@@ -1,4 +1,4 @@
-"""The contract of transports: what lacks a part of it cannot be made."""
+"""Transports: a class without a method of the contract is refused, and keys are read from the configured folder."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ METHODS = ["start", "exchange", "mean", "barrier", "report", "reports", "announc
 
 @pytest.mark.parametrize("name", METHODS)
 def test_a_transport_without_a_method_of_the_contract_is_refused(name: str) -> None:
-    """When it is made, and not in the round in which the method is called first."""
-    inherited = getattr(Communication, name)
-    lacking = type("Lacking", (Inproc,), {name: inherited})
+    """The error comes when it is constructed, not in the round in which the method is first called."""
+    abstract = getattr(Communication, name)
+    incomplete = type("Incomplete", (Inproc,), {name: abstract})
     with pytest.raises(TypeError, match=rf"abstract method '?{name}"):
-        lacking()
+        incomplete()
 
 
 def test_keys_are_read_from_the_folder_that_the_config_names(tmp_path: Path) -> None:
-    """Relative to the config's own folder; without one, there are none."""
+    """The folder is relative to that of the config. Without `keys` the node has none."""
     write_keys(tmp_path / "keys", range(2))
     parts = TransportParts(1, dict.fromkeys(range(2), 0), flat_schema(8), "digest", tmp_path)
     for keys, secure in (({}, False), ({"keys": "keys"}, True)):

@@ -1,4 +1,4 @@
-"""Nodes that are in no mapping, over real sockets on two loopback addresses: admitted, refused, counted."""
+"""Newcomers (nodes outside the mapping) over real sockets on two loopback addresses: admission and refusal."""
 
 from __future__ import annotations
 
@@ -26,19 +26,25 @@ from decentnode.launch.nodes.admission import Request, admitted, experiment_of, 
 from decentnode.wire.generation import Limits
 from decentnode.wire.invitation import SECRET_BYTES, issue
 from decentnode.wire.messages import REACH_DIRECT, REACH_RELAYED, Granted
-from tests.communication.contract import flat_schema, together
+from tests.communication.contract import flat_schema, run_on_all
 from tests.conftest import free_ports, wait_until
 
-TOLD = b"graph: {name: ring}\n"
+CONFIG = b"graph: {name: ring}\n"
+"""The config that newcomers are sent."""
 LIMITS = Limits(20.0, 60.0, 2)
 
 
-class Told(Exception):
-    """Why nobody was admitted so far."""
+class NotAdmittedYet(Exception):
+    """The reason why the newcomer has not been admitted so far."""
 
 
-def made(uid: int, port: int, control: dict[int, str], keys: Path | None = None, granted: Granted | None = None,
-         newcomers: int = 1, secret: bytes = b"", told: tuple[bytes, str] = (TOLD, "d")) -> ZeroMQ:  # fmt: skip
+def make_node(uid: int, port: int, control: dict[int, str], keys: Path | None = None, granted: Granted | None = None,
+         newcomers: int = 1, secret: bytes = b"", experiment: tuple[bytes, str] = (CONFIG, "d")) -> ZeroMQ:  # fmt: skip
+    """Returns a node that is not bound: a member (uid 0 or 1), or a newcomer with the seat that it was granted.
+
+    control: uid -> control address of the members. newcomers: number of uids beyond the mapping. secret: the run's
+    secret, if it asks newcomers for invitations. experiment: (config, digest).
+    """
     options = {} if keys is None else {"keys": keys, "bulk_security": "none"}
     config = ZeroMQConfig.model_validate({"name": "zeromq", "start_timeout_seconds": 20, **options})
     token, seats = (b"", b"") if granted is None else (granted.seat, granted.seats)
@@ -47,85 +53,91 @@ def made(uid: int, port: int, control: dict[int, str], keys: Path | None = None,
     else:
         keyring = load_newcomer(keys, uid) if granted is not None else load_keyring(keys, uid, 2)
     return ZeroMQ(config, TransportParts(
-        uid=uid, machine_of={each: each for each in range(2 + newcomers)}, schemas=flat_schema(8), digest=told[1],
+        uid=uid, machine_of={machine: machine for machine in range(2 + newcomers)}, schemas=flat_schema(8),
+        digest=experiment[1],
         bind=BindPlan(None, host="127.0.0.1" if uid < 2 else "127.0.0.2", port=port), limits=LIMITS,
-        growth=Growth(2, told[0], control, token, seats, secret if granted is None else b""),
+        growth=Growth(2, experiment[0], control, token, seats, secret if granted is None else b""),
     ), keyring)  # fmt: skip
 
 
 @contextmanager
 def run_of_two(
-    keys: Path | None = None, newcomers: int = 1, secret: bytes = b"", told: tuple[bytes, str] = (TOLD, "d"),
+    keys: Path | None = None, newcomers: int = 1, secret: bytes = b"", experiment: tuple[bytes, str] = (CONFIG, "d"),
 ) -> Iterator[tuple[list[ZeroMQ], dict[int, str]]]:
+    """Yields the two started members of a run, and their control addresses by uid. Closes the members, and nodes that
+    were appended to them, at the end."""
     ports = {uid: free_ports(2) for uid in range(2)}
     control = {uid: f"tcp://127.0.0.1:{port}" for uid, port in ports.items()}
-    nodes = [made(uid, ports[uid], control, keys, None, newcomers, secret, told) for uid in range(2)]
+    nodes = [make_node(uid, ports[uid], control, keys, None, newcomers, secret, experiment) for uid in range(2)]
     try:
         for node in nodes:
             node.bind()
             node.set_peers({uid: (f"tcp://127.0.0.1:{port}", f"tcp://127.0.0.1:{port + 1}")
                             for uid, port in ports.items()})  # fmt: skip
-        together(nodes, lambda node: node.start(60))
+        run_on_all(nodes, lambda node: node.start(60))
         yield nodes, control
     finally:
         for node in nodes:
             node.close()
 
 
-def asks(
+def ask_for_admission(
     control: dict[int, str], uid: int, keys: Path | None = None, seconds: float = 60.0,
-    tell: Callable[[str], None] = lambda _: None, invitation: str = "", reach: int = REACH_DIRECT,
+    report: Callable[[str], None] = lambda _: None, invitation: str = "", reach: int = REACH_DIRECT,
 ) -> tuple[Granted, int]:
+    """Asks node `uid` to admit a newcomer. Returns what it was granted, and its port. report: called with the reason
+    while it is not admitted."""
     port = free_ports(2)
-    host = "127.0.0.77" if reach == REACH_RELAYED else "127.0.0.2"  # where nobody listens
+    host = "127.0.0.77" if reach == REACH_RELAYED else "127.0.0.2"  # nothing listens at .77
     request = Request(control[uid].removeprefix("tcp://"), uid, host, port, keys, invitation, reach)
-    return admitted(request, seconds, tell), port
+    return admitted(request, seconds, report), port
 
 
-def takes_part(
+def join_as_newcomer(
     nodes: list[ZeroMQ], control: dict[int, str], keys: Path | None = None, invitation: str = "",
     reach: int = REACH_DIRECT,
 ) -> Granted:
-    """A node asks node 1, which sends it to node 0, and becomes a member."""
-    granted, port = asks(control, 1, keys, invitation=invitation, reach=reach)
-    assert granted.uid == 2 and granted.config == TOLD
-    guest = made(2, port, control, keys, granted)
-    nodes.append(guest)
-    guest.bind()
-    guest.set_peers({uid: (at, f"{at.rpartition(':')[0]}:{int(at.rpartition(':')[2]) + 1}")
-                     for uid, at in control.items()})  # fmt: skip
-    guest.join()
-    found: dict[int, tuple[int, ...]] = {}
+    """Lets a newcomer ask node 1, which refers it to node 0, and become a member. Returns what it was granted."""
+    granted, port = ask_for_admission(control, 1, keys, invitation=invitation, reach=reach)
+    assert granted.uid == 2 and granted.config == CONFIG
+    newcomer = make_node(2, port, control, keys, granted)
+    nodes.append(newcomer)
+    newcomer.bind()
+    newcomer.set_peers({uid: (address, f"{address.rpartition(':')[0]}:{int(address.rpartition(':')[2]) + 1}")
+                        for uid, address in control.items()})  # fmt: skip
+    newcomer.join()
+    members: dict[int, tuple[int, ...]] = {}
 
-    def enter(node: ZeroMQ) -> None:
+    def enter_next_generation(node: ZeroMQ) -> None:
         wait_until(lambda: bool(node._status.regrouping))
-        found[node.uid] = node.regroup().wait().members
+        members[node.uid] = node.regroup().wait().members
         node.barrier("all there", 20)
 
-    together(nodes, enter)
-    assert found == dict.fromkeys(range(3), (0, 1, 2))
+    run_on_all(nodes, enter_next_generation)
+    assert members == dict.fromkeys(range(3), (0, 1, 2))
     return granted
 
 
-def test_a_newcomer_becomes_a_member_whomever_it_asks() -> None:
+def test_a_newcomer_that_asks_a_member_other_than_the_leader_becomes_a_member() -> None:
     with run_of_two() as (nodes, control):
-        takes_part(nodes, control)
+        join_as_newcomer(nodes, control)
 
 
-def test_there_are_so_many_uids_and_no_more() -> None:
+def test_no_more_newcomers_are_admitted_than_the_config_allows() -> None:
     with run_of_two() as (_, control):
-        asks(control, 0)
+        ask_for_admission(control, 0)
 
-        def tell(reason: str) -> None:
-            raise Told(reason)
+        def raise_reason(reason: str) -> None:
+            raise NotAdmittedYet(reason)
 
-        with pytest.raises(Told, match="all 1 uids beyond the mapping are taken"):
-            asks(control, 0, tell=tell)
+        with pytest.raises(NotAdmittedYet, match="all 1 uids beyond the mapping are taken"):
+            ask_for_admission(control, 0, report=raise_reason)
     with run_of_two(newcomers=0) as (_, control), pytest.raises(AssemblyError, match=r"admits no nodes beyond"):
-        asks(control, 0)
+        ask_for_admission(control, 0)
 
 
-def keys_of(folder: Path, authorized: bool) -> tuple[Path, Path]:
+def write_key_folders(folder: Path, authorized: bool) -> tuple[Path, Path]:
+    """Returns the key folders of the members and of a newcomer, whose key the members have authorized or not."""
     members, own = folder / "members", folder / "own"
     write_keys(members, range(2))
     key = write_newcomer(own)
@@ -137,18 +149,18 @@ def keys_of(folder: Path, authorized: bool) -> tuple[Path, Path]:
     return members, own
 
 
-def test_with_keys_an_authorized_key_gets_in(tmp_path: Path) -> None:
-    members, own = keys_of(tmp_path, authorized=True)
+def test_a_newcomer_with_an_authorized_key_becomes_a_member(tmp_path: Path) -> None:
+    members, own = write_key_folders(tmp_path, authorized=True)
     with run_of_two(members) as (nodes, control):
-        takes_part(nodes, control, own)
+        join_as_newcomer(nodes, control, own)
 
 
 @pytest.mark.slow
-def test_with_keys_a_stranger_is_refused_and_counted(tmp_path: Path) -> None:
-    members, own = keys_of(tmp_path, authorized=False)
+def test_a_newcomer_without_an_authorized_key_is_refused_and_counted(tmp_path: Path) -> None:
+    members, own = write_key_folders(tmp_path, authorized=False)
     with run_of_two(members) as (nodes, control):
         with pytest.raises(AssemblyError, match="no answer"):
-            asks(control, 0, own, seconds=2.0)
+            ask_for_admission(control, 0, own, seconds=2.0)
         wait_until(lambda: nodes[0].counters.faults.get("stranger", 0) > 0)
         assert not nodes[0]._generations.reconfiguration.membership.seats.known  # type: ignore[union-attr]
 
@@ -160,88 +172,91 @@ def invitation(uses: int = 1, secret: bytes = SECRET) -> str:
     return issue(secret, uses, int(clock.wall()) + 600, entropy.draw)
 
 
-def test_an_invitation_lets_in_so_many_and_strangers_are_counted_and_named(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_invitation_admits_so_many_and_uninvited_newcomers_are_counted_and_logged(
+    caplog: pytest.LogCaptureFixture
+) -> None:
     with run_of_two(newcomers=3, secret=SECRET) as (nodes, control):
-        for wrong, why in (("", "has no invitation"), (invitation(secret=bytes(32)), "not made with this run's")):
-            with pytest.raises(AssemblyError, match=f"refuses this node: it.* {why}"):
-                asks(control, 0, invitation=wrong)
+        for wrong, reason in (("", "has no invitation"), (invitation(secret=bytes(32)), "not made with this run's")):
+            with pytest.raises(AssemblyError, match=f"refuses this node: it.* {reason}"):
+                ask_for_admission(control, 0, invitation=wrong)
         assert nodes[0].counters.faults == {"uninvited": 2}
         assert "a node at tcp://127.0.0.2:" in caplog.text and "not admitted: it has no invitation" in caplog.text
-        mine = invitation()
-        assert asks(control, 1, invitation=mine)[0].uid == 2
+        valid = invitation()
+        assert ask_for_admission(control, 1, invitation=valid)[0].uid == 2
         with pytest.raises(AssemblyError, match="is for 1 nodes, and that many have joined"):
-            asks(control, 0, invitation=mine)
+            ask_for_admission(control, 0, invitation=valid)
 
 
-def test_with_keys_an_invitation_stands_for_a_line_of_authorized_keys(tmp_path: Path) -> None:
-    members, own = keys_of(tmp_path, authorized=False)
+def test_a_newcomer_with_an_invitation_needs_no_authorized_key(tmp_path: Path) -> None:
+    members, own = write_key_folders(tmp_path, authorized=False)
     with run_of_two(members, secret=SECRET) as (nodes, control):
         with pytest.raises(AssemblyError, match="has no invitation"):
-            asks(control, 0, own)
-        takes_part(nodes, control, own, invitation())
+            ask_for_admission(control, 0, own)
+        join_as_newcomer(nodes, control, own, invitation())
 
 
-def test_with_an_authorized_key_no_invitation_is_needed(tmp_path: Path) -> None:
-    members, own = keys_of(tmp_path, authorized=True)
+def test_a_newcomer_with_an_authorized_key_needs_no_invitation(tmp_path: Path) -> None:
+    members, own = write_key_folders(tmp_path, authorized=True)
     with run_of_two(members, secret=SECRET) as (_, control):
-        assert asks(control, 0, own)[0].uid == 2
+        assert ask_for_admission(control, 0, own)[0].uid == 2
 
 
 @pytest.mark.parametrize("with_keys", [False, True])
-def test_a_newcomer_that_nobody_can_connect_to_becomes_a_member(tmp_path: Path, with_keys: bool) -> None:
-    members, own = keys_of(tmp_path, authorized=True) if with_keys else (None, None)
+def test_a_newcomer_that_is_reached_only_through_relays_becomes_a_member(tmp_path: Path, with_keys: bool) -> None:
+    members, own = write_key_folders(tmp_path, authorized=True) if with_keys else (None, None)
     with run_of_two(members) as (nodes, control):
-        takes_part(nodes, control, own, reach=REACH_RELAYED)
+        join_as_newcomer(nodes, control, own, reach=REACH_RELAYED)
         assert sum(node.counters.relayed_bytes for node in nodes) > 0
-        # node 1 hears of the newcomer from itself before node 0 has told it who that is
+        # messages of the newcomer may reach node 1 before node 0 has announced the newcomer
         assert {kind for node in nodes[:2] for kind in node.counters.faults} <= {"unknown_uid", "stranger"}
 
 
-def seats(node: ZeroMQ) -> dict[int, object]:
-    """Who was granted a uid, as far as a member knows."""
+def known_seats(node: ZeroMQ) -> dict[int, object]:
+    """Returns the seats of newcomers that a member knows, by uid."""
     reconfiguration = node._generations.reconfiguration  # type: ignore[union-attr]
     return dict(reconfiguration.membership.seats.known)
 
 
-def request(control: dict[int, str], uid: int, invited: str = "") -> Request:
-    return Request(control[uid].removeprefix("tcp://"), uid, "127.0.0.2", free_ports(2), None, invited, REACH_DIRECT)
+def make_request(control: dict[int, str], uid: int, invitation: str = "") -> Request:
+    return Request(control[uid].removeprefix("tcp://"), uid, "127.0.0.2", free_ports(2), None, invitation, REACH_DIRECT)
 
 
-def test_what_the_experiment_is_can_be_asked_without_taking_a_seat() -> None:
+def test_a_newcomer_can_ask_for_the_experiment_without_taking_a_seat() -> None:
     with run_of_two(secret=SECRET) as (nodes, control):
         with pytest.raises(AssemblyError, match="refuses this node: it has no invitation"):
-            experiment_of(request(control, 1), 60.0)
+            experiment_of(make_request(control, 1), 60.0)
         for member in (0, 1):
-            told = experiment_of(request(control, member, invitation()), 60.0)
-            assert (told.config, told.digest) == (TOLD, "d")
-        assert not seats(nodes[0]) and not seats(nodes[1])
+            answer = experiment_of(make_request(control, member, invitation()), 60.0)
+            assert (answer.config, answer.digest) == (CONFIG, "d")
+        assert not known_seats(nodes[0]) and not known_seats(nodes[1])
     with run_of_two(newcomers=0) as (_, control), pytest.raises(AssemblyError, match="admits no nodes beyond"):
-        experiment_of(request(control, 0), 60.0)
+        experiment_of(make_request(control, 0), 60.0)
 
 
-@pytest.mark.parametrize("told", [0, 1])
-def test_who_does_not_come_gives_its_seat_and_its_invitation_back(told: int) -> None:
-    mine = invitation()
+@pytest.mark.parametrize("member", [0, 1])
+def test_a_newcomer_that_resigns_returns_its_seat_and_its_invitation(member: int) -> None:
+    """It resigns at either member. A resignation with another token has no effect."""
+    valid = invitation()
     with run_of_two(secret=SECRET) as (nodes, control):
-        first = request(control, told, mine)
+        first = make_request(control, member, valid)
         granted = admitted(first, 60.0)
-        assert not resign(first, replace(granted, seat=bytes(len(granted.seat)))) or seats(nodes[0]), "whose seat it is"
-        assert set(seats(nodes[0])) == {2}
+        resign(first, replace(granted, seat=bytes(len(granted.seat))))
+        assert set(known_seats(nodes[0])) == {2}, "another token gave up the seat"
         assert resign(first, granted)
-        assert not seats(nodes[0])
-        assert admitted(request(control, 0, mine), 60.0).uid == 2, "another one, at once, with the invitation"
+        assert not known_seats(nodes[0])
+        assert admitted(make_request(control, 0, valid), 60.0).uid == 2, "the invitation is used up"
 
 
-def test_a_member_does_not_give_up_its_seat_by_such_a_word() -> None:
+def test_a_resignation_has_no_effect_once_the_newcomer_is_a_member() -> None:
     with run_of_two() as (nodes, control):
-        granted = takes_part(nodes, control)
-        resign(request(control, 0), granted)
-        assert set(seats(nodes[0])) == {2}
+        granted = join_as_newcomer(nodes, control)
+        resign(make_request(control, 0), granted)
+        assert set(known_seats(nodes[0])) == {2}
 
 
 def test_a_newcomer_is_told_how_long_ago_a_run_with_faults_began() -> None:
     with run_of_two(newcomers=2) as (nodes, control):
-        assert asks(control, 0)[0].age_milliseconds == 0, "faults come about by no time"
+        assert ask_for_admission(control, 0)[0].age_milliseconds == 0, "this run has no timed faults"
         for node in nodes:
             node.run_began = clock.now() - 100.0
-        assert 100_000 <= asks(control, 0)[0].age_milliseconds < 200_000
+        assert 100_000 <= ask_for_admission(control, 0)[0].age_milliseconds < 200_000

@@ -1,4 +1,4 @@
-"""Queues are bounded: what becomes of payloads for a neighbor that takes none, on every transport."""
+"""Queues for a neighbor that receives nothing are bounded on every transport."""
 
 from __future__ import annotations
 
@@ -11,20 +11,22 @@ from decentnode.communication.zeromq.protocol.link_state import MAX_PAYLOADS, MA
 from decentnode.communication.zeromq.transport import ZeroMQ
 from decentnode.payload import Payload
 from decentnode.tensors import BLOCK_ELEMENTS
-from tests.communication.contract import flat_schema, nodes, together
+from tests.communication.contract import flat_schema, open_nodes, run_on_all
 
 ELEMENTS, ROUNDS = 4 * BLOCK_ELEMENTS, 20
 
 
 @pytest.mark.sampled(one=["transport"])
 @pytest.mark.parametrize("transport", ["shared_memory", "ipc", "tcp", "tcp+curve", "tcp+aes-gcm", "hybrid"])
-def test_a_neighbor_that_takes_nothing_is_sent_so_much_and_told_what_it_missed(transport: str) -> None:
-    """Node 0 is at its 20th round before node 1 begins its first."""
+def test_a_neighbor_that_is_far_behind_gets_a_bounded_number_of_payloads_and_is_told_which_it_missed(
+    transport: str,
+) -> None:
+    """Node 0 has made 20 rounds before node 1 begins its first."""
     options = {"edges": [], "cliques": []} if transport == "hybrid" else {}
-    with nodes(
+    with open_nodes(
         transport, 2, flat_schema(ELEMENTS), chunk_bytes=1 << 20, window_bytes=1 << 20, timeout_seconds=1.0, **options
-    ) as made:
-        ahead, behind = made
+    ) as nodes:
+        ahead, behind = nodes
         assert isinstance(ahead, ZeroMQ)
 
         def send(round: int) -> bool:
@@ -36,7 +38,7 @@ def test_a_neighbor_that_takes_nothing_is_sent_so_much_and_told_what_it_missed(t
 
         sent = [send(round) for round in range(ROUNDS)]
         count = sum(sent)
-        assert sent == [True] * count + [False] * (ROUNDS - count), "none is dropped between two that leave"
+        assert sent == [True] * count + [False] * (ROUNDS - count), "a payload was dropped, but a later one was sent"
         in_window = -(-ahead._links.window // (4 * ELEMENTS))
         assert MAX_PAYLOADS <= count <= MAX_PAYLOADS + in_window + SLOTS
         edge = ahead._links.sender.edges[1]
@@ -50,14 +52,14 @@ def test_a_neighbor_that_takes_nothing_is_sent_so_much_and_told_what_it_missed(t
                 assert all(bool((p.tensors["x"] == round).all()) for p in arrival.received.values())
             assert (not exchange.missing) == (round < count or round >= ROUNDS)
 
-        together([behind], lambda node: [take(node, round) for round in range(ROUNDS)])
+        run_on_all([behind], lambda node: [take(node, round) for round in range(ROUNDS)])
         for round in range(ROUNDS, ROUNDS + 3):
             assert send(round)
-            together([behind], lambda node, round=round: take(node, round))  # type: ignore[misc]
+            run_on_all([behind], lambda node, round=round: take(node, round))  # type: ignore[misc]
         assert not behind.counters.faults and edge.queued == 0 and edge.withheld is None
 
 
-def test_messages_without_numbers_for_a_peer_that_takes_none_are_bounded() -> None:
+def test_the_queue_of_unnumbered_messages_is_bounded() -> None:
     urgent = PeerLink(1 << 20, needs_credential=False).planes[0].urgent
     for number in range(3 * MAX_URGENT):
         urgent.append(b"%d" % number)

@@ -1,4 +1,4 @@
-"""How threads sleep that wait for neighbors: one at the doorbell, and at most one."""
+"""Threads that wait for neighbors: at most one listens to the doorbell, and the others wait to be notified."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from decentnode.communication.run_state import RunState, Steps, Wait, at_once, r
 from tests.conftest import wait_until
 
 
-class CountingBell:
+class CountingDoorbell:
+    """A doorbell that counts how many threads listen to it at once (`most`), and how often it was listened to
+    (`visits`)."""
+
     def __init__(self) -> None:
         self.rung = threading.Event()
         self.listening = self.most = self.visits = 0
@@ -27,14 +30,14 @@ class CountingBell:
         self.listening -= 1
 
 
-def sleeping(status: RunState) -> int:
-    """How many threads wait to be notified, away from the doorbell."""
+def num_waiting(status: RunState) -> int:
+    """Returns how many threads wait to be notified, not counting the one that listens to the doorbell."""
     with status.changed:
         return len(status.changed._waiters)  # type: ignore[attr-defined]
 
 
-def test_two_threads_wait_with_one_at_the_bell_and_both_are_woken() -> None:
-    doorbell = CountingBell()
+def test_of_two_waiting_threads_one_listens_to_the_doorbell_and_both_are_woken() -> None:
+    doorbell = CountingDoorbell()
     status = RunState(doorbell=doorbell)
     done, wanted = [], {"a": False, "b": False}
 
@@ -48,13 +51,13 @@ def test_two_threads_wait_with_one_at_the_bell_and_both_are_woken() -> None:
     threads[0].start()
     wait_until(lambda: doorbell.listening)
     threads[1].start()
-    wait_until(lambda: sleeping(status) == 1)
+    wait_until(lambda: num_waiting(status) == 1)
     with status.changed:
-        wanted["a"] = True  # the one at the doorbell, which the other then takes over
+        wanted["a"] = True  # thread a listens to the doorbell, which thread b then takes over
         status.notify()
     threads[0].join(60)
     assert done == ["a"]
-    wait_until(lambda: doorbell.visits == 2, "nobody took the doorbell over")
+    wait_until(lambda: doorbell.visits == 2, "thread b did not take the doorbell over")
     with status.changed:
         wanted["b"] = True
         status.notify()
@@ -62,7 +65,7 @@ def test_two_threads_wait_with_one_at_the_bell_and_both_are_woken() -> None:
     assert done == ["a", "b"] and doorbell.most == 1
 
 
-def test_without_a_bell_both_wait_to_be_notified() -> None:
+def test_without_a_doorbell_all_threads_wait_to_be_notified() -> None:
     status, woken = RunState(), []
 
     def wait() -> None:
@@ -73,7 +76,7 @@ def test_without_a_bell_both_wait_to_be_notified() -> None:
     threads = [threading.Thread(target=wait, daemon=True) for _ in range(2)]
     for thread in threads:
         thread.start()
-    wait_until(lambda: sleeping(status) == 2)
+    wait_until(lambda: num_waiting(status) == 2)
     with status.changed:
         status.notify()
     for thread in threads:

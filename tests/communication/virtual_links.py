@@ -1,5 +1,5 @@
-"""Nodes that are but their links, on a virtual network. Each is ticked by `next_deadline` alone, so that whatever that
-forgets to name would never be done."""
+"""Nodes that consist of their links, on a virtual network. A node is ticked only when its `next_deadline` says so: work
+for which it names no deadline is never done, and the test fails."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from decentnode.wire.session import Session
 RUN = b"theirrun"
 
 
-class End:
-    """One node: its links, what it sends and what came; the network's node and the links' port."""
+class VirtualNode:
+    """One node's links, and what it received. It is the network's socket and the links' port."""
 
     def __init__(self, uid: int, n: int, network: VirtualNetwork, window: int, secure: bool) -> None:
         self.uid, self.network, self.heap = uid, network, network.heap
@@ -40,19 +40,18 @@ class End:
         self.counters, self.credits = Counters(), ReceiveCredits(window)
         self.links = ReliableLinks(self.session, self, self.counters, self.credits, BulkAccess(secure, secure))
         self.links.sender.control_kind = framing.XXH3
-        self.came: dict[int, list[int]] = {}
-        """By source: the numbers of control messages, as they came."""
-        self.bodies: dict[int, dict[int, bytes]] = {}
-        """By source and number: what bulk messages brought."""
-        self.byes: set[int] = set()
+        self.control_received: dict[int, list[int]] = {}
+        """By source: the numbers of its control messages, in the order of arrival."""
+        self.bulk_received: dict[int, dict[int, bytes]] = {}
+        """By source: the bodies of its bulk messages, by number."""
+        self.goodbyes_from: set[int] = set()
         self.held: Counter[int] = Counter()
-        """Bytes that came of a source and are not used up, as its window counts them."""
-        self.ticked = 0
+        """Bytes received from each source that are not consumed yet, as its credit window counts them."""
         self._alarm = DeadlineTimer(self.heap, lambda: self.next_deadline, self._tick)
         network.nodes[uid] = Socket(self._receive, self._writable, proves=secure)
 
     def _session(self, n: int) -> Session:
-        """One whose run has begun."""
+        """Returns a session whose run has begun."""
         session = Session(self.uid, n, "d", RUN)
         session.start_outside()
         session.adopt(RUN, FIRST, tuple(range(n)))
@@ -68,8 +67,8 @@ class End:
         return self.network.send(self.uid, uid, plane, [first] if body is None else [first, body])
 
     def _log_in(self, uid: int) -> None:
-        """A connection is made: the other end asks for a credential that no connection had before."""
-        given = next(end for end in self.others if end.uid == uid).links.access.given
+        """Makes a connection, for which the other node requires a credential that no connection has used."""
+        given = next(node for node in self.others if node.uid == uid).links.access.given
         assert given[self.uid].refusal(self.links.sender.log_in(uid)) is None
 
     def carried(self, uid: int, plane: int) -> int | None:
@@ -82,17 +81,17 @@ class End:
         assert now == clock.now()
         source = message.source
         if isinstance(message, Bye):
-            self.byes.add(source)
+            self.goodbyes_from.add(source)
         elif isinstance(message, Depart):
-            self.came.setdefault(source, []).append(message.rounds)
+            self.control_received.setdefault(source, []).append(message.rounds)
         else:
             assert isinstance(message, Chunk) and body is not None
-            bodies = self.bodies.setdefault(source, {})
-            assert message.chunk not in bodies, f"{message.chunk} of {source} came twice"
+            bodies = self.bulk_received.setdefault(source, {})
+            assert message.chunk not in bodies, f"bulk message {message.chunk} of node {source} was delivered twice"
             bodies[message.chunk] = bytes(body)
             cost = body.nbytes + MESSAGE_COST
             self.held[source] += cost
-            assert self.held[source] <= self.credits.window, "more is held than the window says"
+            assert self.held[source] <= self.credits.window, "more bytes are held than the credit window allows"
             self.heap.after(self.network.random.random() * 0.2, lambda: self.consumed(source, cost))
 
     def consumed(self, uid: int, size: int) -> None:
@@ -103,11 +102,12 @@ class End:
         self._arm()
 
     def has_room(self, uid: int) -> None:
-        """Payloads that are withheld are the sender's tests."""
+        """Does nothing: payloads that are withheld have tests of their own."""
 
-    # -- what drives the links --------------------------------------------------------------------------------
+    # -- calls of the network and the event queue -------------------------------------------------------------
 
-    others: list[End]
+    others: list[VirtualNode]
+    """All nodes but this one; set before the first event."""
 
     def _receive(self, plane: int, frames: list[memoryview], uid: int | None) -> None:
         self.links.receive(plane, frames, uid, self.heap.now)
@@ -118,21 +118,20 @@ class End:
         self._arm()
 
     def _arm(self) -> None:
-        """Tick when there is something to do, and not before."""
+        """Schedules the next tick at `next_deadline`."""
         self._alarm.set()
         self._check()
 
     def _tick(self) -> None:
-        self.ticked += 1
-        self._do_what_is_due()
-        assert self.next_deadline > self.heap.now, "what was due has been done"
+        self._do_due_work()
+        assert self.next_deadline > self.heap.now, "a tick left something undone that was due"
         self._arm()
 
     @property
     def next_deadline(self) -> float:
         return self.links.next_deadline
 
-    def _do_what_is_due(self) -> None:
+    def _do_due_work(self) -> None:
         self.links.tick(self.heap.now)
 
     def send_control(self, uid: int, number: int) -> None:
@@ -147,30 +146,31 @@ class End:
         self._arm()
 
     def finished(self) -> bool:
-        over = self.links.finished(self.heap.now)
+        finished = self.links.finished(self.heap.now)
         self._arm()
-        return over
+        return finished
 
     # -- faults -----------------------------------------------------------------------------------------------
 
     def cut(self, uid: int, plane: int) -> None:
-        """The connection to a peer breaks."""
+        """Breaks the connection to a peer."""
         self.network.cut(self.uid, uid, plane)
         if plane == BULK and self.links.access.needs_credential:  # libzmq does not make such a connection again
             self.links.disconnected(uid, plane)
             self._arm()
 
     def halve(self, uid: int, plane: int) -> None:
-        """Nothing comes out of the connection to a peer any more."""
+        """Makes the connection to a peer half-open: it still accepts messages, but delivers none."""
         self.network.halve(self.uid, uid, plane)
 
     def _check(self) -> None:
-        """After every call of the links: what must hold at all times."""
+        """Checks the invariants of the links; called after every call of them."""
         check_links(self.links, self.heap.now)
 
 
-def drawn_link(draw: random.Random) -> Link:
-    """Connections that are fast or slow, wide or narrow, sound or not."""
+def draw_link(draw: random.Random) -> Link:
+    """Returns random properties of connections: latency, queue length, and shares of lost, repeated, overtaken and
+    damaged messages."""
     share = draw.choice((0.0, 0.05, 0.2))
     return Link(
         latency_seconds=draw.choice((0.001, 0.05)), jitter_seconds=draw.choice((0.0, 0.05)),
@@ -179,10 +179,10 @@ def drawn_link(draw: random.Random) -> Link:
     )
 
 
-def plan_breaks(ends: Sequence[End], draw: random.Random, seconds: float) -> None:
-    """A few connections break, or go on without anything coming out of them, within the next `seconds`."""
+def schedule_breaks(nodes: Sequence[VirtualNode], draw: random.Random, seconds: float) -> None:
+    """Schedules up to eleven random breaks and half-open connections within the next `seconds`."""
     for _ in range(draw.randrange(0, 12)):
-        source, other = draw.sample(range(len(ends)), 2)
-        happens = draw.choice((ends[source].cut, ends[source].cut, ends[source].halve))
+        source, other = draw.sample(range(len(nodes)), 2)
+        fault = draw.choice((nodes[source].cut, nodes[source].cut, nodes[source].halve))
         plane = draw.choice((CONTROL, BULK))
-        ends[0].heap.after(draw.random() * seconds, lambda o=other, p=plane, h=happens: h(o, p))
+        nodes[0].heap.after(draw.random() * seconds, lambda o=other, p=plane, f=fault: f(o, p))

@@ -1,5 +1,5 @@
-"""Whole nodes without sockets or threads on a virtual network: session, links, inbox, means, barriers, reports and
-membership, put together as the transport does, and driven by nothing but messages and the deadlines that they name."""
+"""Whole nodes without sockets or threads on a virtual network. They consist of session, links, inbox, means, barriers,
+reports and membership, as in the transport, and run only when a message arrives or a deadline that they name passes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from decentnode.wire.generation import Generation, Limits, Name
 from decentnode.wire.membership import Membership
 from decentnode.wire.messages import Message, Slot
 from decentnode.wire.session import Session
-from tests.communication.virtual_links import RUN, End
+from tests.communication.virtual_links import RUN, VirtualNode
 
 TURNS, ELEMENTS, CHUNK_BYTES = 4, 600, 1024
 WINDOW = 4 * (CHUNK_BYTES + MESSAGE_COST)
@@ -37,52 +37,54 @@ PHASES = ("join", "barrier", "mean", "report")
 SPEC = Schema(ELEMENTS, {"x": TensorSpec(torch.float32, ELEMENTS)}, True)
 
 
-class Facts(RunFacts):
-    """Facts whose waits are steps of one thread."""
+class CallbackFacts(RunFacts):
+    """Facts that call a function whenever something changed on which a wait may depend."""
 
-    def __init__(self, notified: Callable[[], None]) -> None:
+    def __init__(self, on_change: Callable[[], None]) -> None:
         super().__init__()
-        self._notified = notified
+        self._on_change = on_change
 
     def notify(self) -> None:
-        self._notified()
+        self._on_change()
 
 
-class World:
-    """What all nodes of a run have in common, for what must hold."""
+class RunRecord:
+    """What all nodes of a run write down, to check invariants over all of them."""
 
     def __init__(self, n: int) -> None:
         self.n = n
         self.arrived: dict[tuple[Name, int], set[int]] = {}
-        """(generation, turn) -> who is at its barrier."""
+        """(generation, turn) -> the nodes that have arrived at the barrier of this turn."""
 
 
-def share(uid: int, turn: int) -> Tensor:
+def contribution(uid: int, turn: int) -> Tensor:
+    """Returns the tensor of which node `uid` takes the mean with the others in a turn."""
     return torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(100 * turn + uid))
 
 
 def expected_mean(members: tuple[int, ...], turn: int) -> tuple[Tensor, int]:
-    """As the in-process twin has it."""
+    """Returns the mean and the number of contributors that the in-process twin computes, which must be equal to the
+    bit."""
     hub = Hub(len(members))
     hub.generation = Generation(0, members)
-    hub.means["k"] = {uid: share(uid, turn) for uid in members}
+    hub.means["k"] = {uid: contribution(uid, turn) for uid in members}
     return hub.tree_mean("k")
 
 
-class SessionEnd(End):
-    """One node: it joins, then passes a barrier and takes a mean in every turn, reports, and leaves."""
+class SessionNode(VirtualNode):
+    """A node that joins, passes a barrier and takes a mean in every turn, reports, and leaves."""
 
-    def __init__(self, uid: int, world: World, network: VirtualNetwork, timeout_seconds: float,
+    def __init__(self, uid: int, record: RunRecord, network: VirtualNetwork, timeout_seconds: float,
                  limits: Limits | None) -> None:  # fmt: skip
-        super().__init__(uid, world.n, network, WINDOW, secure=False)
-        self.world, self.timeout_seconds = world, timeout_seconds
-        self.facts = Facts(lambda: self.heap.after(0.0, self._go_on))
+        super().__init__(uid, record.n, network, WINDOW, secure=False)
+        self.record, self.timeout_seconds = record, timeout_seconds
+        self.facts = CallbackFacts(lambda: self.heap.after(0.0, self._advance))
         self.inbox = InboxState((SPEC,), CHUNK_BYTES, self.facts, self.counters, self)
         maker = MessageMaker(self.session, ZeroMQConfig(checksum="xxh3"))
         self.reconfiguration: Reconfiguration | None = None
         if limits is not None:
             draw = random.Random(f"{uid} origins").randbytes
-            membership = Membership(uid, world.n, limits, draw=draw, digest="d")
+            membership = Membership(uid, record.n, limits, draw=draw, digest="d")
             self.reconfiguration = Reconfiguration(
                 membership, self.links.sender, self.facts, self.counters, self.facts.notify
             )
@@ -92,34 +94,36 @@ class SessionEnd(End):
             maker=maker, hold=copied, consumed=self.consumed, has_room=self.has_room, joined=lambda: None,
             reconfiguration=self.reconfiguration,
         ))  # fmt: skip
-        self.protocol.take_slot = self._no_slots
-        self.collectives = self._take_collectives()
-        self.turn, self.turns, self.phase = 0, 0, ""
+        self.protocol.take_slot = self._refuse_slot
+        self.collectives = self._new_collectives()
+        self.turn, self.turns_completed, self.phase = 0, 0, ""
         self.on_phase: Callable[[], None] = lambda: None
+        """Called when the node enters a phase; set by tests."""
         self.reports: dict[int, dict[str, float | int | str]] = {}
         self.error: Exception | None = None
-        self.over = self.dead = False
+        self.closed = self.dead = False
         self.thaws_at = 0.0
+        """Until when the node is frozen."""
         self._wait: Wait | None = None
-        self._story = self._run()
+        self._steps = self._run()
 
     def _session(self, n: int) -> Session:
         return Session(self.uid, n, "d", RUN if self.uid == 0 else None)
 
     @staticmethod
-    def _no_slots(message: Slot) -> None:
+    def _refuse_slot(message: Slot) -> None:
         raise AssertionError(message)
 
-    def _take_collectives(self) -> CollectiveState:
-        made = CollectiveState(self.session, CHUNK_BYTES, self.facts, self.protocol)
-        self.protocol.collectives = made
-        return made
+    def _new_collectives(self) -> CollectiveState:
+        collectives = CollectiveState(self.session, CHUNK_BYTES, self.facts, self.protocol)
+        self.protocol.collectives = collectives
+        return collectives
 
     @property
     def next_deadline(self) -> float:
         return min(self.links.next_deadline, self.protocol.next_deadline)
 
-    def _do_what_is_due(self) -> None:
+    def _do_due_work(self) -> None:
         now = self.heap.now
         if now >= self.protocol.next_deadline:
             self.protocol.tick(now)
@@ -143,20 +147,20 @@ class SessionEnd(End):
     # -- the node ---------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        self._go_on()
+        self._advance()
 
-    def _enters(self, phase: str) -> None:
+    def _enter_phase(self, phase: str) -> None:
         self.phase = phase
         self.on_phase()
 
     def _run(self) -> Iterator[Wait]:
-        self._enters("join")
+        self._enter_phase("join")
         limit = self.timeout_seconds + (GRACE_SECONDS if self.uid else 0.0)
         yield JoinWait(self.facts, lambda: self.protocol.joined, lambda: self.protocol.give_up(self.heap.now), limit,
                        GRACE_SECONDS, self.heap.now)  # fmt: skip
         while True:
             try:
-                yield from self._turns()
+                yield from self._make_turns()
                 break
             except (Regrouping, PeerLost) as lost:
                 if self.reconfiguration is None:
@@ -168,48 +172,49 @@ class SessionEnd(End):
             yield from self._regroup()
         yield from self._close()
 
-    def _turns(self) -> Iterator[Wait]:
+    def _make_turns(self) -> Iterator[Wait]:
         members = self.session.members
         while self.turn < TURNS:
             if self.reconfiguration is not None:
                 self.reconfiguration.enter(self.turn)
-            self._enters("barrier")
-            at = self.world.arrived.setdefault((self.session.name, self.turn), set())
-            at.add(self.uid)
+            self._enter_phase("barrier")
+            arrived = self.record.arrived.setdefault((self.session.name, self.turn), set())
+            arrived.add(self.uid)
             yield self.collectives.enter_barrier("turn", self.timeout_seconds, self.heap.now)
-            assert at == set(members), "a barrier is passed before all are there"
-            self._enters("mean")
+            assert arrived == set(members), "the node passed a barrier before all had arrived"
+            self._enter_phase("mean")
             key = f"turn-{self.turn}"
-            self.collectives.begin_mean(key, share(self.uid, self.turn), self.heap.now)
+            self.collectives.begin_mean(key, contribution(self.uid, self.turn), self.heap.now)
             wait = MeanWait(self.collectives, key, False, self.timeout_seconds, self.heap.now)
             yield wait
             mean, contributors = wait.result or (None, 0)
             expected, count = expected_mean(members, self.turn)
-            assert mean is not None and torch.equal(mean, expected) and contributors == count, "bit for bit"
+            assert mean is not None and torch.equal(mean, expected) and contributors == count, "the mean has other bits"
             self.turn += 1
-            self.turns += 1
-        self._enters("report")
-        self.collectives.report({"uid": self.uid, "turns": self.turns}, self.heap.now)
+            self.turns_completed += 1
+        self._enter_phase("report")
+        self.collectives.report({"uid": self.uid, "turns": self.turns_completed}, self.heap.now)
         yield ReportsWait(self.collectives, self.timeout_seconds, self.heap.now)
         self.reports = self.collectives.reports()
 
     def _regroup(self) -> Iterator[Wait]:
-        of = self.reconfiguration
-        assert of is not None
-        wait = GenerationWait(of, 10 * self.timeout_seconds, 20 * self.timeout_seconds, self._put_away, self.heap.now)
+        reconfiguration = self.reconfiguration
+        assert reconfiguration is not None
+        wait = GenerationWait(reconfiguration, 10 * self.timeout_seconds, 20 * self.timeout_seconds, self._install,
+                              self.heap.now)  # fmt: skip
         yield wait
         assert wait.generation is not None
-        of.mark_caught_up()
+        reconfiguration.mark_caught_up()
         self.turn = wait.generation.first_round
 
-    def _put_away(self, generation: Generation) -> None:
+    def _install(self, generation: Generation) -> None:
         def restart(fresh: Collection[int]) -> None:
             self.links.restart(fresh)
             self.credits.clear()
             self.held.clear()
 
         def begin() -> None:
-            self.collectives = self._take_collectives()
+            self.collectives = self._new_collectives()
 
         self.protocol.install(generation, restart, begin, self.heap.now)
 
@@ -219,62 +224,65 @@ class SessionEnd(End):
             self._arm()
             yield _Until(self.heap.now + CLOSING_LOOK_SECONDS)
         self.links.goodbye(self.heap.now)
-        self.over = True
+        self.closed = True
 
-    # -- what drives it ---------------------------------------------------------------------------------------
+    # -- calls of the network and the event queue -------------------------------------------------------------
 
-    def _awake(self, again: Callable[[], None]) -> bool:
-        """Whether the node runs; a frozen one does `again` when it thaws, a dead one never."""
+    def _is_awake(self, retry: Callable[[], None]) -> bool:
+        """Returns whether the node runs. If it is frozen, `retry` is called when it thaws; if it is dead, never."""
         if self.dead:
             return False
         if self.heap.now < self.thaws_at:
-            self.heap.at(self.thaws_at, again)
+            self.heap.at(self.thaws_at, retry)
             return False
         return True
 
     def _receive(self, plane: int, frames: list[memoryview], uid: int | None) -> None:
-        if not self.over and self._awake(lambda: self._receive(plane, frames, uid)):
+        if not self.closed and self._is_awake(lambda: self._receive(plane, frames, uid)):
             super()._receive(plane, frames, uid)
 
     def _writable(self, uid: int, plane: int) -> None:
-        if self._awake(lambda: self._writable(uid, plane)):
+        if self._is_awake(lambda: self._writable(uid, plane)):
             super()._writable(uid, plane)
 
     def _tick(self) -> None:
-        if not self.over and self._awake(self._tick):
+        if not self.closed and self._is_awake(self._tick):
             super()._tick()
 
     def consumed(self, uid: int, size: int) -> None:
-        if self.held[uid]:  # not what a generation before this one held
+        if self.held[uid]:  # bytes of an earlier generation are no longer counted
             super().consumed(uid, size)
 
-    def _go_on(self) -> None:
-        if self.over or self.error is not None or not self._awake(self._go_on):
+    def _advance(self) -> None:
+        """Runs the node until it has to wait."""
+        if self.closed or self.error is not None or not self._is_awake(self._advance):
             return
         try:
             while not self.dead and self.heap.now >= self.thaws_at:
                 if self._wait is not None and not self._wait.step(self.heap.now):
-                    self._look_again(self._wait, self._wait.deadline)
+                    self._step_at(self._wait, self._wait.deadline)
                     break
-                self._wait = next(self._story, None)
+                self._wait = next(self._steps, None)
                 if self._wait is None:
                     break
         except (PeerLost, AssemblyError, Regrouping) as error:
             try:
-                self._wait = self._story.throw(error)  # type: ignore[attr-defined]
-                self.heap.after(0.0, self._go_on)
+                self._wait = self._steps.throw(error)  # type: ignore[attr-defined]
+                self.heap.after(0.0, self._advance)
             except (PeerLost, AssemblyError) as fatal:
                 self.error = fatal
         if not self.dead:
             self._arm()
 
-    def _look_again(self, wait: Wait, due: float) -> None:
-        def look() -> None:
-            if self._wait is wait and wait.deadline == due:
-                self._go_on()
+    def _step_at(self, wait: Wait, deadline: float) -> None:
+        """Steps the wait again at its deadline, if the node then still waits for it."""
 
-        assert due > self.heap.now
-        self.heap.at(due, look)
+        def step() -> None:
+            if self._wait is wait and wait.deadline == deadline:
+                self._advance()
+
+        assert deadline > self.heap.now
+        self.heap.at(deadline, step)
 
     def die(self) -> None:
         self.dead = True
@@ -282,7 +290,7 @@ class SessionEnd(End):
 
     def freeze(self, seconds: float) -> None:
         self.thaws_at = self.heap.now + seconds
-        self.heap.at(self.thaws_at, self._go_on)
+        self.heap.at(self.thaws_at, self._advance)
 
 
 class _Until(Wait):

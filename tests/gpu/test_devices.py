@@ -11,7 +11,7 @@ import torch
 from decentnode.communication.base import Communication
 from decentnode.payload import Payload
 from decentnode.tensors import BLOCK_ELEMENTS
-from tests.communication.contract import flat_schema, nodes, together
+from tests.communication.contract import flat_schema, open_nodes, run_on_all
 
 pytestmark = pytest.mark.gpu
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("elements", [7, 2 * BLOCK_ELEMENTS + 13])
 def test_payloads_come_back_to_the_gpu(transport: str, elements: int) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    with nodes(transport, 2, flat_schema(elements), device=device) as made:
+    with open_nodes(transport, 2, flat_schema(elements), device=device) as made:
 
         def run(node: Communication) -> None:
             other = 1 - node.uid
@@ -32,12 +32,12 @@ def test_payloads_come_back_to_the_gpu(transport: str, elements: int) -> None:
                     got = arrival.received[other].tensors["x"]
                     assert got.device == device and bool((got == 10.0 * r + other).all())
 
-        together(made, run)
+        run_on_all(made, run)
 
 
 def test_a_gloo_clique_of_gpus_passes_through_host_memory() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    with nodes("collective", 2, flat_schema(1000), device=device, backend="gloo") as made:
+    with open_nodes("collective", 2, flat_schema(1000), device=device, backend="gloo") as made:
 
         def run(node: Communication) -> None:
             x = torch.full((1000,), float(node.uid), device=device)
@@ -45,13 +45,13 @@ def test_a_gloo_clique_of_gpus_passes_through_host_memory() -> None:
             got = arrival.received[1 - node.uid].tensors["x"]
             assert got.device == device and bool((got == 1 - node.uid).all())
 
-        together(made, run)
+        run_on_all(made, run)
 
 
 @pytest.mark.parametrize("transport", ["inproc", "ipc"])
 def test_a_mean_lies_where_its_parts_lay(transport: str) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    with nodes(transport, 2, flat_schema(3), device=device) as made:
+    with open_nodes(transport, 2, flat_schema(3), device=device) as made:
         begun = [node.mean("k", torch.full((2, 3), float(node.uid), device=device)) for node in made]
         for pending in begun:
             mean, contributors = pending.wait(20)

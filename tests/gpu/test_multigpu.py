@@ -19,7 +19,7 @@ from decentnode.launch.children.messages import Request
 from decentnode.launch.reporting.observer import Observer
 from decentnode.launch.supervisor import supervise
 from decentnode.payload import Payload, TensorSpec
-from tests.communication.receive.test_mailbox import over
+from tests.communication.receive.test_mailbox import run_steps
 
 ROOT = Path(__file__).parents[2]
 GPUS = [pytest.mark.gpu, pytest.mark.multigpu, pytest.mark.timeout(300)]
@@ -87,5 +87,5 @@ def test_nodes_of_one_process_get_what_comes_on_their_own_gpu() -> None:
         assert torch.equal(arrival.received[1 - each.uid].tensors["x"], models[1 - each.uid].to(devices[each.uid]))
         assert torch.equal(mean.wait(1)[0], torch.full((3,), 0.5, device=devices[each.uid]))
     for each in nodes:
-        (found,) = over(each.collect_steps(1))
+        (found,) = run_steps(each.collect_steps(1))
         assert found.payload.tensors["x"].device == devices[each.uid]

@@ -14,7 +14,7 @@ from decentnode.communication.parts import Schema
 from decentnode.node.config import NodeConfig
 from decentnode.node.node import Node
 from decentnode.simulate.world.quadratic import Quadratic, Vector
-from tests.communication.contract import nodes, together
+from tests.communication.contract import open_nodes, run_on_all
 
 __all__ = ["ENDLESS", "Quadratic", "Vector", "stacked", "stopped_in_round_7"]
 
@@ -34,7 +34,7 @@ def stopped_in_round_7(
 ) -> None:
     """Four nodes run until node 3 is asked to stop in round 7: all end between the same two rounds or near, and the
     closing evaluation has all of them. make: a node of `ENDLESS` from its communication and what takes its records."""
-    with nodes(transport, 4, schemas) as made:
+    with open_nodes(transport, 4, schemas) as made:
         built: list[Node] = []
 
         def record(r: dict[str, Any]) -> None:
@@ -45,6 +45,6 @@ def stopped_in_round_7(
         if transport == "inproc":
             step_all(built)
         else:
-            together(made, lambda communication: built[communication.uid].run())
+            run_on_all(made, lambda communication: built[communication.uid].run())
     assert all(8 <= node.round <= 16 for node in built)
     assert all(node.figures()["contributors"] == 4 for node in built)

@@ -27,7 +27,7 @@ from decentnode.payload import TensorSpec
 from decentnode.tensors import BLOCK_ELEMENTS
 from decentnode.training.base import Direction, Update
 from decentnode.wire.messages import Chunk
-from tests.communication.contract import nodes, together
+from tests.communication.contract import open_nodes, run_on_all
 from tests.graph.contract import make
 from tests.node.fakes import Quadratic
 from tests.sharing.contract import RULES
@@ -50,7 +50,7 @@ class Meanwhile(Quadratic):
 @pytest.mark.parametrize("transport", ["ipc", "tcp", "shared_memory", "hybrid", "inproc"])
 def test_a_large_model_can_be_mixed_in_the_background_where_nodes_are_processes(transport: str) -> None:
     schemas = (Schema(8, {"x": TensorSpec(torch.float32, 8)}, True),)
-    with nodes(transport, 2, schemas, start=False) as made:
+    with open_nodes(transport, 2, schemas, start=False) as made:
         for node in made:
             assert is_supported(node, torch.empty(LEAST_ELEMENTS)) == (transport != "inproc")
             assert not is_supported(node, torch.empty(LEAST_ELEMENTS - 1)), "a thread would cost more than it saves"
@@ -69,13 +69,13 @@ def turn(
         each.set_machines([[0, 1]])
         each.set_parameter_shapes([(elements,)])
     records: list[dict[str, Any]] = []
-    with nodes(transport, 2, schemas_of(rules[0], trainings[0].model), **options) as made:
+    with open_nodes(transport, 2, schemas_of(rules[0], trainings[0].model), **options) as made:
         built = []
         for training, each, communication in zip(trainings, rules, made, strict=True):
             training.meanwhile = lambda round, communication=communication: meanwhile(communication, round)
             parts = NodeParts(make("complete", nodes=2), training, each, communication)
             built.append(Node(training.uid, config, parts, seed=1, record=records.append))
-        together(made, lambda communication: built[communication.uid].run())
+        run_on_all(made, lambda communication: built[communication.uid].run())
     return built, records
 
 

@@ -25,8 +25,8 @@ from decentnode.sharing.full import Full
 from decentnode.simulate.world.records import ProcessRecord, check_payloads
 from decentnode.simulate.world.world import World
 from decentnode.wire.generation import Limits
-from tests.communication.contract import nodes as nodes_over
-from tests.communication.contract import together
+from tests.communication.contract import open_nodes as nodes_over
+from tests.communication.contract import run_on_all
 from tests.graph.contract import make
 from tests.node.fakes import Quadratic, stacked
 from tests.simulate.world.runs import NodeRun
@@ -136,7 +136,7 @@ def test_nodes_that_know_two_others_come_together_over_every_transport(transport
             lives[uid] = [ProcessRecord(uid, 0, Path(f"{uid:03d}") / "events.jsonl")]
             end.history = History(lives[uid][0].add)
             nodes.append(Node(uid, config, parts, seed=1))
-        together(ends, lambda end: nodes[end.uid].run())
+        run_on_all(ends, lambda end: nodes[end.uid].run())
         edges = {(uid, other) for uid, end in enumerate(ends) for other, edge in end.counters.known()
                  if edge.payload_bytes_received}  # fmt: skip
     assert len({(a, b) for a, b in edges if (a - b) % count not in (1, count - 1)}) > 2

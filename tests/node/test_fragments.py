@@ -24,7 +24,7 @@ from decentnode.sharing.fragments import Fragment
 from decentnode.sharing.full import Full
 from decentnode.tensors import BLOCK_ELEMENTS
 from decentnode.training.base import Direction, Update
-from tests.communication.contract import BATCHED, NETWORKED, nodes, together
+from tests.communication.contract import BATCHED, NETWORKED, open_nodes, run_on_all
 from tests.graph.contract import make
 from tests.node.fakes import ENDLESS, Quadratic, stacked, stopped_in_round_7
 from tests.node.test_generations import Run
@@ -66,7 +66,7 @@ class Built:
         self.initial = stacked(self.trainings).clone()  # type: ignore[arg-type]
         sizes = [each.elements for each in cut] or [elements]
         rules = [[told(make_rule(), size) for size in sizes] for _ in self.trainings]
-        with nodes(transport, graph.num_nodes, schemas_of(rules[0], self.trainings[0].model, cut)) as made:
+        with open_nodes(transport, graph.num_nodes, schemas_of(rules[0], self.trainings[0].model, cut)) as made:
             self.made = made
             self.nodes = [
                 Node(u, config, NodeParts(graph, self.trainings[u], rules[u] if cut else rules[u][0], made[u],
@@ -79,7 +79,7 @@ class Built:
             if transport == "inproc":
                 step_all(self.nodes)
             else:
-                together(made, lambda communication: self.nodes[communication.uid].run())
+                run_on_all(made, lambda communication: self.nodes[communication.uid].run())
 
     @property
     def models(self) -> Tensor:

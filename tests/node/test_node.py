@@ -16,7 +16,7 @@ from decentnode.node.config import NodeConfig
 from decentnode.node.node import Node, NodeParts
 from decentnode.sharing.full import Full
 from decentnode.tensors import BLOCK_ELEMENTS
-from tests.communication.contract import NETWORKED, nodes, together
+from tests.communication.contract import NETWORKED, open_nodes, run_on_all
 from tests.graph.contract import make
 from tests.node.fakes import Quadratic, stacked
 
@@ -30,7 +30,7 @@ def run(
     config = NodeConfig.model_validate({"rounds": rounds, "evaluate_every": 3, **options})
     trainings = [Quadratic(u, elements, lr, (poison or {}).get(u, -1), buffer_elements) for u in range(n)]
     schemas = schemas_of(Full(Full.Config()), trainings[0].model)
-    with nodes(transport, n, schemas) as made:
+    with open_nodes(transport, n, schemas) as made:
 
         def build(uid: int, communication: Communication) -> Node:
             record = (lambda r: records.append({"uid": uid, **r})) if records is not None else (lambda _: None)
@@ -41,7 +41,7 @@ def run(
         if transport == "inproc":
             step_all(built)
         else:
-            together(made, lambda communication: built[communication.uid].run())
+            run_on_all(made, lambda communication: built[communication.uid].run())
         return built
 
 
@@ -158,7 +158,7 @@ def test_a_stop_ends_all_nodes_with_a_closing_evaluation(transport: str) -> None
     config = NodeConfig.model_validate({"rounds": rounds, "evaluate_every": 4})
     trainings = [Quadratic(u, 10) for u in range(n)]
     schemas = schemas_of(Full(Full.Config()), trainings[0].model)
-    with nodes(transport, n, schemas) as made:
+    with open_nodes(transport, n, schemas) as made:
         built: list[Node] = []
         for uid, communication in enumerate(made):
 
@@ -174,7 +174,7 @@ def test_a_stop_ends_all_nodes_with_a_closing_evaluation(transport: str) -> None
         if transport == "inproc":
             step_all(built)
         else:
-            together(made, lambda communication: built[communication.uid].run())
+            run_on_all(made, lambda communication: built[communication.uid].run())
     assert all(17 <= node.round <= 26 for node in built)  # node 0, which node 3 only hears of by others, may lag by two
     last = {r["uid"]: r for r in records if r["kind"] == "evaluation"}
     assert all(last[uid]["round"] == built[uid].round and last[uid]["contributors"] == n for uid in range(n))
@@ -188,7 +188,7 @@ def test_a_neighbor_that_falls_silent(transport: str, missing: str) -> None:
     config = NodeConfig.model_validate({"rounds": 3, "evaluate_every": 0, "missing": missing})
     trainings = [Quadratic(u, 10) for u in range(3)]
     schemas = schemas_of(Full(Full.Config()), trainings[0].model)
-    with nodes(transport, 3, schemas, timeout_seconds=1.5) as made:
+    with open_nodes(transport, 3, schemas, timeout_seconds=1.5) as made:
         parts = [NodeParts(graph, trainings[u], Full(Full.Config()), c) for u, c in enumerate(made)]
         built = [Node(u, config, each, seed=1) for u, each in enumerate(parts)]
 
@@ -211,7 +211,7 @@ def test_a_neighbor_that_falls_silent(transport: str, missing: str) -> None:
             expected = weights[node.uid] * own + weights[other.uid] * stepped.model.parameters
             torch.testing.assert_close(node.training.model.parameters, expected)
 
-        together(made, work)
+        run_on_all(made, work)
 
 
 @pytest.mark.parametrize("transport", ["ipc", "shared_memory"])
@@ -221,7 +221,7 @@ def test_survivors_go_on_when_weights_return(transport: str) -> None:
     config = NodeConfig.model_validate({"rounds": 5, "evaluate_every": 0, "missing": "return_weight"})
     trainings = [Quadratic(u, 10) for u in range(3)]
     schemas = schemas_of(Full(Full.Config()), trainings[0].model)
-    with nodes(transport, 3, schemas, timeout_seconds=0.3) as made:
+    with open_nodes(transport, 3, schemas, timeout_seconds=0.3) as made:
         parts = [NodeParts(graph, trainings[u], Full(Full.Config()), c) for u, c in enumerate(made)]
         built = [Node(u, config, each, seed=1) for u, each in enumerate(parts)]
 
@@ -233,7 +233,7 @@ def test_survivors_go_on_when_weights_return(transport: str) -> None:
             if node.uid == 2:
                 node.begin_round(1)
 
-        together(made, work)
+        run_on_all(made, work)
     for node in built[:2]:
         assert (node.figures()["rounds_without"], node.figures()["without"]) == (3, "2:3")
     x = [t.model.parameters for t in trainings]

@@ -23,7 +23,7 @@ from decentnode.payload import Payload, TensorSpec
 from decentnode.sharing.base import Sharing
 from decentnode.sharing.full import Full
 from decentnode.sharing.requirements import Requirements
-from tests.communication.contract import BATCHED, NETWORKED, nodes, together
+from tests.communication.contract import BATCHED, NETWORKED, open_nodes, run_on_all
 from tests.graph.contract import make
 from tests.node.fakes import ENDLESS, Quadratic, stacked, stopped_in_round_7
 
@@ -82,7 +82,7 @@ def run(
     trainings = [Quadratic(u, elements, lr, buffers=buffers) for u in range(graph.num_nodes)]
     rules = [kind() if kind is Relay else kind(Full.Config()) for _ in trainings]  # type: ignore[call-arg]
     timeout = {} if silent is None else {"timeout_seconds": 1.5}
-    with nodes(transport, graph.num_nodes, schemas_of(rules[0], trainings[0].model), **timeout) as made:
+    with open_nodes(transport, graph.num_nodes, schemas_of(rules[0], trainings[0].model), **timeout) as made:
         record = (lambda r: records.append(r)) if records is not None else (lambda _: None)
         parts = [NodeParts(graph, trainings[u], rules[u], c) for u, c in enumerate(made)]
         built = [Node(u, config, each, seed=1, record=record) for u, each in enumerate(parts)]
@@ -104,7 +104,7 @@ def run(
         if transport == "inproc":
             step_all(built)
         else:
-            together(made, work)
+            run_on_all(made, work)
         return built
 
 

@@ -24,7 +24,7 @@ from decentnode.sharing.base import Sharing
 from decentnode.sharing.fragments import Fragment
 from decentnode.sharing.full import Full
 from decentnode.tensors import BLOCK_ELEMENTS
-from tests.communication.contract import flat_schema, nodes
+from tests.communication.contract import flat_schema, open_nodes
 from tests.graph.contract import make
 from tests.node import test_buffers as fakes
 from tests.node.fakes import Quadratic
@@ -203,7 +203,7 @@ def test_groups_that_average_as_a_whole_follow_the_graph_from_round_to_round() -
     """Pairs that change: each exchange is told of the pair of its round, not of the one before."""
     graph = make("one_peer_exponential", nodes=4)
     told: dict[tuple[int, int], Any] = {}
-    with nodes("inproc", 4, flat_schema(ELEMENTS)) as transports:
+    with open_nodes("inproc", 4, flat_schema(ELEMENTS)) as transports:
         built = [Node(uid, NodeConfig.model_validate({"rounds": 4, "evaluate_every": 0}),
                       NodeParts(graph, Quadratic(uid, ELEMENTS), Full(Full.Config()), transport), seed=1,
                       record=lambda _: None) for uid, transport in enumerate(transports)]  # fmt: skip

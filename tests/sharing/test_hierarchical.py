@@ -24,7 +24,7 @@ from decentnode.sharing.base import Sharing
 from decentnode.sharing.compressed import make_sharing
 from decentnode.sharing.full import Full
 from decentnode.sharing.hierarchical import Hierarchical
-from tests.communication.contract import BATCHED, NETWORKED, nodes, together
+from tests.communication.contract import BATCHED, NETWORKED, open_nodes, run_on_all
 from tests.graph.contract import make
 from tests.node.fakes import Quadratic, stacked
 from tests.sharing.contract import random_models, run_round, run_rounds
@@ -165,13 +165,13 @@ def run_quadratics(
     n = graph.num_nodes
     trainings = [Quadratic(u, elements, buffers=buffers) for u in range(n)]
     rules = [Full(Full.Config()) if groups is None else rule(groups) for _ in range(n)]
-    with nodes(transport, n, schemas_of(rules[0], trainings[0].model)) as made:
+    with open_nodes(transport, n, schemas_of(rules[0], trainings[0].model)) as made:
         nodes_of_run = [Node(uid, config, NodeParts(graph, trainings[uid], rules[uid], communication), seed=1)
                         for uid, communication in enumerate(made)]  # fmt: skip
         if transport == "inproc":
             step_all(nodes_of_run)
         else:
-            together(made, lambda communication: nodes_of_run[communication.uid].run())
+            run_on_all(made, lambda communication: nodes_of_run[communication.uid].run())
         return nodes_of_run
 
 
@@ -237,7 +237,7 @@ def test_a_node_that_stops_sending_between_phases_is_handled_as_configured(missi
     trainings = [Quadratic(u, 10) for u in range(4)]
     rules = [rule(consecutive_groups(2, 2)) for _ in range(4)]
     reported_missing: list[tuple[int, ...]] = []
-    with nodes("ipc", 4, schemas_of(rules[0], trainings[0].model), timeout_seconds=1.5) as made:
+    with open_nodes("ipc", 4, schemas_of(rules[0], trainings[0].model), timeout_seconds=1.5) as made:
         nodes_of_run = [Node(uid, config, NodeParts(graph, trainings[uid], rules[uid], communication), seed=1)
                         for uid, communication in enumerate(made)]  # fmt: skip
 
@@ -252,7 +252,7 @@ def test_a_node_that_stops_sending_between_phases_is_handled_as_configured(missi
             except PeerLost as error:
                 reported_missing.append(error.missing)
 
-        together(made, work)
+        run_on_all(made, work)
     if missing == "fail":
         assert (3,) in reported_missing
         return

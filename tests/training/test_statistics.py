@@ -24,7 +24,7 @@ from decentnode.samples import DataSpec
 from decentnode.sharing.full import Full
 from decentnode.training import statistics
 from decentnode.training.supervised import Supervised
-from tests.communication.contract import nodes, together
+from tests.communication.contract import open_nodes, run_on_all
 from tests.gpu.resnet import Block
 from tests.graph.contract import make as make_graph
 from tests.training.small import make, noisy, samples
@@ -93,13 +93,13 @@ def test_a_node_with_one_sample_can_measure_too() -> None:
 def run(buffers: str, transport: str = "inproc") -> list[Node]:
     config = NodeConfig.model_validate({"rounds": 30, "evaluate_every": 20, "buffers": buffers})
     trainings = [far_apart(uid, local_steps=2) for uid in range(2)]
-    with nodes(transport, 2, schemas_of(Full(Full.Config()), trainings[0].model)) as made:
+    with open_nodes(transport, 2, schemas_of(Full(Full.Config()), trainings[0].model)) as made:
         built = [Node(uid, config, NodeParts(make_graph("complete", nodes=2), training, Full(Full.Config()), c), seed=1)
                  for uid, (training, c) in enumerate(zip(trainings, made, strict=True))]  # fmt: skip
         if transport == "inproc":
             step_all(built)
         else:
-            together(made, lambda communication: built[communication.uid].run())
+            run_on_all(made, lambda communication: built[communication.uid].run())
     return built
 
 

@@ -1,4 +1,4 @@
-"""How long the inbox waits, and for whom."""
+"""For which neighbors the inbox waits, and how long."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.communication.contract import flat_schema
 FOREVER = 1e6
 
 
-def made(counters: Counters | None = None) -> Inbox:
+def make_inbox(counters: Counters | None = None) -> Inbox:
     return Inbox(flat_schema(4), 1 << 22, RunState(), counters or Counters(), lambda _uid, _size: None)
 
 
@@ -32,20 +32,20 @@ def chunk(source: int, round: int) -> tuple[Chunk, memoryview, float]:
     return Chunk(b"run-id-8", 0, source, round, 0, 0, 0, 4, {}), memoryview(bytearray(16)), clock.now()
 
 
-def over(wait: Callable[[], object]) -> bool:
-    """Whether it returns, within what a test may take."""
+def ends(wait: Callable[[], object]) -> bool:
+    """Returns whether wait() returns within a minute."""
     thread = threading.Thread(target=wait, daemon=True)
     thread.start()
     thread.join(60)
     return not thread.is_alive()
 
 
-def test_once_a_stop_is_announced_nobody_is_waited_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waits_are_short_once_a_stop_was_announced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "STOPPING_TIMEOUT_SECONDS", 0.05)
-    inbox = made()
+    inbox = make_inbox()
     inbox.run_state.stopping = True
-    assert over(lambda: inbox.wait((0, 0), 0, [1], FOREVER))
-    inbox = made()
+    assert ends(lambda: inbox.wait((0, 0), 0, [1], FOREVER))
+    inbox = make_inbox()
 
     def stop() -> None:
         with inbox.run_state.changed:
@@ -53,39 +53,39 @@ def test_once_a_stop_is_announced_nobody_is_waited_for_long(monkeypatch: pytest.
             inbox.run_state.notify()
 
     threading.Timer(0.1, stop).start()
-    assert over(lambda: inbox.wait((0, 0), 0, [1], FOREVER)), "also one that is under way"
+    assert ends(lambda: inbox.wait((0, 0), 0, [1], FOREVER)), "a wait that had begun before the stop"
 
 
-def test_who_was_waited_for_in_vain_is_silent_until_something_comes() -> None:
-    inbox = made()
+def test_a_neighbor_that_was_awaited_in_vain_counts_as_silent_until_a_chunk_arrives() -> None:
+    inbox = make_inbox()
     inbox.put(*chunk(2, 0))
     assert inbox.wait((0, 0), 0, [1, 2], 0.0).keys() == {2}
     assert inbox.run_state.silent == {1}
     inbox.advance(1)
     with pytest.raises(PeerFault, match="stale_round"):
         inbox.put(*chunk(1, 0))
-    assert not inbox.run_state.silent, "late as it is, it lives"
+    assert not inbox.run_state.silent, "a chunk that is too late shows that its sender is alive"
 
 
-def test_the_wait_is_booked_on_the_neighbor_that_came_last() -> None:
+def test_the_waiting_time_is_counted_for_the_neighbor_that_arrived_last() -> None:
     counters = Counters()
-    inbox = made(counters)
+    inbox = make_inbox(counters)
     inbox.put(*chunk(2, 0))
-    came = threading.Timer(0.1, lambda: inbox.put(*chunk(1, 0)))
-    came.start()
+    late_arrival = threading.Timer(0.1, lambda: inbox.put(*chunk(1, 0)))
+    late_arrival.start()
     assert inbox.wait((0, 0), 0, [1, 2], FOREVER).keys() == {1, 2}
-    came.join()
+    late_arrival.join()
     assert counters.edge(1).wait_seconds > 0.0 and counters.edge(2).wait_seconds == 0.0
 
 
-def test_what_a_neighbor_skips_is_not_waited_for() -> None:
-    inbox = made()
+def test_rounds_that_a_neighbor_skips_are_not_waited_for() -> None:
+    inbox = make_inbox()
     inbox.skip(1, (2, 0), (4, 1))
     inbox.put(*chunk(1, 5))
     for round in (2, 3, 4):
-        assert over(lambda round=round: inbox.wait((round, 0), 0, [1], FOREVER))
+        assert ends(lambda round=round: inbox.wait((round, 0), 0, [1], FOREVER))
     assert inbox.wait((5, 0), 0, [1], FOREVER).keys() == {1}
-    assert inbox.wait((1, 0), 0, [1], 0.0) == {} and inbox.run_state.silent == {1}, "that one was waited for"
+    assert inbox.wait((1, 0), 0, [1], 0.0) == {} and inbox.run_state.silent == {1}, "round 1 was not skipped"
     inbox.advance(5)
     for first in range(MAX_SKIPS):
         inbox.skip(1, (9 + first, 0), (9 + first, 0))
@@ -94,18 +94,20 @@ def test_what_a_neighbor_skips_is_not_waited_for() -> None:
             inbox.skip(1, first, last)
 
 
-@pytest.mark.parametrize(("lies", "arrivals"), [("meta", 1), ("cpu", 3)])
-def test_payloads_that_lie_on_the_models_device_arrive_in_one_piece(lies: str, arrivals: int) -> None:
-    """One launch mixes them. The CPU's are lifted piece by piece, each behind the copy of the next."""
+@pytest.mark.parametrize(("payload_device", "num_arrivals"), [("meta", 1), ("cpu", 3)])
+def test_payloads_on_the_models_device_arrive_in_one_piece(payload_device: str, num_arrivals: int) -> None:
+    """A single kernel mixes them. Payloads on the CPU arrive in slices, so that one slice is mixed while the next is
+    copied to the device."""
     elements, device = 2 * BLOCK_ELEMENTS + 5, torch.device("meta")
     inbox = Inbox(flat_schema(elements), 1, RunState(), Counters(), lambda _uid, _size: None, device=device)
-    left: list[int] = []
+    released: list[int] = []
     for source in (1, 2):
-        inbox.start_receive((0, 0), source, [torch.empty(elements, device=lies)], {}, partial(left.append, source))
+        inbox.start_receive((0, 0), source, [torch.empty(elements, device=payload_device)], {},
+                            partial(released.append, source))  # fmt: skip
         for last in (False, False, True):
             inbox.chunk_received((0, 0), source, last)
-    found = list(InboxExchange(inbox, (0, 0), (1, 2), frozenset({1, 2})).arrivals(1.0))
-    assert len(found) == arrivals and found[-1].stop == elements and sorted(left) == [1, 2]
-    for each in found:
-        assert all(payload.tensors["x"].shape == (each.stop - each.start,) and payload.tensors["x"].is_meta
-                   for payload in each.received.values())  # fmt: skip
+    arrivals = list(InboxExchange(inbox, (0, 0), (1, 2), frozenset({1, 2})).arrivals(1.0))
+    assert len(arrivals) == num_arrivals and arrivals[-1].stop == elements and sorted(released) == [1, 2]
+    for arrival in arrivals:
+        assert all(payload.tensors["x"].shape == (arrival.stop - arrival.start,) and payload.tensors["x"].is_meta
+                   for payload in arrival.received.values())  # fmt: skip

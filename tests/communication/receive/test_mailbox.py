@@ -1,10 +1,10 @@
-"""Payloads that nobody waits for by their rounds: over every transport, and what a mailbox keeps of them."""
+"""Mailboxes: payloads that are collected without waiting for a round, over every transport, and how many are kept."""
 
 from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -26,115 +26,119 @@ from decentnode.errors import PeerFault
 from decentnode.payload import Payload, TensorSpec
 from decentnode.tensors import BLOCK_ELEMENTS
 from decentnode.wire.messages import Chunk
-from tests.communication.contract import TRANSPORTS, connected, folder_prefix, nodes, together
+from tests.communication.contract import TRANSPORTS, connected, folder_prefix, open_nodes, run_on_all
 from tests.conftest import wait_until
 
 ELEMENTS, T = 2 * BLOCK_ELEMENTS + 3, TypeVar("T")
 EXCHANGED = Schema(4, {"x": TensorSpec(torch.float32, 4)}, True)
 
 
-def mailbox(kept: int, elements: int = ELEMENTS) -> tuple[Schema, ...]:
-    """Channel 0 is exchanged by rounds, channel 1 is a mailbox."""
+def mailbox_schemas(kept: int, elements: int = ELEMENTS) -> tuple[Schema, ...]:
+    """Returns the schemas of channel 0, which is exchanged by rounds, and channel 1, a mailbox of `kept` payloads."""
     return EXCHANGED, Schema(elements, {"x": TensorSpec(torch.float32, elements)}, False, mailbox=kept)
 
 
-def post(node: Communication, round: int, to: tuple[int, ...]) -> frozenset[int]:
-    """Publish a model of the number `round`; it is written over at once."""
+def publish_model(node: Communication, round: int, to: tuple[int, ...]) -> frozenset[int]:
+    """Publishes a model whose elements are `round`, and then overwrites it. Returns the nodes that did not get it."""
     x = torch.full((ELEMENTS,), float(round))
     refused = node.publish(round, dict.fromkeys(to, Payload({"x": x}, {"w": round / 2})), 1)
     x.fill_(-1.0)
     return refused
 
 
-def over(steps: Steps[T]) -> T:
-    """What steps return: those of a transport that blocks, or of the in-process twin."""
+def run_steps(steps: Steps[T]) -> T:
+    """Returns the result of steps that block or need no wait."""
     return run_without_waits(steps)
 
 
-def checked(found: list[Collected]) -> list[tuple[int, int]]:
-    """(source, round) of what was collected; each payload is what its source published."""
-    for each in found:
+def check_collected(collected: list[Collected]) -> list[tuple[int, int]]:
+    """Checks that each payload is what its source published. Returns (source, round) of every payload."""
+    for each in collected:
         assert bool((each.payload.tensors["x"] == float(each.round)).all()) and each.payload.tensors["x"].numel()
         assert each.payload.scalars == {"w": each.round / 2}
-    return [(each.source, each.round) for each in found]
+    return [(each.source, each.round) for each in collected]
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_the_newest_of_each_source_is_kept(transport: str) -> None:
-    with nodes(transport, 3, mailbox(1), chunk_bytes=BLOCK_ELEMENTS * 4) as made:
-        quick, slow, other = made
+def test_a_mailbox_of_one_keeps_the_newest_payload_of_each_source(transport: str) -> None:
+    with open_nodes(transport, 3, mailbox_schemas(1), chunk_bytes=BLOCK_ELEMENTS * 4) as nodes:
+        fast, slow, other = nodes
         published = []
-        for round in range(12):  # nobody looks meanwhile, and nobody is waited for
-            published.append(1 not in post(quick, round, (1,)))
-        last = max(round for round, sent in enumerate(published) if sent)
+        for round in range(12):  # the receiver collects nothing meanwhile, and the sender does not wait for it
+            published.append(1 not in publish_model(fast, round, (1,)))
+        last = max(round for round, was_sent in enumerate(published) if was_sent)
         other.publish(5, {1: Payload({"x": torch.full((ELEMENTS,), 5.0)}, {"w": 2.5})}, 1)
-        found: dict[int, int] = {}
+        newest: dict[int, int] = {}
 
-        def look() -> bool:
-            found.update(checked(over(slow.collect_steps(1))))
-            return found == {0: last, 2: 5}
+        def newest_arrived() -> bool:
+            newest.update(check_collected(run_steps(slow.collect_steps(1))))
+            return newest == {0: last, 2: 5}
 
-        wait_until(look)
-        assert over(slow.collect_steps(1)) == [] and not slow.counters.faults
-        assert not over(quick.collect_steps(1))
-        sent = quick.counters.edges[1].payload_bytes_sent
+        wait_until(newest_arrived)
+        assert run_steps(slow.collect_steps(1)) == [] and not slow.counters.faults
+        assert not run_steps(fast.collect_steps(1))
+        sent = fast.counters.edges[1].payload_bytes_sent
         assert sent == sum(published) * (4 * ELEMENTS + 8)
         assert 0 < slow.counters.edges[0].payload_bytes_received <= sent
 
 
 @pytest.mark.parametrize("transport", ["inproc", "shared_memory", "tcp"])
-def test_of_a_round_later_ones_stay_and_earlier_ones_go(transport: str) -> None:
-    with nodes(transport, 3, mailbox(4)) as made:
+def test_collecting_a_round_drops_earlier_payloads_and_keeps_later_ones(transport: str) -> None:
+    with open_nodes(transport, 3, mailbox_schemas(4)) as nodes:
         for round in (2, 3, 4):
-            assert post(made[0], round, (1,)) == post(made[2], round, (1,)) == frozenset()
-        assert checked(over(made[1].collect_steps(1, round=3, count=2, seconds=60))) == [(0, 3), (2, 3)]
-        assert checked(over(made[1].collect_steps(1, round=4, sources=(0, 2), seconds=60))) == [(0, 4), (2, 4)]
-        assert checked(over(made[1].collect_steps(1))) == []
+            assert publish_model(nodes[0], round, (1,)) == publish_model(nodes[2], round, (1,)) == frozenset()
+
+        def collect(**arguments: Any) -> list[tuple[int, int]]:
+            return check_collected(run_steps(nodes[1].collect_steps(1, **arguments)))
+
+        assert collect(round=3, count=2, seconds=60) == [(0, 3), (2, 3)]
+        assert collect(round=4, sources=(0, 2), seconds=60) == [(0, 4), (2, 4)]
+        assert collect() == []
 
 
-def test_a_wait_ends_with_the_deadline_and_says_for_whom_it_waited() -> None:
-    with nodes("tcp", 3, mailbox(1)) as made:
-        post(made[0], 0, (1,))
-        assert checked(over(made[1].collect_steps(1, sources=(0, 2), seconds=0.2))) == [(0, 0)]
-        assert made[1].counters.edges[2].wait_seconds > 0 and made[1].waiting is None
+def test_a_wait_ends_at_its_deadline_and_is_counted_for_the_missing_source() -> None:
+    with open_nodes("tcp", 3, mailbox_schemas(1)) as nodes:
+        publish_model(nodes[0], 0, (1,))
+        assert check_collected(run_steps(nodes[1].collect_steps(1, sources=(0, 2), seconds=0.2))) == [(0, 0)]
+        assert nodes[1].counters.edges[2].wait_seconds > 0 and nodes[1].waiting is None
 
 
 @pytest.mark.sampled(one=["transport"])
 @pytest.mark.parametrize("transport", ["shared_memory", "tcp", "hybrid"])
-def test_a_mailbox_that_nobody_looks_into_holds_up_no_exchange(transport: str) -> None:
-    schemas = (Schema(ELEMENTS, {"x": TensorSpec(torch.float32, ELEMENTS)}, True), mailbox(2)[1])
-    with nodes(transport, 3, schemas, chunk_bytes=BLOCK_ELEMENTS * 4, window_bytes=BLOCK_ELEMENTS * 16) as made:
+def test_a_mailbox_that_is_not_emptied_does_not_block_exchanges(transport: str) -> None:
+    schemas = (Schema(ELEMENTS, {"x": TensorSpec(torch.float32, ELEMENTS)}, True), mailbox_schemas(2)[1])
+    with open_nodes(transport, 3, schemas, chunk_bytes=BLOCK_ELEMENTS * 4, window_bytes=BLOCK_ELEMENTS * 16) as nodes:
 
         def run(node: Communication) -> None:
             others = tuple({0, 1, 2} - {node.uid})
             for round in range(12):
-                post(node, round, others)
+                publish_model(node, round, others)
                 payload = Payload({"x": torch.full((ELEMENTS,), float(round))})
                 exchange = node.exchange(round, dict.fromkeys(others, payload), others)
                 for arrival in exchange.arrivals(60):
-                    assert all(bool((each.tensors["x"] == round).all()) for each in arrival.received.values())
+                    assert all(bool((payload.tensors["x"] == round).all()) for payload in arrival.received.values())
                 assert not exchange.missing
-            checked(over(node.collect_steps(1)))
+            check_collected(run_steps(node.collect_steps(1)))
 
-        together(made, run)
-        assert all(not node.counters.faults for node in made)
+        run_on_all(nodes, run)
+        assert all(not node.counters.faults for node in nodes)
 
 
-class Port:
-    """Counts what an inbox gives back."""
+class CountingPort:
+    """A port of an inbox that counts consumed bytes and notifications."""
 
     def __init__(self) -> None:
-        self.used: dict[int, int] = {}
-        self.woken = 0
+        self.consumed_bytes: dict[int, int] = {}
+        self.num_ready = 0
 
     def consumed(self, uid: int, size: int) -> None:
-        self.used[uid] = self.used.get(uid, 0) + size
+        self.consumed_bytes[uid] = self.consumed_bytes.get(uid, 0) + size
 
     def ask(self, uids: list[int]) -> None:
-        """Nobody is asked."""
+        """Asks no node."""
 
     def ready(self) -> None:
-        self.woken += 1
+        self.num_ready += 1
 
 
 def chunk(round: int, number: int, elements: int) -> tuple[Chunk, memoryview, float]:
@@ -144,20 +148,20 @@ def chunk(round: int, number: int, elements: int) -> tuple[Chunk, memoryview, fl
 
 
 @pytest.mark.parametrize("kept", [1, 3])
-def test_what_is_kept_has_a_bound_and_all_bytes_are_given_back(kept: int) -> None:
-    port, sent = Port(), 0
-    state = InboxState(mailbox(kept), BLOCK_ELEMENTS * 4, RunFacts(), Counters(), port)
-    for round in range(40):  # of every second payload a chunk is on its way for ever
+def test_the_kept_payloads_are_bounded_and_all_bytes_are_returned_to_the_senders_window(kept: int) -> None:
+    port, sent = CountingPort(), 0
+    state = InboxState(mailbox_schemas(kept), BLOCK_ELEMENTS * 4, RunFacts(), Counters(), port)
+    for round in range(40):  # the last chunk of every second payload never arrives
         for number in range(3 if round % 2 else 2):
             message = chunk(round, number, ELEMENTS)
             state.put(*message)
             sent += message[1].nbytes + MESSAGE_COST
             entry = state.mailbox._entries[1, 0]
             assert len(entry.complete) <= kept and len(entry.incomplete) <= MAX_INCOMPLETE
-    assert port.used[0] == sent, "the sender's window waits for nobody"
-    taken = [(each.source, each.round) for each in state.copy_out(1, state.mailbox.take(1, None))]
-    assert taken == [(0, round) for round in range(39 - 2 * (kept - 1), 40, 2)]
-    state.put(*chunk(38, 2, ELEMENTS))  # an old one comes to its end after newer ones were taken
+    assert port.consumed_bytes[0] == sent, "the sender's window is still occupied"
+    collected = [(each.source, each.round) for each in state.copy_out(1, state.mailbox.take(1, None))]
+    assert collected == [(0, round) for round in range(39 - 2 * (kept - 1), 40, 2)]
+    state.put(*chunk(38, 2, ELEMENTS))  # an older payload is completed after newer ones were collected
     assert [each.round for each in state.copy_out(1, state.mailbox.take(1, None))] == ([38] if kept > 1 else [])
     with pytest.raises(PeerFault):
         for _ in range(2):
@@ -166,55 +170,55 @@ def test_what_is_kept_has_a_bound_and_all_bytes_are_given_back(kept: int) -> Non
     assert not state.mailbox.rounds(1) and not state.mailbox._entries
 
 
-def test_a_wait_is_over_with_the_generation_and_leaves_out_who_departed() -> None:
-    facts, port = RunFacts(), Port()
-    state = InboxState(mailbox(2, 1), 1 << 20, facts, Counters(), port)
+def test_a_wait_ends_with_the_generation_and_does_not_wait_for_departed_sources() -> None:
+    facts, port = RunFacts(), CountingPort()
+    state = InboxState(mailbox_schemas(2, 1), 1 << 20, facts, Counters(), port)
 
-    def wait(**asked: object) -> MailboxWait:
-        every = {"channel": 1, "round": None, "count": 0, "sources": (), "seconds": 5.0, "now": 0.0, **asked}
-        return MailboxWait(state.mailbox, facts, Counters(), **every)  # type: ignore[arg-type]
+    def make_wait(**changed: object) -> MailboxWait:
+        defaults = {"channel": 1, "round": None, "count": 0, "sources": (), "seconds": 5.0, "now": 0.0}
+        return MailboxWait(state.mailbox, facts, Counters(), **{**defaults, **changed})  # type: ignore[arg-type]
 
-    both = wait(sources=(0, 3))
+    both = make_wait(sources=(0, 3))
     assert not both.step(0.0) and facts.waiting == ((0, 3), 0.0)
     state.put(*chunk(7, 0, 1))
-    assert port.woken and not both.step(1.0) and facts.waiting == ((3,), 0.0)
+    assert port.num_ready and not both.step(1.0) and facts.waiting == ((3,), 0.0)
     facts.departed[3] = 9
     assert both.step(2.0) and facts.waiting is None
-    two = wait(count=2, sources=(0,))
+    two = make_wait(count=2, sources=(0,))
     assert not two.step(1.0) and two.step(5.0)
-    assert wait(count=1, round=7).step(0.0) and not wait(count=1, round=8).step(0.0)
+    assert make_wait(count=1, round=7).step(0.0) and not make_wait(count=1, round=8).step(0.0)
     facts.regrouping = "over"
-    assert wait(count=9).step(0.0)
+    assert make_wait(count=9).step(0.0)
 
 
-def test_the_in_process_twin_waits_until_the_others_were_stepped() -> None:
-    with nodes("inproc", 2, mailbox(1)) as made:
-        assert isinstance(made[1], Inproc)
-        steps = made[1].collect_steps(1, sources=(0,), seconds=1.0)
+def test_the_in_process_transport_collects_once_the_other_nodes_were_stepped() -> None:
+    with open_nodes("inproc", 2, mailbox_schemas(1)) as nodes:
+        assert isinstance(nodes[1], Inproc)
+        steps = nodes[1].collect_steps(1, sources=(0,), seconds=1.0)
         assert next(steps) is None
-        post(made[0], 3, (1,))
+        publish_model(nodes[0], 3, (1,))
         with pytest.raises(StopIteration) as ended:
             next(steps)
-        assert checked(ended.value.value) == [(0, 3)]
+        assert check_collected(ended.value.value) == [(0, 3)]
 
 
-def test_nodes_of_one_process_hand_payloads_over_and_let_go_of_old_ones() -> None:
+def test_nodes_in_one_process_pass_payloads_without_sockets_and_drop_old_ones() -> None:
     process, config = SharedProcess((0, 1)), ZeroMQConfig.model_validate({"name": "zeromq"})
     with tempfile.TemporaryDirectory(prefix=folder_prefix()) as folder:
-        made = [
+        nodes = [
             Hybrid(config, TransportParts(
-                uid=uid, machine_of={0: 0, 1: 0}, schemas=mailbox(1), digest="d", bind=BindPlan(Path(folder)),
+                uid=uid, machine_of={0: 0, 1: 0}, schemas=mailbox_schemas(1), digest="d", bind=BindPlan(Path(folder)),
                 process=process,
             )) for uid in range(2)
         ]  # fmt: skip
-        with connected(made):
+        with connected(nodes):
             for round in range(3 * MAX_HELD):
-                assert not post(made[0], round, (1,))
-            assert made[0].counters.edges[1].frames_sent == 3 * MAX_HELD, "none of them as chunks over the sockets"
-            steps = made[1].collect_steps(1, sources=(0,), seconds=60)
+                assert not publish_model(nodes[0], round, (1,))
+            assert nodes[0].counters.edges[1].frames_sent == 3 * MAX_HELD, "payloads were sent as chunks"
+            steps = nodes[1].collect_steps(1, sources=(0,), seconds=60)
             wait = next(steps)
             assert wait is not None and wait.step(clock.now())
             with pytest.raises(StopIteration) as ended:
                 next(steps)
-            assert checked(ended.value.value) == [(0, 3 * MAX_HELD - 1)]
+            assert check_collected(ended.value.value) == [(0, 3 * MAX_HELD - 1)]
     process.close()

@@ -1,7 +1,7 @@
-"""Rounds of exchanges over real links, inboxes and exchanges on a virtual network: one thread, one event heap.
+"""Rounds of exchanges with real links and inboxes on a virtual network, in one thread.
 
-Every node is a generator that yields whatever it waits for. It goes on when its inbox says so, or at the deadline that
-the wait names; nothing else ever looks.
+Every node is a generator that yields its waits. It continues only when its inbox reports a change, or at the deadline
+that the wait names.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from decentnode.simulate.world.event_queue import EventQueue
 from decentnode.simulate.world.network import VirtualNetwork
 from decentnode.wire import codec, framing
 from decentnode.wire.messages import Chunk, Message, Overdue, Skipped, Waits
-from tests.communication.virtual_links import RUN, End, drawn_link, plan_breaks
+from tests.communication.virtual_links import RUN, VirtualNode, draw_link, schedule_breaks
 from tests.conftest import scale
 
 SEEDS, PER_CASE = scale(100, 10_000), scale(50, 500)
@@ -41,21 +41,22 @@ TIMEOUT_SECONDS = 20.0
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A payload is a few chunks of 256 elements."""
+    """Makes a payload consist of a few chunks of 256 elements."""
     monkeypatch.setattr(chunking, "BLOCK_ELEMENTS", 16)
 
 
 def schemas() -> tuple[Schema, ...]:
-    """Two phases: slices are mixed as they come, and whole payloads."""
+    """Returns the schemas of two phases: payloads that are mixed slice by slice, and as a whole."""
     spec = {"x": TensorSpec(torch.float32, ELEMENTS)}
     return Schema(ELEMENTS, spec, True), Schema(ELEMENTS, spec, False)
 
 
-def values(uid: int, round: int, phase: int) -> Tensor:
+def model_of(uid: int, round: int, phase: int) -> Tensor:
+    """Returns what node `uid` sends in this round and phase."""
     return torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(1000 * round + 10 * uid + phase))
 
 
-class RoundEnd(End):
+class RoundsNode(VirtualNode):
     """A node that exchanges with all others in every round."""
 
     timeout_seconds = FOREVER
@@ -63,15 +64,15 @@ class RoundEnd(End):
     def __init__(self, uid: int, n: int, network: VirtualNetwork, secure: bool) -> None:
         super().__init__(uid, n, network, WINDOW, secure)
         self.inbox = InboxState(schemas(), CHUNK_BYTES, RunFacts(), self.counters, self)
-        self.rounds_over, self.dead = 0, False
+        self.rounds_completed, self.dead = 0, False
         self.missing: set[int] = set()
         self.withheld = 0
         self._wait: ArrivalWait | RoomWait | None = None
-        self._story = self._rounds()
+        self._steps = self._rounds()
 
     def begin(self) -> None:
-        """With `others` known: the first round starts."""
-        self._go_on()
+        """Starts the first round; `others` must be set."""
+        self._advance()
 
     def _rounds(self) -> Iterator[ArrivalWait | RoomWait]:
         for round in range(ROUNDS):
@@ -80,27 +81,27 @@ class RoundEnd(End):
                 yield from self._send((round, phase))
                 sources = tuple(other.uid for other in self.others)
                 exchange = InboxExchange(self.inbox, (round, phase), sources, frozenset(sources))
-                got: dict[int, list[Tensor]] = {}
+                slices: dict[int, list[Tensor]] = {}
                 for step in exchange.steps(self.timeout_seconds):
                     if isinstance(step, ArrivalWait):
                         yield step
                     else:
                         for source, payload in step.received.items():
-                            got.setdefault(source, []).append(payload.tensors["x"].clone())
+                            slices.setdefault(source, []).append(payload.tensors["x"].clone())
                 self.missing |= exchange.missing
                 for source in set(sources) - exchange.missing:
-                    assert torch.equal(torch.cat(got[source]), values(source, round, phase)), "bit for bit"
-            self.rounds_over += 1
+                    assert torch.equal(torch.cat(slices[source]), model_of(source, round, phase)), "other bits arrived"
+            self.rounds_completed += 1
 
     def _send(self, key: tuple[int, int]) -> Iterator[RoomWait]:
-        (round, phase), takes = key, []
-        raw, (plan,) = to_bytes(values(self.uid, round, phase)), self.inbox.plans[phase]
+        (round, phase), receivers = key, []
+        raw, (plan,) = to_bytes(model_of(self.uid, round, phase)), self.inbox.plans[phase]
         for uid in [other.uid for other in self.others]:
             wait = RoomWait(self.links.sender, self.inbox.facts, self.counters, uid=uid, key=key,
                             timeout_seconds=self.timeout_seconds, now=self.heap.now)  # fmt: skip
             yield wait
             if wait.verdict == "send":
-                takes.append(uid)
+                receivers.append(uid)
             else:
                 assert wait.verdict == "withhold"
                 self.withheld += 1
@@ -110,7 +111,7 @@ class RoundEnd(End):
             header = codec.encode(Chunk(RUN, 0, self.uid, round, phase, 0, chunk, ELEMENTS, {}))
             last = chunk + 1 == plan.count(ELEMENTS)
             message = QueuedMessage.bulk(header, raw[4 * start : 4 * stop], framing.XXH3, last=last)
-            for uid in takes:
+            for uid in receivers:
                 self.links.sender.bulk(uid, message, self.heap.now)
         self._arm()
 
@@ -123,7 +124,7 @@ class RoundEnd(End):
             return
         if isinstance(message, Overdue):
             if self.inbox.facts.waiting is not None:
-                self._say(message.source, Waits)
+                self._send_control(message.source, Waits)
             return
         if isinstance(message, Waits):
             self.inbox.note_waiting_report(message.source, now)
@@ -139,87 +140,91 @@ class RoundEnd(End):
 
     def ask(self, uids: list[int]) -> None:
         for uid in uids:
-            self._say(uid, Overdue)
+            self._send_control(uid, Overdue)
 
-    def _say(self, uid: int, kind: type[Message]) -> None:
+    def _send_control(self, uid: int, kind: type[Message]) -> None:
         self.links.sender.control(uid, self.links.sender.message(kind), self.heap.now)
         self._arm()
 
     def ready(self) -> None:
-        self.heap.after(0.0, self._go_on)
+        self.heap.after(0.0, self._advance)
 
-    # -- what drives it ---------------------------------------------------------------------------------------
+    # -- calls of the network and the event queue -------------------------------------------------------------
 
-    def _go_on(self) -> None:
+    def _advance(self) -> None:
+        """Runs the node until it has to wait."""
         while not self.dead:
             if self._wait is not None and not self._wait.step(self.heap.now):
-                self._look_again(self._wait, self._wait.deadline)
+                self._step_at(self._wait, self._wait.deadline)
                 return
-            self._wait = next(self._story, None)
+            self._wait = next(self._steps, None)
             if self._wait is None:
                 return
 
-    def _look_again(self, wait: ArrivalWait | RoomWait, due: float) -> None:
-        def look() -> None:
-            if self._wait is wait and wait.deadline == due:
-                self._go_on()
+    def _step_at(self, wait: ArrivalWait | RoomWait, deadline: float) -> None:
+        """Steps the wait again at its deadline, if the node then still waits for it."""
 
-        assert due > self.heap.now
-        self.heap.at(due, look)
+        def step() -> None:
+            if self._wait is wait and wait.deadline == deadline:
+                self._advance()
+
+        assert deadline > self.heap.now
+        self.heap.at(deadline, step)
 
     def _check(self) -> None:
         super()._check()
         assert all(edge.queued <= MAX_PAYLOADS for edge in self.links.sender.edges.values())
 
 
-def ends_of(
+def make_nodes(
     seed: int, n: int, timeout_seconds: float, breaks: bool = True
-) -> tuple[random.Random, VirtualNetwork, list[RoundEnd]]:
+) -> tuple[random.Random, VirtualNetwork, list[RoundsNode]]:
     draw = random.Random(seed)
-    network = VirtualNetwork(EventQueue(), drawn_link(draw), seed)
+    network = VirtualNetwork(EventQueue(), draw_link(draw), seed)
     secure = draw.random() < 0.1
-    ends = [RoundEnd(uid, n, network, secure) for uid in range(n)]
-    for end in ends:
-        end.others, end.timeout_seconds = [other for other in ends if other is not end], timeout_seconds
-        network.heap.after(draw.random(), end.begin)
+    nodes = [RoundsNode(uid, n, network, secure) for uid in range(n)]
+    for node in nodes:
+        node.others, node.timeout_seconds = [other for other in nodes if other is not node], timeout_seconds
+        network.heap.after(draw.random(), node.begin)
     if breaks:
-        plan_breaks(ends, draw, FAULTY_SECONDS)
-    return draw, network, ends
+        schedule_breaks(nodes, draw, FAULTY_SECONDS)
+    return draw, network, nodes
 
 
-def rounds_of(seed: int) -> Counter[str]:
-    """Whatever breaks, every round has every payload."""
-    _, network, ends = ends_of(seed, 2 + 2 * (seed % 2), FOREVER)
+def run_rounds_with_faults(seed: int) -> Counter[str]:
+    """Makes rounds with random faults and checks that every node gets every payload. Returns how often each fault
+    happened."""
+    _, network, nodes = make_nodes(seed, 2 + 2 * (seed % 2), FOREVER)
     heap = network.heap
     with clock.use(heap.clock):
         heap.run(lambda: False, FAULTY_SECONDS)
         network.faulty = False
-        assert heap.run(lambda: all(end.rounds_over == ROUNDS for end in ends), FAULTY_SECONDS + SETTLE_SECONDS)
-        for end in ends:
-            assert not end.missing and not end.inbox.incoming and not +end.held
-            assert "window_exceeded" not in end.counters.faults and "duplicate_chunk" not in end.counters.faults
+        assert heap.run(lambda: all(node.rounds_completed == ROUNDS for node in nodes), FAULTY_SECONDS + SETTLE_SECONDS)
+        for node in nodes:
+            assert not node.missing and not node.inbox.incoming and not +node.held
+            assert "window_exceeded" not in node.counters.faults and "duplicate_chunk" not in node.counters.faults
     return network.happened
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS, PER_CASE))
 @pytest.mark.slow
-def test_rounds_have_all_payloads_bit_for_bit(first: int) -> None:
+def test_every_payload_of_every_round_arrives_unchanged_despite_faults(first: int) -> None:
     happened: Counter[str] = Counter()
     for seed in range(first, first + PER_CASE):
         try:
-            happened += rounds_of(seed)
+            happened += run_rounds_with_faults(seed)
         except BaseException as error:
-            error.add_note(f"rounds_of({seed})")
+            error.add_note(f"run_rounds_with_faults({seed})")
             raise
     assert all(happened[what] for what in ("lost", "refused", "cut"))
 
 
 @pytest.mark.sampled(one=["seed"])
 @pytest.mark.parametrize("seed", range(scale(10, 500)))
-def test_a_node_that_dies_costs_a_round_one_time_out(seed: int) -> None:
+def test_a_dead_node_costs_each_round_at_most_one_time_out(seed: int) -> None:
     breaks = seed % 2 == 1
-    draw, network, ends = ends_of(seed, 4, TIMEOUT_SECONDS, breaks)
-    heap, victim = network.heap, ends[draw.randrange(4)]
+    draw, network, nodes = make_nodes(seed, 4, TIMEOUT_SECONDS, breaks)
+    heap, victim = network.heap, nodes[draw.randrange(4)]
     network.faulty = False
 
     def die() -> None:
@@ -228,11 +233,10 @@ def test_a_node_that_dies_costs_a_round_one_time_out(seed: int) -> None:
 
     heap.at(draw.random() * FAULTY_SECONDS, die)
     with clock.use(heap.clock):
-        others = [end for end in ends if end is not victim]
+        others = [node for node in nodes if node is not victim]
         limit = FAULTY_SECONDS + SETTLE_SECONDS + ROUNDS * TIMEOUT_SECONDS
-        assert heap.run(lambda: all(end.rounds_over == ROUNDS for end in others), limit)
-        for end in others:
-            # A connection that dies in silence meanwhile may cost its other end, too, until another is made.
-            assert breaks or end.missing <= {victim.uid}
-            waited = end.counters.edge(victim.uid).wait_seconds
-            assert waited <= (ROUNDS + 1) * TIMEOUT_SECONDS
+        assert heap.run(lambda: all(node.rounds_completed == ROUNDS for node in others), limit)
+        for node in others:
+            # A half-open connection may also cost payloads of its other end, until it is replaced
+            assert breaks or node.missing <= {victim.uid}
+            assert node.counters.edge(victim.uid).wait_seconds <= (ROUNDS + 1) * TIMEOUT_SECONDS

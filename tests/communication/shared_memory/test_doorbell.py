@@ -1,4 +1,4 @@
-"""What a training thread sleeps on whose neighbors are on the same host."""
+"""Doorbells, on which a training thread sleeps if its neighbors are on the same host."""
 
 from __future__ import annotations
 
@@ -12,83 +12,84 @@ import pytest
 from decentnode.communication.shared_memory.doorbell import DatagramDoorbell
 
 LONG = 1000.0
-"""Seconds beyond what a test may take."""
+"""A time-out in seconds that is longer than any test may take."""
 
 
-class Ends:
-    """Two bells in one folder; the first rings itself once so many datagrams came."""
+class DoorbellPair:
+    """Two doorbells in one folder. The listener rings itself, which ends `listen`, once it has received `ring_after`
+    datagrams."""
 
     def __init__(self, folder: Path) -> None:
-        self.came: list[bytes] = []
-        self.enough = 1
-        self.here = DatagramDoorbell(folder, 0, self._take)
-        self.there = DatagramDoorbell(folder, 1, lambda _: None)
+        self.received: list[bytes] = []
+        self.ring_after = 1
+        self.listener = DatagramDoorbell(folder, 0, self._take)
+        self.sender = DatagramDoorbell(folder, 1, lambda _: None)
 
     def _take(self, datagram: bytes) -> None:
-        self.came.append(datagram)
-        if len(self.came) >= self.enough:
-            self.here.ring()
+        self.received.append(datagram)
+        if len(self.received) >= self.ring_after:
+            self.listener.ring()
 
 
 @pytest.fixture
-def ends(tmp_path: Path) -> Iterator[Ends]:
-    made = Ends(tmp_path)
-    yield made
-    made.here.close()
-    made.there.close()
+def pair(tmp_path: Path) -> Iterator[DoorbellPair]:
+    doorbells = DoorbellPair(tmp_path)
+    yield doorbells
+    doorbells.listener.close()
+    doorbells.sender.close()
     assert not list(tmp_path.iterdir())
 
 
-def test_listening_ends_with_the_datagram_that_was_waited_for(ends: Ends) -> None:
-    ends.enough = 2
-    assert ends.there.send(0, b"a") and ends.there.send(0, b"b") and ends.there.send(0, b"c")
-    ends.here.listen(LONG)
-    assert ends.came == [b"a", b"b"]
-    ends.enough = 3
-    ends.here.listen(LONG)
-    assert ends.came == [b"a", b"b", b"c"]
+def test_listening_ends_with_the_datagram_that_was_waited_for(pair: DoorbellPair) -> None:
+    pair.ring_after = 2
+    assert pair.sender.send(0, b"a") and pair.sender.send(0, b"b") and pair.sender.send(0, b"c")
+    pair.listener.listen(LONG)
+    assert pair.received == [b"a", b"b"]
+    pair.ring_after = 3
+    pair.listener.listen(LONG)
+    assert pair.received == [b"a", b"b", b"c"]
 
 
-def test_listening_ends_when_time_is_over(ends: Ends) -> None:
+def test_listening_ends_at_its_time_out(pair: DoorbellPair) -> None:
     for seconds in (0.0, 0.1, 0.0, 0.02):
         began = time.monotonic()
-        ends.here.listen(seconds)
+        pair.listener.listen(seconds)
         assert seconds * 0.9 <= time.monotonic() - began
-    assert ends.came == []
+    assert pair.received == []
 
 
-def test_datagrams_that_nobody_waits_for_do_not_prolong_it(ends: Ends) -> None:
-    ends.enough = 1 << 30
-    over = threading.Event()
+def test_datagrams_that_are_not_waited_for_do_not_prolong_listening(pair: DoorbellPair) -> None:
+    pair.ring_after = 1 << 30
+    stop = threading.Event()
 
-    def talk() -> None:
-        while not over.wait(0.01):
-            ends.there.send(0, b"a")
+    def send_until_stopped() -> None:
+        while not stop.wait(0.01):
+            pair.sender.send(0, b"a")
 
-    talker = threading.Thread(target=talk)
-    talker.start()
-    ends.here.listen(0.2)
-    over.set()
-    talker.join()
-    assert ends.came
+    thread = threading.Thread(target=send_until_stopped)
+    thread.start()
+    pair.listener.listen(0.2)
+    stop.set()
+    thread.join()
+    assert pair.received
 
 
-def test_any_thread_rings(ends: Ends) -> None:
-    ringer = threading.Timer(0.05, ends.here.ring)
+def test_a_ring_from_another_thread_ends_listening(pair: DoorbellPair) -> None:
+    ringer = threading.Timer(0.05, pair.listener.ring)
     ringer.start()
-    ends.here.listen(LONG)
+    pair.listener.listen(LONG)
     ringer.join()
 
 
-def test_a_ring_is_heard_although_the_queue_is_full(ends: Ends) -> None:
-    ends.enough = 1 << 30
-    while ends.there.send(0, b"a"):
+def test_a_ring_ends_listening_although_the_queue_is_full(pair: DoorbellPair) -> None:
+    pair.ring_after = 1 << 30
+    while pair.sender.send(0, b"a"):
         pass
-    ringer = threading.Thread(target=ends.here.ring)  # from another thread, before anybody listens
+    ringer = threading.Thread(target=pair.listener.ring)  # from another thread, before the listener listens
     ringer.start()
     ringer.join()
-    ends.here.listen(LONG)
+    pair.listener.listen(LONG)
 
 
-def test_nobody_there_is_told_at_once(ends: Ends) -> None:
-    assert not ends.here.send(7, b"a")
+def test_sending_to_a_missing_doorbell_returns_false_at_once(pair: DoorbellPair) -> None:
+    assert not pair.listener.send(7, b"a")

@@ -1,4 +1,5 @@
-"""Any steps of an owner and two readers, in any order: each is given the payload that it was told of, or none."""
+"""The slot protocol under random steps of an owner and two readers: a reader gets the payload of which it was notified,
+or none."""
 
 from __future__ import annotations
 
@@ -15,12 +16,12 @@ from decentnode.communication.base import Arrival
 from decentnode.communication.receive.exchange import InboxExchange
 from decentnode.payload import Payload
 from tests.communication.contract import flat_schema
-from tests.communication.shared_memory.ends import ELEMENTS, close, open_all
+from tests.communication.shared_memory.memory_nodes import ELEMENTS, close_nodes, open_nodes
 from tests.conftest import scale
 
 
-class Reading:
-    """A reader's mixing under way."""
+class ReadInProgress:
+    """A payload that a reader is mixing, in two halves."""
 
     def __init__(self, exchange: InboxExchange, arrival: Arrival, arrivals: Iterator[Arrival]) -> None:
         self.exchange, self.arrivals = exchange, arrivals
@@ -29,31 +30,31 @@ class Reading:
 
 
 class Protocol(RuleBasedStateMachine):
-    """An owner and two readers that take any steps in any order; waits are over at once. To be late, or frozen and
-    thawed, is to take no step for a while."""
+    """An owner and two readers that make random steps; waits end at once. A node that makes no steps for a while is one
+    that is late, or was frozen."""
 
-    rogue = False
-    """Whether the owner writes where it likes: then the readers alone have to notice."""
+    owner_is_faulty = False
+    """Whether the owner writes into slots that are still read: readers have to detect that."""
 
     @initialize()
     def begin(self) -> None:
         self.folder = tempfile.TemporaryDirectory(prefix="decentnode-")
-        self.ends = open_all(3, flat_schema(ELEMENTS), Path(self.folder.name))
-        self.owner = self.ends[0]
+        self.nodes = open_nodes(3, flat_schema(ELEMENTS), Path(self.folder.name))
+        self.owner = self.nodes[0]
         self.round, self.sent = 0, False
-        self.may_read: set[tuple[int, int, int]] = set()
-        """(reader, round, slot) that was told, and is not released."""
-        self.rounds, self.reading = {1: 0, 2: 0}, dict[int, Reading]()
+        self.readable: set[tuple[int, int, int]] = set()
+        """(reader, round, slot) of every notification whose slot the reader has not released."""
+        self.rounds, self.reading = {1: 0, 2: 0}, dict[int, ReadInProgress]()
         self.messages: list[tuple[Tensor, float, object]] = []
         self.values: list[Tensor] = []
-        """By round: what left."""
-        if self.rogue:
-            self.owner.breaks_rules = True
+        """By round: the published payload."""
+        if self.owner_is_faulty:
+            self.owner.may_lose_doorbells = True
             self.owner.memory._buffers[False]._holder = lambda *_: None  # type: ignore[method-assign,assignment]
 
     def teardown(self) -> None:
-        if hasattr(self, "ends"):
-            close(*self.ends)
+        if hasattr(self, "nodes"):
+            close_nodes(*self.nodes)
             self.folder.cleanup()
 
     # -- the owner --------------------------------------------------------------------------------------------
@@ -61,36 +62,37 @@ class Protocol(RuleBasedStateMachine):
     @precondition(lambda self: not self.sent)
     @rule(copied=st.booleans())
     def publish(self, copied: bool) -> None:
-        """The local steps write where the model lives; then it leaves, or something else that is copied to a slot."""
+        """Makes a local step in place, and publishes the model, or (copied) another tensor that is copied to a slot."""
         owner = self.owner
         owner.model.fill_(self.round + 1.0)
         self.values.append(-owner.model.clone() if copied else owner.model.clone())
         payload = Payload({"x": self.values[-1].clone() if copied else owner.model})
-        before = self._numbers()
-        told = owner.send(self.round, [1, 2], payload)
+        before = self._uses()
+        notified = owner.send(self.round, [1, 2], payload)
         assert bool((owner.model == self.round + 1.0).all()), "something was copied over the model"
-        if told:
-            (slot,) = [slot for slot, (now, then) in enumerate(zip(self._numbers(), before, strict=True)) if now > then]
-            self._not_read_any_more(slot)
-            self.may_read |= {(uid, self.round, slot) for uid in told}
+        if notified:
+            (slot,) = [slot for slot, (now, then) in enumerate(zip(self._uses(), before, strict=True)) if now > then]
+            self._check_unread(slot)
+            self.readable |= {(uid, self.round, slot) for uid in notified}
         self.sent = True
 
-    def _numbers(self) -> list[int]:
+    def _uses(self) -> list[int]:
+        """Returns how often each slot has been used."""
         buffer = self.owner.memory._buffers[False]
         return [use for use, _ in buffer._readers[0]]
 
     @precondition(lambda self: self.sent)
     @rule()
     def mix(self) -> None:
-        slot = self.owner.mix()
+        slot = self.owner.move_model()
         if slot is not None:
-            self._not_read_any_more(slot)
+            self._check_unread(slot)
         self.owner.model.fill_(-1.0)
         self.sent, self.round = False, self.round + 1
 
-    def _not_read_any_more(self, slot: int) -> None:
-        if not self.rogue:
-            assert not [each for each in self.may_read if each[2] == slot], "somebody may still read it"
+    def _check_unread(self, slot: int) -> None:
+        if not self.owner_is_faulty:
+            assert not any(slot == readable for _, _, readable in self.readable), "a reader may still read the slot"
 
     @rule()
     def lease(self) -> None:
@@ -106,25 +108,26 @@ class Protocol(RuleBasedStateMachine):
     # -- a reader ---------------------------------------------------------------------------------------------
 
     @rule(uid=st.sampled_from([1, 2]))
-    def hear(self, uid: int) -> None:
-        """Of rounds that are over for the reader nothing is read any more."""
-        self.ends[uid].hear()
-        self.may_read -= {each for each in self.may_read if each[0] == uid and each[1] < self.rounds[uid]}
+    def receive_doorbells(self, uid: int) -> None:
+        """A reader that receives doorbells of earlier rounds releases their slots."""
+        self.nodes[uid].receive_doorbells()
+        self.readable -= {key for key in self.readable if key[0] == uid and key[1] < self.rounds[uid]}
 
     @rule(uid=st.sampled_from([1, 2]))
     def start_reading(self, uid: int) -> None:
         if uid in self.reading or self.rounds[uid] > self.round:
             return
-        exchange = self.ends[uid].exchange(self.rounds[uid])
+        exchange = self.nodes[uid].exchange(self.rounds[uid])
         arrivals = exchange.arrivals(0.0)
         arrival = next(arrivals)
         if arrival.received:
-            self.reading[uid] = Reading(exchange, arrival, arrivals)
+            self.reading[uid] = ReadInProgress(exchange, arrival, arrivals)
         else:
-            self._end(uid, arrivals)
+            self._end_round(uid, arrivals)
 
     @rule(uid=st.sampled_from([1, 2]))
-    def read_on(self, uid: int) -> None:
+    def continue_reading(self, uid: int) -> None:
+        """Reads the next half; after both, checks them and ends the round."""
         reading = self.reading.get(uid)
         if reading is None:
             return
@@ -134,30 +137,30 @@ class Protocol(RuleBasedStateMachine):
             return
         if not reading.exchange.spoiled():
             sent = float(self.values[self.rounds[uid]][0])
-            assert reading.halves == [sent, sent], "kept what it was not told of"
+            assert reading.halves == [sent, sent], "the reader kept another payload"
         else:
-            assert self.rogue, "an owner that keeps to the rules spoils nothing"
+            assert self.owner_is_faulty, "a correct owner never overwrites what is read"
         self.reading.pop(uid)
-        self._end(uid, reading.arrivals)
+        self._end_round(uid, reading.arrivals)
 
-    def _end(self, uid: int, arrivals: Iterator[Arrival]) -> None:
+    def _end_round(self, uid: int, arrivals: Iterator[Arrival]) -> None:
         assert not list(arrivals)
         self.rounds[uid] += 1
-        self.ends[uid].inbox.advance(self.rounds[uid])
-        self.hear(uid)
+        self.nodes[uid].inbox.advance(self.rounds[uid])
+        self.receive_doorbells(uid)
 
     @invariant()
-    def messages_are_as_they_were(self) -> None:
+    def unacknowledged_messages_are_unchanged(self) -> None:
         for sent, value, _ in getattr(self, "messages", ()):
-            assert self.rogue or bool((sent == value).all()), "bytes of a message that is not acknowledged changed"
+            assert self.owner_is_faulty or bool((sent == value).all()), "an unacknowledged message changed"
 
 
-class RogueProtocol(Protocol):
-    rogue = True
+class FaultyOwnerProtocol(Protocol):
+    owner_is_faulty = True
 
 
-LIMITS = settings(max_examples=scale(30, 2000), stateful_step_count=60, deadline=None)
+SETTINGS = settings(max_examples=scale(30, 2000), stateful_step_count=60, deadline=None)
 TestProtocol = Protocol.TestCase
-TestProtocol.settings = LIMITS
-TestRogueProtocol = RogueProtocol.TestCase
-TestRogueProtocol.settings = LIMITS
+TestProtocol.settings = SETTINGS
+TestFaultyOwnerProtocol = FaultyOwnerProtocol.TestCase
+TestFaultyOwnerProtocol.settings = SETTINGS

@@ -1,5 +1,5 @@
-"""A connection of torch.distributed that breaks ends the waits for it with what the library said, long before the
-time-out."""
+"""A broken connection of torch.distributed ends the waits for it, long before the time-out, with the library's
+message."""
 
 from __future__ import annotations
 
@@ -24,76 +24,77 @@ from decentnode.payload import Payload
 from decentnode.sharing.full import Full
 from decentnode.training.base import Update
 from decentnode.wire.generation import Limits
-from tests.communication.contract import BATCHED, flat_schema, nodes, together
+from tests.communication.contract import BATCHED, flat_schema, open_nodes, run_on_all
 from tests.conftest import wait_until
 from tests.graph.contract import make
 from tests.node.fakes import Quadratic, stacked
 
 pytestmark = pytest.mark.slow
 
-NEVER = 10_000.0
-"""A time-out that no test lasts."""
+LONG = 10_000.0
+"""A time-out in seconds that is longer than any test may take."""
 
 
 def tcp_sockets() -> set[str]:
-    """The TCP sockets of this process that are connected."""
-    found = set()
+    """Returns the names of the connected TCP sockets of this process."""
+    names = set()
     for number in os.listdir("/proc/self/fd"):
         try:
             name = os.readlink(f"/proc/self/fd/{number}")
             if name.startswith("socket:"):
-                with socket.socket(fileno=os.dup(int(number))) as each:
-                    if each.family in (socket.AF_INET, socket.AF_INET6) and each.getpeername():
-                        found.add(name)
+                with socket.socket(fileno=os.dup(int(number))) as copy:
+                    if copy.family in (socket.AF_INET, socket.AF_INET6) and copy.getpeername():
+                        names.add(name)
         except OSError:
             continue
-    return found
+    return names
 
 
-def cut(before: set[str]) -> None:
-    """Shut down the connections of communicators; control has none of TCP here. before: those of earlier tests."""
+def cut_connections(before: set[str]) -> None:
+    """Shuts down the connections of communicators. (Control uses no TCP in these tests.) before: the sockets of earlier
+    tests, which stay."""
     for number in os.listdir("/proc/self/fd"):
         try:
             name = os.readlink(f"/proc/self/fd/{number}")
             if name in tcp_sockets() - before:
-                with socket.socket(fileno=os.dup(int(number))) as each:
-                    each.shutdown(socket.SHUT_RDWR)
+                with socket.socket(fileno=os.dup(int(number))) as copy:
+                    copy.shutdown(socket.SHUT_RDWR)
         except OSError:
             continue
 
 
 @pytest.mark.parametrize("transport", ["collective", BATCHED])
-@pytest.mark.parametrize(("at_once", "says"), [
+@pytest.mark.parametrize(("as_group", "reason"), [
     (True, "the all_reduce of round 0 among nodes 0-2 failed"), (False, " of round 0 (from|to|with) node .* failed"),
 ])  # fmt: skip
-def test_waits_end_with_the_operation_its_peers_and_the_reason(transport: str, at_once: bool, says: str) -> None:
+def test_a_wait_ends_with_the_operation_its_peers_and_the_reason(transport: str, as_group: bool, reason: str) -> None:
     payload, before = Payload({"x": torch.ones(10)}), tcp_sockets()
 
     def wait(node: Communication) -> None:
         others = tuple({0, 1, 2} - {node.uid})
-        group = AveragingGroup((0, 1, 2), payload) if at_once else None
+        group = AveragingGroup((0, 1, 2), payload) if as_group else None
         exchange = node.exchange(0, dict.fromkeys(others, payload), others, 0, group)
         if node.uid == 1:
-            cut(before)
-        (arrival,) = exchange.arrivals(NEVER)
+            cut_connections(before)
+        (arrival,) = exchange.arrivals(LONG)
         assert arrival.total is None and not exchange.departed
         assert arrival.missing <= set(others) and arrival.missing
-        why = node.why_broken(arrival.missing)
-        assert re.search(says, why), why
+        found = node.why_broken(arrival.missing)
+        assert re.search(reason, found), found
         assert node.counters.faults["communicator_broken"] >= 1
 
-    with nodes(transport, 3, flat_schema(10), timeout_seconds=NEVER) as made:
-        together(made[:2], wait)
+    with open_nodes(transport, 3, flat_schema(10), timeout_seconds=LONG) as nodes:
+        run_on_all(nodes[:2], wait)
 
 
 @pytest.mark.parametrize("transport", ["collective", BATCHED])
-def test_what_is_sent_to_whom_the_connection_broke_is_undelivered_or_ends_the_run(transport: str) -> None:
-    """And it takes no memory, however long the run goes on."""
+def test_payloads_to_a_peer_with_a_broken_connection_are_undelivered_or_raise(transport: str) -> None:
+    """They occupy no memory, however many rounds follow: no window is ever full."""
     payload, before = Payload({"x": torch.ones(10)}), tcp_sockets()
-    with nodes(transport, 2, flat_schema(10), timeout_seconds=NEVER) as made:
-        cut(before)
-        first = made[0]
-        (arrival,) = first.exchange(0, {1: payload}, (1,)).arrivals(NEVER)
+    with open_nodes(transport, 2, flat_schema(10), timeout_seconds=LONG) as nodes:
+        cut_connections(before)
+        first = nodes[0]
+        (arrival,) = first.exchange(0, {1: payload}, (1,)).arrivals(LONG)
         assert arrival.missing == {1}
         wait_until(lambda: bool(first.why_broken([1])))
         if transport == BATCHED:
@@ -102,88 +103,89 @@ def test_what_is_sent_to_whom_the_connection_broke_is_undelivered_or_ends_the_ru
             return
         for r in range(1, 3 * SEND_WINDOW):
             exchange = first.exchange(r, {1: payload}, (1,))
-            (arrival,) = exchange.arrivals(NEVER)
+            (arrival,) = exchange.arrivals(LONG)
             assert arrival.missing == {1} and exchange.undelivered == {1}
         assert "send_window" not in first.counters.faults and "receive_window" not in first.counters.faults
 
 
-def no_gpu_memory() -> None:
+def raise_out_of_gpu_memory() -> None:
     raise torch.OutOfMemoryError("CUDA out of memory")
 
 
 @pytest.mark.parametrize(("transport", "operation"), [
     ("collective", (GlooClique, "call")), (BATCHED, (GlooCommunicator, "batch")),
 ])  # fmt: skip
-@pytest.mark.parametrize("fails", [no_gpu_memory, lambda: torch.empty(1 << 50), lambda: bytearray(1 << 60)])
-def test_nobody_else_is_blamed_for_a_device_or_a_host_that_has_no_memory(
+@pytest.mark.parametrize("fails", [raise_out_of_gpu_memory, lambda: torch.empty(1 << 50), lambda: bytearray(1 << 60)])
+def test_no_peer_is_blamed_if_the_nodes_own_device_or_host_is_out_of_memory(
     transport: str, operation: tuple[type, str], fails: Callable[[], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     payload = Payload({"x": torch.ones(10)})
-    with nodes(transport, 2, flat_schema(10), timeout_seconds=NEVER) as made:
-        monkeypatch.setattr(*operation, lambda *_: fails() if transport == BATCHED else fails)  # there, what waits
+    with open_nodes(transport, 2, flat_schema(10), timeout_seconds=LONG) as nodes:
+        monkeypatch.setattr(*operation, lambda *_: fails() if transport == BATCHED else fails)
         with pytest.raises((RuntimeError, MemoryError), match=r"CUDA out of memory|allocate memory|^$"):
-            list(made[0].exchange(0, {1: payload}, (1,)).arrivals(NEVER))
-        assert not made[0].why_broken([1]) and "communicator_broken" not in made[0].counters.faults
+            list(nodes[0].exchange(0, {1: payload}, (1,)).arrivals(LONG))
+        assert not nodes[0].why_broken([1]) and "communicator_broken" not in nodes[0].counters.faults
         monkeypatch.undo()
 
 
-class Cutting(Quadratic):
-    """Has the connections break in one of its rounds."""
+class CuttingTraining(Quadratic):
+    """A training that calls `break_` in the round `at`."""
 
     def __init__(self, uid: int, at: int, break_: Callable[[], None]) -> None:
         super().__init__(uid, 50)
         self._at, self._break = at, break_
 
-    def local_update(self, round: int, *given: Any, **more: Any) -> Update:
+    def local_update(self, round: int, *args: Any, **kwargs: Any) -> Update:
         if round == self._at:
             self._break()
-        return super().local_update(round, *given, **more)
+        return super().local_update(round, *args, **kwargs)
 
 
-def run(
+def run_quadratics(
     transport: str, missing: str, n: int = 3, **options: Any
-) -> tuple[list[Node], list[Cutting], dict[int, object]]:
-    """What a run of quadratics comes to whose connections break in round 3: nodes, trainings, what each raised."""
+) -> tuple[list[Node], list[CuttingTraining], dict[int, object]]:
+    """Runs quadratics whose connections break in round 3. Returns (nodes, trainings, error or None by node)."""
     before = tcp_sockets()
-    trainings = [Cutting(uid, 3 if uid == 1 else -1, lambda: cut(before)) for uid in range(n)]
+    trainings = [CuttingTraining(uid, 3 if uid == 1 else -1, lambda: cut_connections(before)) for uid in range(n)]
     config = NodeConfig.model_validate({"rounds": 8, "evaluate_every": 0, "missing": missing})
     limits = Limits(20.0, 60.0, 2) if missing == "regroup" else None
     schemas = schemas_of(Full(Full.Config()), trainings[0].model)
-    with nodes(transport, n, schemas, limits=limits, timeout_seconds=NEVER, suspect_seconds=20, **options) as made:
-        built = [
-            Node(u, config, NodeParts(make("complete", nodes=n), trainings[u], Full(Full.Config()), each,
+    options |= {"timeout_seconds": LONG, "suspect_seconds": 20}
+    with open_nodes(transport, n, schemas, limits=limits, **options) as nodes:
+        run_nodes = [
+            Node(u, config, NodeParts(make("complete", nodes=n), trainings[u], Full(Full.Config()), communication,
                                       lambda: Full(Full.Config())), seed=1)
-            for u, each in enumerate(made)
+            for u, communication in enumerate(nodes)
         ]  # fmt: skip
 
         def work(communication: Communication) -> object:
             try:
-                built[communication.uid].run()
+                run_nodes[communication.uid].run()
             except PeerLost as error:
                 communication.fail(communication.uid, str(error))
                 return error
             return None
 
-        return built, trainings, together(made, work)
+        return run_nodes, trainings, run_on_all(nodes, work)
 
 
 @pytest.mark.parametrize(("transport", "use_collectives"), [
     ("collective", True), ("collective", False), (BATCHED, True), (BATCHED, False),
 ])  # fmt: skip
-def test_a_run_that_may_fail_ends_with_the_reason(transport: str, use_collectives: bool) -> None:
-    _, _, raised = run(transport, "fail", use_collectives=use_collectives)
-    texts = [str(error) for error in raised.values()]
-    assert all(isinstance(error, PeerLost) for error in raised.values())
+def test_a_run_with_missing_fail_ends_with_the_reason(transport: str, use_collectives: bool) -> None:
+    _, _, errors = run_quadratics(transport, "fail", use_collectives=use_collectives)
+    texts = [str(error) for error in errors.values()]
+    assert all(isinstance(error, PeerLost) for error in errors.values())
     assert any("nothing from node" in text and "of round 3" in text and "failed: " in text for text in texts), texts
 
 
 @pytest.mark.parametrize(("transport", "use_collectives"), [
     ("collective", True), ("collective", False), (BATCHED, True), (BATCHED, False),
 ])  # fmt: skip
-def test_members_that_live_make_another_generation_with_new_connections(transport: str, use_collectives: bool) -> None:
-    built, trainings, raised = run(transport, "regroup", use_collectives=use_collectives)
-    assert raised == {0: None, 1: None, 2: None}
-    for node in built:
+def test_a_run_with_missing_regroup_continues_with_new_connections(transport: str, use_collectives: bool) -> None:
+    run_nodes, trainings, errors = run_quadratics(transport, "regroup", use_collectives=use_collectives)
+    assert errors == {0: None, 1: None, 2: None}
+    for node in run_nodes:
         assert node.round == 8 and node.generation.number >= 1 and node.generation.members == (0, 1, 2)
     models = stacked(trainings)
-    assert torch.allclose(models, models.mean(0), atol=1e-5), "they have averaged since"
+    assert torch.allclose(models, models.mean(0), atol=1e-5), "the nodes did not average after the connections broke"

@@ -1,4 +1,4 @@
-"""What only CUDA runs is called as this torch has it: its names, and its arguments in their order."""
+"""The functions of torch that only runs with CUDA call exist in this torch, with the expected arguments."""
 
 from __future__ import annotations
 
@@ -11,35 +11,36 @@ import torch
 from torch._C import _distributed_c10d as c10d
 
 
-def stub(name: str) -> ast.Module:
-    """torch's own description of a compiled module, which builds without CUDA have, too."""
+def parse_stub(name: str) -> ast.Module:
+    """Returns the type stub of a compiled module of torch, which builds without CUDA contain, too."""
     path = Path(torch.__file__).parent / "_C" / f"{name}.pyi"
     if not path.exists():
         pytest.skip(f"this torch has no {path.name}")
     return ast.parse(path.read_text())
 
 
-def inside(tree: ast.Module | ast.ClassDef, name: str) -> ast.ClassDef:
-    return next(each for each in tree.body if isinstance(each, ast.ClassDef) and each.name == name)
+def find_class(tree: ast.Module | ast.ClassDef, name: str) -> ast.ClassDef:
+    return next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
 
 
 def fields(tree: ast.ClassDef) -> set[str]:
-    found = [each.target for each in tree.body if isinstance(each, ast.AnnAssign)]
-    return {each.id for each in found if isinstance(each, ast.Name)}
+    targets = [node.target for node in tree.body if isinstance(node, ast.AnnAssign)]
+    return {target.id for target in targets if isinstance(target, ast.Name)}
 
 
 def arguments(tree: ast.ClassDef, name: str) -> list[str]:
-    method = next(each for each in tree.body if isinstance(each, ast.FunctionDef) and each.name == name)
-    return [each.arg for each in method.args.args]
+    method = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name)
+    return [argument.arg for argument in method.args.args]
 
 
-@pytest.mark.skipif(torch.__version__ < "2.7", reason="torch's description of itself was another one")
-def test_nccl() -> None:
-    made = inside(stub("_distributed_c10d"), "ProcessGroupNCCL")
-    assert arguments(made, "__init__") == ["self", "store", "rank", "size", "options"]
-    assert arguments(made, "_set_default_timeout") == ["self", "timeout"] and arguments(made, "abort") == ["self"]
-    assert fields(inside(made, "Options")) >= {"config", "is_high_priority_stream"}
-    assert "max_ctas" in fields(inside(made, "NCCLConfig"))
+@pytest.mark.skipif(torch.__version__ < "2.7", reason="the stubs of torch were different")
+def test_nccl_groups_have_the_expected_methods_and_options() -> None:
+    nccl_group = find_class(parse_stub("_distributed_c10d"), "ProcessGroupNCCL")
+    assert arguments(nccl_group, "__init__") == ["self", "store", "rank", "size", "options"]
+    assert arguments(nccl_group, "_set_default_timeout") == ["self", "timeout"]
+    assert arguments(nccl_group, "abort") == ["self"]
+    assert fields(find_class(nccl_group, "Options")) >= {"config", "is_high_priority_stream"}
+    assert "max_ctas" in fields(find_class(nccl_group, "NCCLConfig"))
     for name in ("eager_connect_single_device", "abort", "shutdown"):
         assert hasattr(c10d.Backend, name)
     for name in ("_start_coalescing", "_end_coalescing", "_register_backend", "_set_default_backend",
@@ -47,11 +48,11 @@ def test_nccl() -> None:
         assert hasattr(c10d.ProcessGroup, name)
 
 
-def test_memory_and_events_of_other_processes() -> None:
+def test_cuda_memory_and_events_can_be_shared_between_processes() -> None:
     for name in ("_share_cuda_", "_new_shared_cuda"):
         assert hasattr(torch.UntypedStorage, name)
     event = torch.cuda.Event
     assert list(inspect.signature(event.__new__).parameters)[:4] == ["cls", "enable_timing", "blocking", "interprocess"]
     assert list(inspect.signature(event.from_ipc_handle).parameters) == ["device", "handle"]
     assert list(inspect.signature(event.ipc_handle).parameters) == ["self"]
-    assert issubclass(getattr(torch, "AcceleratorError", torch.OutOfMemoryError), RuntimeError)  # caught as that
+    assert issubclass(getattr(torch, "AcceleratorError", torch.OutOfMemoryError), RuntimeError)  # caught so

@@ -1,4 +1,4 @@
-"""Two hosts that everybody reaches, and two at home behind routers that translate addresses: network namespaces.
+"""Network namespaces: two public hosts, and two hosts at home behind routers that translate addresses (NAT).
 
     public 0 - 10.77.0.2 -+
     public 1 - 10.77.1.2 -+- core -+- 10.77.2.2 - router 2 - 192.168.77.1 - home 2 (192.168.77.2)
@@ -27,26 +27,26 @@ CREATE = 0x401
 """NLM_F_REQUEST and NLM_F_CREATE."""
 
 
-def public(host: int) -> str:
+def public_address(host: int) -> str:
     return f"10.77.{host}.2"
 
 
-def enter(namespace: str) -> None:
-    """The calling thread, and those that it starts, are on that host from now on. Raises OSError."""
+def enter_namespace(namespace: str) -> None:
+    """Moves the calling thread, and the threads that it starts later, to that host. Raises OSError."""
     with open(f"/run/netns/{namespace}") as space:
         if ctypes.CDLL(None, use_errno=True).setns(space.fileno(), 0x40000000):  # CLONE_NEWNET
             raise OSError(ctypes.get_errno(), "setns")
 
 
-def on(namespace: str, work: Callable[[], T]) -> T:
-    """work() in a thread on that host. Raises what it raises."""
-    found: list[T] = []
+def run_in(namespace: str, work: Callable[[], T]) -> T:
+    """Returns the result of work(), called in a thread on that host. Raises what it raises."""
+    results: list[T] = []
     errors: list[BaseException] = []
 
     def run() -> None:
         try:
-            enter(namespace)
-            found.append(work())
+            enter_namespace(namespace)
+            results.append(work())
         except BaseException as error:
             errors.append(error)
 
@@ -56,11 +56,11 @@ def on(namespace: str, work: Callable[[], T]) -> T:
     assert not thread.is_alive(), f"{namespace} hangs"
     if errors:
         raise errors[0]
-    return found[0]
+    return results[0]
 
 
-def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=20)
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=20)
 
 
 def _attribute(kind: int, value: bytes, nested: bool = False) -> bytes:
@@ -81,14 +81,15 @@ def _expression(name: str, data: bytes) -> bytes:
 
 
 def masquerade(device: str) -> None:
-    """What leaves the calling thread's host by `device` has that one's address from now on, as `nft` would ask for it
-    (linux/netfilter/nf_tables.h). Raises OSError where the kernel cannot."""
+    """Makes the calling thread's host replace the source address of packets that leave by `device` with the address of
+    `device`. Sends the request that `nft` would send (linux/netfilter/nf_tables.h). Raises OSError if the kernel does
+    not support it."""
     hook = _number(1, 4) + _number(2, 100)  # after routing, at the priority of source addresses
     out = _expression("meta", _number(1, 1) + _number(2, 7))  # register 1 = name of the device
-    same = _expression("cmp", _number(1, 1) + _number(2, 0)
+    match = _expression("cmp", _number(1, 1) + _number(2, 0)
                        + _attribute(3, _attribute(1, device.encode().ljust(16, b"\0")), True))  # fmt: skip
-    rule = _attribute(4, out + same + _expression("masq", b""), True)
-    parts = [
+    rule = _attribute(4, out + match + _expression("masq", b""), True)
+    messages = [
         (0x10, b"", NFTABLES, 0),
         (NFTABLES << 8, _name(1, "nat"), 0, socket.AF_INET),
         (NFTABLES << 8 | 3, _name(1, "nat") + _name(3, "post") + _attribute(4, hook, True) + _name(7, "nat"), 0,
@@ -97,7 +98,7 @@ def masquerade(device: str) -> None:
         (0x11, b"", NFTABLES, 0),
     ]  # fmt: skip
     batch = b""
-    for number, (kind, body, resource, family) in enumerate(parts):
+    for number, (kind, body, resource, family) in enumerate(messages):
         body = struct.pack(">BBH", family, 0, resource) + body
         flags = CREATE | (4 if kind > 0x11 else 0)  # NLM_F_ACK
         batch += struct.pack("IHHII", 16 + len(body), kind, flags, number, 0) + body
@@ -111,8 +112,8 @@ def masquerade(device: str) -> None:
                 raise OSError(error, f"nf_tables: {os.strerror(error)}")
 
 
-def _wire(ends: tuple[tuple[str, str, str], tuple[str, str, str]]) -> None:
-    """A cable between two hosts: (namespace, device, address)."""
+def _connect(ends: tuple[tuple[str, str, str], tuple[str, str, str]]) -> None:
+    """Connects two hosts by a cable. ends: (namespace, device, address) of both."""
     (a, device_a, _), (b, device_b, _) = ends
     _ip("-n", a, "link", "add", device_a, "type", "veth", "peer", "name", device_b, "netns", b)
     for namespace, device, address in ends:
@@ -122,33 +123,34 @@ def _wire(ends: tuple[tuple[str, str, str], tuple[str, str, str]]) -> None:
 
 @contextlib.contextmanager
 def home_networks() -> Iterator[list[str]]:
-    """Namespaces of the hosts 0 and 1 (public) and 2 and 3 (at home). The test is skipped where none may be made."""
+    """Yields the namespaces of the hosts 0 and 1 (public) and 2 and 3 (at home). Skips the test if this process may not
+    create namespaces."""
     if shutil.which("ip") is None:
         pytest.skip("needs the ip command")
-    mark = f"dnh{os.getpid() % 100000}"
-    core, routers = f"{mark}c", {2: f"{mark}r2", 3: f"{mark}r3"}
-    hosts = [f"{mark}{number}" for number in range(4)]
+    prefix = f"dnh{os.getpid() % 100000}"
+    core, routers = f"{prefix}c", {2: f"{prefix}r2", 3: f"{prefix}r3"}
+    hosts = [f"{prefix}{number}" for number in range(4)]
     try:
         try:
-            for each in (core, *routers.values(), *hosts):
-                _ip("netns", "add", each)
-                _ip("-n", each, "link", "set", "lo", "up")
+            for namespace in (core, *routers.values(), *hosts):
+                _ip("netns", "add", namespace)
+                _ip("-n", namespace, "link", "set", "lo", "up")
             for host in range(4):
-                outside = routers.get(host, hosts[host])
-                _wire(((core, f"to{host}", f"10.77.{host}.1"), (outside, "out", public(host))))
-                _ip("-n", outside, "route", "add", "default", "via", f"10.77.{host}.1")
+                outer = routers.get(host, hosts[host])
+                _connect(((core, f"to{host}", f"10.77.{host}.1"), (outer, "out", public_address(host))))
+                _ip("-n", outer, "route", "add", "default", "via", f"10.77.{host}.1")
             for host, router in routers.items():
-                _wire(((router, "in", "192.168.77.1"), (hosts[host], "out", HOME)))
+                _connect(((router, "in", "192.168.77.1"), (hosts[host], "out", HOME)))
                 _ip("-n", hosts[host], "route", "add", "default", "via", "192.168.77.1")
-            for each in (core, *routers.values()):
-                subprocess.run(["ip", "netns", "exec", each, "sh", "-c", "echo 1 > /proc/sys/net/ipv4/ip_forward"],
+            for namespace in (core, *routers.values()):
+                subprocess.run(["ip", "netns", "exec", namespace, "sh", "-c", "echo 1 > /proc/sys/net/ipv4/ip_forward"],
                                check=True, capture_output=True, timeout=20)  # fmt: skip
             for router in routers.values():
-                on(router, lambda: masquerade("out"))
+                run_in(router, lambda: masquerade("out"))
         except (subprocess.CalledProcessError, OSError) as error:
-            told = error.stderr.decode().strip() if isinstance(error, subprocess.CalledProcessError) else error
-            pytest.skip(f"no network namespaces with a masquerading router here: {told}")
+            reason = error.stderr.decode().strip() if isinstance(error, subprocess.CalledProcessError) else error
+            pytest.skip(f"no network namespaces with a masquerading router here: {reason}")
         yield hosts
     finally:
-        for each in (core, *routers.values(), *hosts):
-            subprocess.run(["ip", "netns", "del", each], capture_output=True, timeout=20, check=False)
+        for namespace in (core, *routers.values(), *hosts):
+            subprocess.run(["ip", "netns", "del", namespace], capture_output=True, timeout=20, check=False)

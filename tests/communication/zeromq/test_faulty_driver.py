@@ -1,4 +1,4 @@
-"""What goes wrong between the links and their sockets, on virtual time and sockets that only note what they get."""
+"""Faults between the links and their sockets, on virtual time and with sockets that only record messages."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from decentnode.wire.session import Session
 FIRST_FRAME = b"head"
 
 
-class Owner:
-    """Has nothing to do."""
+class IdleOwner:
+    """An owner of the driver for which nothing is ever due."""
 
     next_deadline = float("inf")
     deliver = has_room = crashed = None
@@ -41,13 +41,14 @@ class Owner:
         """Nothing is due."""
 
 
-class Sockets:
-    """Take everything, unless they are full."""
+class RecordingSockets:
+    """Sockets that accept and record every message unless they are `full`."""
 
     sleeps_until = 0.0
 
     def __init__(self) -> None:
         self.sent: list[tuple[float, int, int, bytes]] = []
+        """(time, receiver, plane, content)"""
         self.renewed: list[tuple[int, int]] = []
         self.full = False
         self.peers = self
@@ -61,33 +62,32 @@ class Sockets:
         self.renewed.append((uid, plane))
 
     def carried(self, uid: int, plane: int) -> int | None:
-        """Nobody knows."""
+        """Returns None: the number of bytes is not known."""
 
     def due_by(self, when: float) -> None:
-        """Whoever is at the sockets is awake."""
+        """Does nothing: the fixture ticks the driver."""
 
 
-class Bench:
-    """Node 0's driver of three, and what comes to its sockets."""
+class DriverFixture:
+    """Makes drivers of node 0 of a run of three nodes, and advances the time."""
 
     def __init__(self, time: clock.VirtualClock) -> None:
         self.time = time
-        self.drivers: list[FaultyDriver] = []
 
-    def driver(self, *faults: AnyFault) -> tuple[FaultyDriver, Sockets]:
+    def make_driver(self, *faults: AnyFault) -> tuple[FaultyDriver, RecordingSockets]:
         plan: Plan = resolve(faults, 1, 3, 100)
         session = Session(0, 3, "d", b"theirrun")
         session.start_outside()
         session.adopt(b"theirrun", FIRST, (0, 1, 2))
-        made = FaultyDriver(session, Counters(), LinkSizes.of(1 << 16, 1 << 20), None, None, LinkFaults(plan, 1))
-        made.io.close(0.0)
-        made.serve(Owner())  # type: ignore[arg-type]
-        sockets = made.io = Sockets()  # type: ignore[assignment]
-        made.begin(self.time.now())
-        return made, sockets  # type: ignore[return-value]
+        driver = FaultyDriver(session, Counters(), LinkSizes.of(1 << 16, 1 << 20), None, None, LinkFaults(plan, 1))
+        driver.io.close(0.0)
+        driver.serve(IdleOwner())  # type: ignore[arg-type]
+        sockets = driver.io = RecordingSockets()  # type: ignore[assignment]
+        driver.begin(self.time.now())
+        return driver, sockets  # type: ignore[return-value]
 
-    def pass_(self, driver: FaultyDriver, seconds: float) -> None:
-        """Time passes, and the driver is ticked by what it names."""
+    def run_for(self, driver: FaultyDriver, seconds: float) -> None:
+        """Advances the time by `seconds`, and ticks the driver at each deadline that it names."""
         until = self.time.now() + seconds
         while (due := max(self.time.now(), driver.next_deadline)) <= until:
             self.time.advance_to(due)
@@ -96,104 +96,105 @@ class Bench:
 
 
 @pytest.fixture
-def bench() -> Iterator[Bench]:
+def fixture() -> Iterator[DriverFixture]:
     with clock.use(clock.VirtualClock()) as time:
-        yield Bench(time)
+        yield DriverFixture(time)
 
 
-def bodies(sockets: Sockets) -> list[bytes]:
+def bodies(sockets: RecordingSockets) -> list[bytes]:
     return [content.removeprefix(FIRST_FRAME) for _, _, _, content in sockets.sent]
 
 
 def send_all(driver: FaultyDriver, count: int, uid: int = 1, plane: int = 1) -> list[bytes]:
+    """Sends `count` messages, which the driver must accept. Returns their bodies."""
     sent = [b"%04d" % i for i in range(count)]
-    assert all(driver.send(uid, plane, FIRST_FRAME, each) for each in sent)
+    assert all(driver.send(uid, plane, FIRST_FRAME, body) for body in sent)
     return sent
 
 
-def test_nothing_goes_wrong_before_the_run_begins_or_after_the_fault_is_over(bench: Bench) -> None:
-    driver, sockets = bench.driver(Drop(at_seconds=2, seconds=3))
+def test_a_fault_has_effect_only_during_its_time(fixture: DriverFixture) -> None:
+    driver, sockets = fixture.make_driver(Drop(at_seconds=2, seconds=3))
     sent = len(send_all(driver, 5))
     assert len(sockets.sent) == sent
-    bench.pass_(driver, 2.5)
+    fixture.run_for(driver, 2.5)
     send_all(driver, 5)
     assert len(sockets.sent) == sent and driver.touched == {"drop": 5}
-    bench.pass_(driver, 3.0)
+    fixture.run_for(driver, 3.0)
     send_all(driver, 5)
     assert len(sockets.sent) == sent + 5
 
 
-def test_a_share_is_dropped_of_the_messages_that_it_is_about(bench: Bench) -> None:
-    driver, sockets = bench.driver(Drop(share=0.25, to=(1,), plane="bulk"))
+def test_drop_loses_a_share_of_the_messages_that_it_selects(fixture: DriverFixture) -> None:
+    driver, sockets = fixture.make_driver(Drop(share=0.25, to=(1,), plane="bulk"))
     for uid, plane in ((1, 1), (1, 0), (2, 1)):
         send_all(driver, 400, uid, plane)
-    came = Counter((uid, plane) for _, uid, plane, _ in sockets.sent)
-    assert came[1, 0] == came[2, 1] == 400 and 250 < came[1, 1] < 350
-    assert driver.touched == {"drop": 400 - came[1, 1]}
+    arrived = Counter((uid, plane) for _, uid, plane, _ in sockets.sent)
+    assert arrived[1, 0] == arrived[2, 1] == 400 and 250 < arrived[1, 1] < 350
+    assert driver.touched == {"drop": 400 - arrived[1, 1]}
 
 
-def test_a_bit_is_flipped_in_a_copy(bench: Bench) -> None:
-    driver, sockets = bench.driver(Corrupt())
+def test_corrupt_flips_a_bit_in_a_copy_of_the_message(fixture: DriverFixture) -> None:
+    driver, sockets = fixture.make_driver(Corrupt())
     body = b"\0" * 8
     driver.send(1, 1, b"", body)
     assert body == b"\0" * 8 and bin(int.from_bytes(sockets.sent[0][3], "big")).count("1") == 1
 
 
-def test_messages_come_twice(bench: Bench) -> None:
-    driver, sockets = bench.driver(Duplicate())
+def test_duplicate_sends_every_message_twice(fixture: DriverFixture) -> None:
+    driver, sockets = fixture.make_driver(Duplicate())
     sent = send_all(driver, 3)
-    assert bodies(sockets) == [each for one in sent for each in (one, one)]
+    assert bodies(sockets) == [copy for body in sent for copy in (body, body)]
 
 
-def test_late_messages_keep_their_order_and_are_sent_by_the_deadline_that_the_driver_names(bench: Bench) -> None:
-    driver, sockets = bench.driver(Delay(by_seconds=1.0, jitter_seconds=0.5, share=0.5))
+def test_delayed_messages_keep_their_order_and_are_sent_at_the_drivers_deadlines(fixture: DriverFixture) -> None:
+    driver, sockets = fixture.make_driver(Delay(by_seconds=1.0, jitter_seconds=0.5, share=0.5))
     sent = send_all(driver, 50)
     assert len(sockets.sent) < 50
-    bench.pass_(driver, 1.6)
+    fixture.run_for(driver, 1.6)
     assert bodies(sockets) == sent
     assert all(0 <= at <= 1.5 for at, *_ in sockets.sent) and driver.next_deadline > 1.6
 
 
-def test_overtaken_messages_come_in_another_order(bench: Bench) -> None:
-    driver, sockets = bench.driver(Reorder(share=0.5, within_seconds=1.0))
+def test_reorder_changes_the_order_of_messages(fixture: DriverFixture) -> None:
+    driver, sockets = fixture.make_driver(Reorder(share=0.5, within_seconds=1.0))
     sent = send_all(driver, 50)
-    bench.pass_(driver, 1.1)
+    fixture.run_for(driver, 1.1)
     assert sorted(bodies(sockets)) == sent != bodies(sockets)
 
 
-def test_a_socket_that_is_full_gets_late_messages_later_and_in_their_order(bench: Bench) -> None:
-    driver, sockets = bench.driver(Delay(by_seconds=0.1))
+def test_delayed_messages_wait_for_a_full_socket_and_keep_their_order(fixture: DriverFixture) -> None:
+    driver, sockets = fixture.make_driver(Delay(by_seconds=0.1))
     sent = send_all(driver, 20)
     sockets.full = True
-    bench.pass_(driver, 0.5)
+    fixture.run_for(driver, 0.5)
     assert not sockets.sent
     sockets.full = False
-    bench.pass_(driver, 0.1)
+    fixture.run_for(driver, 0.1)
     assert bodies(sockets) == sent
 
 
-def test_no_more_wait_to_be_late_than_in_a_socket(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    driver, _ = bench.driver(Delay(by_seconds=1.0))
+def test_the_number_of_delayed_messages_is_bounded(fixture: DriverFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver, _ = fixture.make_driver(Delay(by_seconds=1.0))
     writable: list[tuple[int, int]] = []
     monkeypatch.setattr(driver, "writable", lambda uid, plane: writable.append((uid, plane)))
     send_all(driver, MAX_HELD)
     assert not driver.send(1, 1, FIRST_FRAME, b"one more") and driver.send(2, 1, FIRST_FRAME, b"to another")
-    bench.pass_(driver, 1.1)
+    fixture.run_for(driver, 1.1)
     assert writable == [(1, 1)]
 
 
-def test_nothing_passes_a_cut_until_it_heals(bench: Bench) -> None:
-    driver, sockets = bench.driver(Cut(sides=((0, 2), (1,)), at_seconds=0, seconds=2))
+def test_no_message_passes_a_cut_until_it_heals(fixture: DriverFixture) -> None:
+    driver, sockets = fixture.make_driver(Cut(sides=((0, 2), (1,)), at_seconds=0, seconds=2))
     send_all(driver, 3, uid=1)
     send_all(driver, 3, uid=2)
     assert {uid for _, uid, *_ in sockets.sent} == {2} and driver.touched == {"cut": 3}
-    bench.pass_(driver, 2.0)
+    fixture.run_for(driver, 2.0)
     send_all(driver, 3, uid=1)
     assert {uid for _, uid, *_ in sockets.sent} == {1, 2}
 
 
-def test_a_half_open_connection_takes_messages_until_it_is_made_anew(bench: Bench) -> None:
-    driver, sockets = bench.driver(HalfOpen(source=0, to=1, plane="bulk", at_round=2))
+def test_a_half_open_connection_loses_messages_until_it_is_renewed(fixture: DriverFixture) -> None:
+    driver, sockets = fixture.make_driver(HalfOpen(source=0, to=1, plane="bulk", at_round=2))
     driver.enter(1)
     send_all(driver, 1)
     driver.enter(2)
@@ -204,10 +205,10 @@ def test_a_half_open_connection_takes_messages_until_it_is_made_anew(bench: Benc
     assert len(sockets.sent) == 2 and sockets.renewed == [(1, 1)]
 
 
-def test_a_connection_breaks_with_what_is_late_on_it(bench: Bench) -> None:
-    driver, sockets = bench.driver(Delay(by_seconds=5.0), Break(source=0, to=1, plane="bulk", at_seconds=1))
+def test_a_connection_that_breaks_loses_its_delayed_messages(fixture: DriverFixture) -> None:
+    driver, sockets = fixture.make_driver(Delay(by_seconds=5.0), Break(source=0, to=1, plane="bulk", at_seconds=1))
     send_all(driver, 2)
-    bench.pass_(driver, 1.5)
-    send_all(driver, 1, uid=2)  # faults of a time are looked at as messages go by
-    bench.pass_(driver, 10.0)
+    fixture.run_for(driver, 1.5)
+    send_all(driver, 1, uid=2)  # the driver looks at timed faults when a message is sent
+    fixture.run_for(driver, 10.0)
     assert sockets.renewed == [(1, 1)] and {uid for _, uid, *_ in sockets.sent} == {2}

@@ -1,5 +1,5 @@
-"""The thread at the sockets, a node's own or that of several nodes: nothing that came waits for a tick, and a full
-socket is found again once it is empty."""
+"""The I/O thread of a node, or of several nodes of one process: received messages do not wait for a tick, and a full
+socket is used again once it is empty."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from decentnode.communication.zeromq.sockets.process_io import HostedSockets
 from tests.conftest import wait_until
 
 MESSAGES = 14 * RECEIVE_BURST
-"""Fewer than a socket's queue takes."""
+"""Fewer than fit into the queue of a socket."""
 
 
-class Heard:
-    """A handler that counts."""
+class RecordingHandler:
+    """A handler of the I/O thread's events that records messages, ticks and sockets that became writable."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.sizes: list[list[int]] = []
-        self.free: list[tuple[int, int]] = []
+        self.writable_again: list[tuple[int, int]] = []
         self.on_message: Callable[[], None] = lambda: None
         self.error: BaseException | None = None
         self.ticks = 0
         self.next_deadline, self.every = math.inf, math.inf
-        """When it wants to be ticked; after each tick, so much later again."""
+        """When the next tick is due, and the time from one tick to the next."""
 
     def log_in(self, uid: int) -> bytes:
         return b""
@@ -47,7 +47,7 @@ class Heard:
         self.on_message()
 
     def writable(self, uid: int, plane: int) -> None:
-        self.free.append((uid, plane))
+        self.writable_again.append((uid, plane))
 
     def tick(self, now: float) -> None:
         self.ticks += 1
@@ -70,7 +70,7 @@ class Heard:
 
 @pytest.fixture(params=["own", "hosted"], autouse=True)
 def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Whether each node has a thread at its sockets, or shares one with others of its process."""
+    """Runs every test with a thread per node ("own") and with one thread for all nodes of a process ("hosted")."""
     monkeypatch.setattr("tests.communication.zeromq.test_io_thread.KIND", request.param)
     return str(request.param)
 
@@ -79,24 +79,24 @@ KIND = "own"
 
 
 @contextmanager
-def pair() -> Iterator[list[tuple[NodeSockets, Heard]]]:
-    """Two threads at their sockets that know each other's; not started."""
-    handlers, processes = [Heard(), Heard()], [SharedProcess((0,)), SharedProcess((1,))]
-    made: list[NodeSockets] = [
+def open_pair() -> Iterator[list[tuple[NodeSockets, RecordingHandler]]]:
+    """Yields the sockets and handlers of two nodes that know each other's addresses; their threads are not started."""
+    handlers, processes = [RecordingHandler(), RecordingHandler()], [SharedProcess((0,)), SharedProcess((1,))]
+    sockets: list[NodeSockets] = [
         IoThread(uid, 1 << 22, handler) if KIND == "own" else HostedSockets(processes[uid], uid, 1 << 22, handler)
         for uid, handler in enumerate(handlers)
     ]
     try:
-        ends = []
-        for io in made:
+        endpoints = []
+        for io in sockets:
             for listener in io.listening.by_plane:
                 listener.bind("tcp://127.0.0.1:*")
-            ends.append(tuple(listener.getsockopt_string(zmq.LAST_ENDPOINT) for listener in io.listening.by_plane))
-        for uid, io in enumerate(made):
-            io.peers.endpoints[1 - uid] = (ends[1 - uid][CONTROL], ends[1 - uid][BULK])
-        yield list(zip(made, handlers, strict=True))
+            endpoints.append(tuple(listener.getsockopt_string(zmq.LAST_ENDPOINT) for listener in io.listening.by_plane))
+        for uid, io in enumerate(sockets):
+            io.peers.endpoints[1 - uid] = (endpoints[1 - uid][CONTROL], endpoints[1 - uid][BULK])
+        yield list(zip(sockets, handlers, strict=True))
     finally:
-        for io, handler in zip(made, handlers, strict=True):
+        for io, handler in zip(sockets, handlers, strict=True):
             io.close(0.1)
             assert handler.error is None
         for process in processes:
@@ -104,113 +104,115 @@ def pair() -> Iterator[list[tuple[NodeSockets, Heard]]]:
 
 
 @pytest.fixture
-def one_look(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No look at all sockets after the first: what waits for one waits longer than a test may take."""
+def no_periodic_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Disables the periodic looks at all sockets, so that a message that is found only by such a look never arrives."""
     for module in (io_thread, process_io):
         monkeypatch.setattr(module, "LOOK_SECONDS", 1000.0)
 
 
-@pytest.mark.usefixtures("one_look")
+@pytest.mark.usefixtures("no_periodic_looks")
 @pytest.mark.parametrize("early", [True, False], ids=["there before the first look", "one by one"])
-def test_bursts_do_not_wait_for_a_look(early: bool) -> None:
-    with pair() as ((here, _), (there, heard)):
+def test_bursts_of_messages_are_received_without_periodic_looks(early: bool) -> None:
+    with open_pair() as ((sender, _), (receiver, handler)):
         if not early:
-            there.start()
-        with here.lock:
+            receiver.start()
+        with sender.lock:
             for number in range(MESSAGES):
                 body = None if number % 3 else bytes(20_000)
-                assert here.send(1, number % 2, b"x" * (1 + number % 2000), body)
+                assert sender.send(1, number % 2, b"x" * (1 + number % 2000), body)
         if early:
-            wait_until(lambda: all(int(each.getsockopt(zmq.EVENTS)) & zmq.POLLIN for each in there.listening.by_plane))
-            there.start()
-        wait_until(lambda: len(heard.sizes) == MESSAGES, lambda: f"after {len(heard.sizes)} it waits for a look")
+            listening = receiver.listening.by_plane
+            wait_until(lambda: all(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN for socket in listening))
+            receiver.start()
+        wait_until(lambda: len(handler.sizes) == MESSAGES, lambda: f"stuck after {len(handler.sizes)} messages")
 
 
-@pytest.mark.usefixtures("one_look")
-def test_it_sleeps_until_what_is_due_and_hears_of_what_is_due_earlier() -> None:
-    with pair() as ((_, _), (there, heard)):
-        there.start()
-        wait_until(lambda: there.sleeps_until == math.inf)
-        assert heard.ticks == 0
-        heard.next_deadline = clock.now() + 0.05
-        there.due_by(heard.next_deadline)
-        wait_until(lambda: heard.ticks == 1)
-        wait_until(lambda: there.sleeps_until == math.inf)
-        heard.next_deadline = later = clock.now() + 1000.0
-        there.due_by(later)
-        wait_until(lambda: there.sleeps_until == later)
-        heard.next_deadline = -math.inf
-        there.due_by(-math.inf)
-        wait_until(lambda: heard.ticks == 2)
+@pytest.mark.usefixtures("no_periodic_looks")
+def test_the_thread_sleeps_until_the_deadline_and_wakes_for_an_earlier_one() -> None:
+    with open_pair() as ((_, _), (receiver, handler)):
+        receiver.start()
+        wait_until(lambda: receiver.sleeps_until == math.inf)
+        assert handler.ticks == 0
+        handler.next_deadline = clock.now() + 0.05
+        receiver.due_by(handler.next_deadline)
+        wait_until(lambda: handler.ticks == 1)
+        wait_until(lambda: receiver.sleeps_until == math.inf)
+        handler.next_deadline = later = clock.now() + 1000.0
+        receiver.due_by(later)
+        wait_until(lambda: receiver.sleeps_until == later)
+        handler.next_deadline = -math.inf
+        receiver.due_by(-math.inf)
+        wait_until(lambda: handler.ticks == 2)
 
 
-@pytest.mark.usefixtures("one_look")
-def test_what_is_due_is_done_while_the_training_thread_is_at_the_sockets() -> None:
-    with pair() as ((_, _), (there, heard)):
-        there.start()
-        there.doorbell.listen(0.01)
-        heard.next_deadline, heard.every = 0.0, 0.02
-        while heard.ticks < 3:
-            there.doorbell.listen(0.05)
+@pytest.mark.usefixtures("no_periodic_looks")
+def test_ticks_happen_while_the_training_thread_owns_the_sockets() -> None:
+    with open_pair() as ((_, _), (receiver, handler)):
+        receiver.start()
+        receiver.doorbell.listen(0.01)
+        handler.next_deadline, handler.every = 0.0, 0.02
+        while handler.ticks < 3:
+            receiver.doorbell.listen(0.05)
 
 
-@pytest.mark.usefixtures("one_look")
-def test_what_is_left_when_the_training_thread_is_called_is_not_forgotten() -> None:
-    """It leaves the sockets at once when what it waits for is there; the rest is taken in at the next visit."""
-    with pair() as ((here, _), (there, heard)):
-        heard.on_message = there.doorbell.ring  # whatever comes is what was waited for
-        there.start()
-        there.doorbell.listen(0.2)  # from here on it is the training thread that is at the sockets
+@pytest.mark.usefixtures("no_periodic_looks")
+def test_messages_left_when_the_training_thread_leaves_the_sockets_are_received_later() -> None:
+    """The training thread leaves the sockets as soon as the message for which it waits has arrived. The others are
+    received at its next visit."""
+    with open_pair() as ((sender, _), (receiver, handler)):
+        handler.on_message = receiver.doorbell.ring  # every message is one for which the training thread waits
+        receiver.start()
+        receiver.doorbell.listen(0.2)  # from now on the training thread owns the sockets
 
         def send() -> None:
-            with here.lock:
+            with sender.lock:
                 for number in range(MESSAGES):
-                    assert here.send(1, BULK, b"%d" % number, None)
+                    assert sender.send(1, BULK, b"%d" % number, None)
 
-        sender = threading.Thread(target=send)
+        thread = threading.Thread(target=send)
+        thread.start()
+        while len(handler.sizes) < MESSAGES:
+            receiver.doorbell.listen(1000)
+        thread.join(60)
+
+
+def test_the_sender_is_told_when_a_full_socket_accepts_messages_again() -> None:
+    with open_pair() as ((sender, sender_handler), (receiver, handler)):
+        sender_handler.next_deadline, sender_handler.every = 0.0, 0.1
         sender.start()
-        while len(heard.sizes) < MESSAGES:
-            there.doorbell.listen(1000)
-        sender.join(60)
-
-
-def test_a_full_socket_is_told_of_when_it_takes_messages_again() -> None:
-    with pair() as ((here, told), (there, heard)):
-        told.next_deadline, told.every = 0.0, 0.1
-        here.start()
         sent, settled = 0, False
-        while not settled:  # nobody reads: the queue fills, and flows on into the kernel's buffers, until they are full
-            told.free.clear()
-            with here.lock:
-                while here.send(1, BULK, b"x" * 4000, None):
+        while not settled:  # without a reader the queue and then the kernel's buffers fill up
+            sender_handler.writable_again.clear()
+            with sender.lock:
+                while sender.send(1, BULK, b"x" * 4000, None):
                     sent += 1
                     assert sent < 10_000
-                assert not here.send(1, BULK, b"y", None), "refused until it was told of"
-                enough = told.ticks + 3
-            wait_until(lambda: told.ticks >= enough)  # noqa: B023
-            settled = not told.free
-        there.start()
-        wait_until(lambda: told.free == [(1, BULK)])
-        with here.lock:
-            assert here.send(1, BULK, b"z", None)
-        wait_until(lambda: len(heard.sizes) == sent + 1)
+                assert not sender.send(1, BULK, b"y", None), "accepted before the sender was told"
+                enough = sender_handler.ticks + 3
+            wait_until(lambda: sender_handler.ticks >= enough)  # noqa: B023
+            settled = not sender_handler.writable_again
+        receiver.start()
+        wait_until(lambda: sender_handler.writable_again == [(1, BULK)])
+        with sender.lock:
+            assert sender.send(1, BULK, b"z", None)
+        wait_until(lambda: len(handler.sizes) == sent + 1)
 
 
-@pytest.mark.usefixtures("one_look")
+@pytest.mark.usefixtures("no_periodic_looks")
 def test_a_socket_that_is_full_again_at_once_does_not_wait_for_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where only looks at all sockets took care of it, every one would let two messages out."""
+    """If only periodic looks noticed that the socket is writable, each of them would send just two messages."""
     monkeypatch.setattr(peer_sockets, "SEND_MESSAGES", 2)
     left = [400]
-    with pair() as ((here, mine), (there, heard)):
+    with open_pair() as ((sender, mine), (receiver, handler)):
 
         def send() -> None:
-            while left[0] and here.send(1, BULK, b"x", bytes(20_000)):
+            while left[0] and sender.send(1, BULK, b"x", bytes(20_000)):
                 left[0] -= 1
 
         monkeypatch.setattr(mine, "writable", lambda uid, plane: send())
-        there.start()
-        here.start()
-        with here.lock:
+        receiver.start()
+        sender.start()
+        with sender.lock:
             send()
-        wait_until(lambda: len(heard.sizes) == 400, lambda: f"after {len(heard.sizes)} it waits for a look")
+        wait_until(lambda: len(handler.sizes) == 400, lambda: f"stuck after {len(handler.sizes)} messages")
         assert left == [0]

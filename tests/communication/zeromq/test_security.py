@@ -1,4 +1,4 @@
-"""The allow-list, identity, and that strangers stay outside."""
+"""Keys and credentials: only nodes of the run are admitted, and each only under its own identity."""
 
 from __future__ import annotations
 
@@ -27,62 +27,63 @@ from decentnode.communication.zeromq.transport import ZeroMQ
 from decentnode.errors import AssemblyError
 from decentnode.wire import codec, framing
 from decentnode.wire.messages import Chunk, Stop
-from tests.communication.contract import flat_schema, gossip, make, nodes, together
-from tests.communication.test_faults import one_round
+from tests.communication.contract import flat_schema, gossip, make_nodes, open_nodes, run_on_all
+from tests.communication.test_faults import exchange_once
 from tests.conftest import wait_until
 
 
 def dealer(context: zmq.Context, address: str, keys: tuple[bytes, bytes] | None, server: bytes) -> zmq.Socket:
-    made = context.socket(zmq.DEALER)
-    made.linger = 0
+    """Returns a socket connected to `address`, with CURVE if `keys` (public, secret) are given. server: its key."""
+    connected = context.socket(zmq.DEALER)
+    connected.linger = 0
     if keys is not None:
-        made.curve_publickey, made.curve_secretkey = keys
-        made.curve_serverkey = server
-    made.connect(address)
-    return made
+        connected.curve_publickey, connected.curve_secretkey = keys
+        connected.curve_serverkey = server
+    connected.connect(address)
+    return connected
 
 
 @pytest.mark.parametrize("bulk", ["curve", "aes-gcm"])
-def test_strangers_stay_outside_and_nobody_speaks_for_another(bulk: str, tmp_path: Path) -> None:
-    made = make(f"tcp+{bulk}", 3, flat_schema(8), tmp_path)
+def test_strangers_are_refused_and_no_node_can_send_in_the_name_of_another(bulk: str, tmp_path: Path) -> None:
+    nodes = make_nodes(f"tcp+{bulk}", 3, flat_schema(8), tmp_path)
     context = zmq.Context()
     try:
-        addresses = {node.uid: node.bind() for node in made}
-        for node in made:
+        addresses = {node.uid: node.bind() for node in nodes}
+        for node in nodes:
             node.set_peers(addresses)
-        together(made, lambda node: node.start(60))
-        victim, ring = made[0], load_keyring(tmp_path / "keys", 2, 3)
+        run_on_all(nodes, lambda node: node.start(60))
+        victim, ring = nodes[0], load_keyring(tmp_path / "keys", 2, 3)
         stop = framing.sealed(1 << 14, codec.encode(Stop(victim.run_id, 0, 1)), framing.NONE, 0)
         strangers = [
-            dealer(context, victim._local[0], None, b""),  # speaks without encryption
-            dealer(context, victim._local[0], zmq.curve_keypair(), ring.public[0]),  # has a key, but no known one
-            dealer(context, victim._local[0], zmq.curve_keypair(), zmq.curve_keypair()[0]),  # wrong server key
+            dealer(context, victim._local[0], None, b""),  # without encryption
+            dealer(context, victim._local[0], zmq.curve_keypair(), ring.public[0]),  # with an unknown key
+            dealer(context, victim._local[0], zmq.curve_keypair(), zmq.curve_keypair()[0]),  # with a wrong server key
             dealer(context, victim._local[1], None, b""),
         ]
-        for each in strangers:
-            with suppress(zmq.Again):  # a door that is already shut leaves no queue to write to
-                each.send(stop, zmq.NOBLOCK)
-                each.send_multipart([stop, b"x"] * 500, zmq.NOBLOCK)
+        for stranger in strangers:
+            with suppress(zmq.Again):  # a connection that is already refused has no queue
+                stranger.send(stop, zmq.NOBLOCK)
+                stranger.send_multipart([stop, b"x"] * 500, zmq.NOBLOCK)
         insider = dealer(context, victim._local[0], (ring.public[2], ring.secret), ring.public[0])
-        insider.send(stop)  # node 2 says that node 1 stops
-        gossip(made, 8, torch.float32, 3)
-        wanted = {"stranger", "handshake_failed", "wrong_identity"}
-        wait_until(lambda: wanted <= victim.counters.faults.keys(), lambda: victim.counters.faults)
+        insider.send(stop)  # node 2 sends a stop in the name of node 1
+        gossip(nodes, 8, torch.float32, 3)
+        expected = {"stranger", "handshake_failed", "wrong_identity"}
+        wait_until(lambda: expected <= victim.counters.faults.keys(), lambda: victim.counters.faults)
         assert not victim.stopping
         assert not {"wrong_run", "malformed_header", "malformed_multipart"} & victim.counters.faults.keys()
     finally:
         context.destroy(linger=0)
-        for node in made:
+        for node in nodes:
             node.close()
 
 
-def test_bulk_that_is_not_encrypted_is_refused(tmp_path: Path) -> None:
-    with nodes("tcp+aes-gcm", 2, flat_schema(8)) as made, zmq.Context() as context:
-        gossip(made, 8, torch.float32, 2)
-        victim = made[0]
+def test_bulk_messages_that_are_not_encrypted_are_refused(tmp_path: Path) -> None:
+    with open_nodes("tcp+aes-gcm", 2, flat_schema(8)) as nodes, zmq.Context() as context:
+        gossip(nodes, 8, torch.float32, 2)
+        victim = nodes[0]
         assert isinstance(victim, ZeroMQ)
-        given = victim._links.access.given[1]
-        insider = BulkCredential(given.token, given.key, given.logins)
+        credential = victim._links.access.given[1]
+        insider = BulkCredential(credential.token, credential.key, credential.logins)
         with context.socket(zmq.DEALER) as plain:
             plain.linger = 0
             plain.plain_username, plain.plain_password = b"1", insider.log_in()
@@ -99,8 +100,9 @@ def test_bulk_that_is_not_encrypted_is_refused(tmp_path: Path) -> None:
         assert victim.counters.faults == {"not_encrypted": 3, "checksum_mismatch": 3}
 
 
-def with_keyring(node: ZeroMQ, public: dict[int, bytes], pair: tuple[bytes, bytes] | None = None) -> ZeroMQ:
-    """The same node, closed and made anew, with what others' keys are to it, and its own key pair."""
+def remake_with_keyring(node: ZeroMQ, public: dict[int, bytes], pair: tuple[bytes, bytes] | None = None) -> ZeroMQ:
+    """Closes the node, and returns a new one in its place. public: keys of other nodes that differ from those in its
+    keyring. pair: another key pair of its own: (public, secret)."""
     assert node._run.security is not None
     ring = node._run.security.keyring
     node.close()
@@ -110,174 +112,177 @@ def with_keyring(node: ZeroMQ, public: dict[int, bytes], pair: tuple[bytes, byte
     ), Keyring(node.uid, secret, {**ring.public, node.uid: own, **public}))  # fmt: skip
 
 
-def failures(made: list[ZeroMQ], known: dict[int, str], one_knows: str = "") -> list[str]:
-    """What the start of each ends with. known: node 0, and those that never reach it -> a reason that each finds.
+def start_errors(nodes: list[ZeroMQ], refusals: dict[int, str], one_refusal: str = "") -> list[str]:
+    """Starts nodes that cannot all join. Returns the error of each.
 
-    Time is over for node 0 once all of these have theirs (and one of them the reason `one_knows`), and for the others
-    of them once everybody else has heard of it from node 0.
+    refusals: a pattern of a reason that node 0, and each node that cannot join it, finds. one_refusal: a pattern of a
+    reason that at least one of them finds. The time-out is simulated: node 0 gives up once all these reasons are known,
+    and the nodes that cannot join once all others have been told by node 0.
     """
-    told: dict[int, str] = {}
+    errors: dict[int, str] = {}
     try:
-        addresses = {node.uid: node.bind() for node in made}
-        for node in made:
+        addresses = {node.uid: node.bind() for node in nodes}
+        for node in nodes:
             node.set_peers(addresses)
 
         def run(node: Communication) -> None:
             with pytest.raises(AssemblyError) as caught:
                 node.start(1000)
-            told[node.uid] = str(caught.value)
+            errors[node.uid] = str(caught.value)
 
-        def time_is_over() -> None:
-            out = [made[uid] for uid in known if uid]
-            wait_until(lambda: all(_knows(made[uid], says) for uid, says in known.items())
-                       and any(_knows(made[uid], one_knows) for uid in known)
-                       and len(made[0].absent) == len(out), lambda: [node.refusals for node in made])  # fmt: skip
-            made[0]._io.call(lambda: made[0]._protocol.give_up(now()))
-            wait_until(lambda: len(told) == len(made) - len(out), lambda: f"only {told.keys()} heard of it")
-            for node in out:
+        def let_nodes_give_up() -> None:
+            outside = [nodes[uid] for uid in refusals if uid]
+            wait_until(lambda: all(_has_refusal(nodes[uid], pattern) for uid, pattern in refusals.items())
+                       and any(_has_refusal(nodes[uid], one_refusal) for uid in refusals)
+                       and len(nodes[0].absent) == len(outside), lambda: [node.refusals for node in nodes])  # fmt: skip
+            nodes[0]._io.call(lambda: nodes[0]._protocol.give_up(now()))
+            wait_until(lambda: len(errors) == len(nodes) - len(outside), lambda: f"only {errors.keys()} were told")
+            for node in outside:
                 node._io.call(functools.partial(node._protocol.give_up, now()))
 
-        clock = threading.Thread(target=time_is_over)
-        clock.start()
-        together(made, run, 200)
-        clock.join()
-        return [told[node.uid] for node in made]
+        thread = threading.Thread(target=let_nodes_give_up)
+        thread.start()
+        run_on_all(nodes, run, 200)
+        thread.join()
+        return [errors[node.uid] for node in nodes]
     finally:
-        for node in made:
+        for node in nodes:
             node.close()
 
 
-def _knows(node: ZeroMQ, says: str) -> bool:
-    return any(re.search(says, reason) for reason in node.refusals.values())
+def _has_refusal(node: ZeroMQ, pattern: str) -> bool:
+    return any(re.search(pattern, reason) for reason in node.refusals.values())
 
 
-def test_a_node_with_a_key_of_its_own_making_does_not_get_in(tmp_path: Path) -> None:
-    made = make("tcp+curve", 2, flat_schema(8), tmp_path)
+def test_a_node_with_a_key_that_is_not_authorized_cannot_join(tmp_path: Path) -> None:
+    nodes = make_nodes("tcp+curve", 2, flat_schema(8), tmp_path)
     pair = zmq.curve_keypair()
-    made[1] = with_keyring(made[1], {}, pair)
+    nodes[1] = remake_with_keyring(nodes[1], {}, pair)
     key = re.escape(pair[0].decode())
-    known = {
+    refusals = {
         0: rf"node 1 \(127.0.0.1:\d+\) came from 127.0.0.1 with key {key}, which is not in the public.keys of node 0",
         1: r"node 0 \(127.0.0.1:\d+\) does not have the key of node 1 in its public.keys",
     }
-    told = failures(made, known)
-    assert made[0].counters.faults["stranger"] >= 1
-    assert "1 of 2 nodes did not join in time: node 1" in told[0]
-    assert all(re.search(says, told[uid]) for uid, says in known.items()), told
+    errors = start_errors(nodes, refusals)
+    assert nodes[0].counters.faults["stranger"] >= 1
+    assert "1 of 2 nodes did not join in time: node 1" in errors[0]
+    assert all(re.search(pattern, errors[uid]) for uid, pattern in refusals.items()), errors
 
 
-def test_another_key_for_the_parent_is_told_on_both_sides(tmp_path: Path) -> None:
-    """The list of node 1 is older than the key of node 0."""
-    made = make("tcp+curve", 2, flat_schema(8), tmp_path)
-    made[1] = with_keyring(made[1], {0: zmq.curve_keypair()[0]})
-    known = {0: r"node 1 \(.*\) expects another key for node 0: the public.keys files differ",
+def test_both_sides_report_that_a_node_has_another_key_for_its_parent(tmp_path: Path) -> None:
+    """The public.keys of node 1 is older than the key of node 0."""
+    nodes = make_nodes("tcp+curve", 2, flat_schema(8), tmp_path)
+    nodes[1] = remake_with_keyring(nodes[1], {0: zmq.curve_keypair()[0]})
+    refusals = {0: r"node 1 \(.*\) expects another key for node 0: the public.keys files differ",
              1: r"node 0 \(.*\) broke off the handshake: does its key differ from the one in this"}  # fmt: skip
-    told = failures(made, known)
-    assert all(re.search(says, told[uid]) for uid, says in known.items()), told
+    errors = start_errors(nodes, refusals)
+    assert all(re.search(pattern, errors[uid]) for uid, pattern in refusals.items()), errors
 
 
-@pytest.mark.parametrize("open_one", [0, 1])
-def test_one_side_without_keys_is_told_on_both(open_one: int, tmp_path: Path) -> None:
-    made = make("tcp+curve", 2, flat_schema(8), tmp_path)
-    made[open_one].close()
-    made[open_one] = ZeroMQ(ZeroMQConfig(name="zeromq"), TransportParts(
-        uid=open_one, machine_of={0: 0, 1: 0}, digest="d", schemas=flat_schema(8),
+@pytest.mark.parametrize("without_keys", [0, 1])
+def test_both_sides_report_that_one_of_them_has_no_keys(without_keys: int, tmp_path: Path) -> None:
+    nodes = make_nodes("tcp+curve", 2, flat_schema(8), tmp_path)
+    nodes[without_keys].close()
+    nodes[without_keys] = ZeroMQ(ZeroMQConfig(name="zeromq"), TransportParts(
+        uid=without_keys, machine_of={0: 0, 1: 0}, digest="d", schemas=flat_schema(8),
     ))  # fmt: skip
-    known = {0: r"node 1 \(.*(communication.security differ)",
+    refusals = {0: r"node 1 \(.*(communication.security differ)",
              1: r"node 0 \(.*(communication.security differs|other security)"}  # fmt: skip
-    why = "communication.security differs"
-    told = failures(made, known, one_knows=why)
-    assert all(re.search(says, told[uid]) for uid, says in known.items()), told
-    assert why in "".join(told), "at one end, the reason is known"
+    reason = "communication.security differs"
+    errors = start_errors(nodes, refusals, one_refusal=reason)
+    assert all(re.search(pattern, errors[uid]) for uid, pattern in refusals.items()), errors
+    assert reason in "".join(errors), "neither side names the reason"
 
 
-def test_the_root_hears_of_handshakes_that_break_off_elsewhere(tmp_path: Path) -> None:
-    """Node 9 connects to node 1 alone, whose word goes up the tree; and down again to those who wait."""
-    made = make("tcp+curve", 10, flat_schema(8), tmp_path)
-    made[9] = with_keyring(made[9], {}, zmq.curve_keypair())
-    of_all = "node 9 .*which is not in the public.keys of node 1"
-    of_its_own = r"node 1 \(.*\) does not have the key of node 9"
-    told = failures(made, {0: of_all, 9: of_its_own})
-    assert all(re.search(of_all, each) for each in told[:9]), told
-    assert re.search(of_its_own, told[9])
+def test_the_root_and_all_waiting_nodes_are_told_of_a_handshake_refused_elsewhere(tmp_path: Path) -> None:
+    """Node 9 connects only to node 1, which reports the refusal up the tree; the root tells the waiting nodes."""
+    nodes = make_nodes("tcp+curve", 10, flat_schema(8), tmp_path)
+    nodes[9] = remake_with_keyring(nodes[9], {}, zmq.curve_keypair())
+    everywhere = "node 9 .*which is not in the public.keys of node 1"
+    at_node_9 = r"node 1 \(.*\) does not have the key of node 9"
+    errors = start_errors(nodes, {0: everywhere, 9: at_node_9})
+    assert all(re.search(everywhere, error) for error in errors[:9]), errors
+    assert re.search(at_node_9, errors[9])
 
 
 def test_a_credential_is_good_for_one_login() -> None:
     giver = BulkCredential()
     taker = BulkCredential(giver.token, giver.key)
     first, second, third = (taker.log_in() for _ in range(3))
-    assert len({first, second, third}) == 3 and all(giver.token.hex().encode() not in each for each in (first, second))
+    assert len({first, second, third}) == 3
+    assert all(giver.token.hex().encode() not in login for login in (first, second))
     assert giver.refusal(second) is None
-    assert [giver.refusal(each) for each in (second, first)] == ["replayed_login"] * 2
+    assert [giver.refusal(login) for login in (second, first)] == ["replayed_login"] * 2
     assert giver.refusal(third) is None and giver.refusal(third) == "replayed_login"
     fourth = taker.log_in()
     renumbered = b"%0*x" % (LOGIN_DIGITS, 9) + fourth[LOGIN_DIGITS:]
-    for false in (b"", fourth[:-1], fourth + b"0", renumbered, fourth.upper(), b"-" + fourth[1:], b"\xff" * 80,
+    for forged in (b"", fourth[:-1], fourth + b"0", renumbered, fourth.upper(), b"-" + fourth[1:], b"\xff" * 80,
                   BulkCredential().log_in(), fourth[:LOGIN_DIGITS] + bytes(64)):  # fmt: skip
-        assert giver.refusal(false) == "stranger"
-    assert giver.refusal(fourth) is None, "what strangers sent does not use it up"
+        assert giver.refusal(forged) == "stranger"
+    assert giver.refusal(fourth) is None, "a forged login used up the real one"
 
 
 class Eavesdropper:
-    """Passes connections on to a port, and keeps what came in the clear from whoever connected."""
+    """A TCP proxy to a port of this host that records the bytes that every client sends."""
 
     def __init__(self, port: int) -> None:
-        self.heard: list[bytearray] = []
+        self.recorded: list[bytearray] = []
+        """By connection, the bytes of the client."""
         self._server = socket.create_server(("127.0.0.1", 0))
-        self.port, self._to = self._server.getsockname()[1], port
+        self.port, self._target_port = self._server.getsockname()[1], port
         threading.Thread(target=self._accept, daemon=True).start()
 
     def _accept(self) -> None:
         with suppress(OSError):
             while True:
-                ours, _ = self._server.accept()
-                theirs = socket.create_connection(("127.0.0.1", self._to))
-                self.heard.append(bytearray())
-                threading.Thread(target=self._pass_on, args=(ours, theirs, self.heard[-1]), daemon=True).start()
-                threading.Thread(target=self._pass_on, args=(theirs, ours, None), daemon=True).start()
+                client, _ = self._server.accept()
+                target = socket.create_connection(("127.0.0.1", self._target_port))
+                self.recorded.append(bytearray())
+                threading.Thread(target=self._forward, args=(client, target, self.recorded[-1]), daemon=True).start()
+                threading.Thread(target=self._forward, args=(target, client, None), daemon=True).start()
 
     @staticmethod
-    def _pass_on(source: socket.socket, sink: socket.socket, heard: bytearray | None) -> None:
+    def _forward(source: socket.socket, sink: socket.socket, recorded: bytearray | None) -> None:
         with suppress(OSError):
             while data := source.recv(1 << 16):
-                if heard is not None:
-                    heard += data
+                if recorded is not None:
+                    recorded += data
                 sink.sendall(data)
         with suppress(OSError):
             sink.shutdown(socket.SHUT_WR)
 
     def logins(self) -> list[tuple[bytes, bytes]]:
-        """User names and passwords of all connections, as PLAIN sends them (RFC 24)."""
-        found = []
-        for heard in map(bytes, self.heard):
-            _, command, rest = heard.partition(b"\x05HELLO")
+        """Returns (user name, password) of all connections, as PLAIN sends them (ZeroMQ RFC 24)."""
+        logins = []
+        for recorded in map(bytes, self.recorded):
+            _, command, rest = recorded.partition(b"\x05HELLO")
             if command:
                 name, rest = rest[1 : 1 + rest[0]], rest[1 + rest[0] :]
-                found.append((name, rest[1 : 1 + rest[0]]))
-        return found
+                logins.append((name, rest[1 : 1 + rest[0]]))
+        return logins
 
     def close(self) -> None:
         self._server.close()
 
 
 @pytest.mark.parametrize("bulk", ["none", "aes-gcm"])
-def test_who_overhears_a_login_does_not_get_in(bulk: str, tmp_path: Path) -> None:
-    made = make(f"tcp+{bulk}", 2, flat_schema(8), tmp_path)
-    addresses = {node.uid: node.bind() for node in made}
-    victim = made[0]
-    ear = Eavesdropper(int(victim._local[1].rpartition(":")[2]))
-    addresses[0] = (addresses[0][0], f"tcp://127.0.0.1:{ear.port}")
+def test_a_recorded_login_cannot_be_used_again(bulk: str, tmp_path: Path) -> None:
+    nodes = make_nodes(f"tcp+{bulk}", 2, flat_schema(8), tmp_path)
+    addresses = {node.uid: node.bind() for node in nodes}
+    victim = nodes[0]
+    eavesdropper = Eavesdropper(int(victim._local[1].rpartition(":")[2]))
+    addresses[0] = (addresses[0][0], f"tcp://127.0.0.1:{eavesdropper.port}")
     with zmq.Context() as context:
         try:
-            for node in made:
+            for node in nodes:
                 node.set_peers(addresses)
-            together(made, lambda node: node.start(60))
-            gossip(made, 8, torch.float32, 2)
-            ((name, password),) = ear.logins()
+            run_on_all(nodes, lambda node: node.start(60))
+            gossip(nodes, 8, torch.float32, 2)
+            ((name, password),) = eavesdropper.logins()
             assert name == b"1" and len(password) == LOGIN_DIGITS + 64
             token, key = victim._links.access.given[1].token, victim._links.access.given[1].key
-            said = b"".join(map(bytes, ear.heard))
-            assert not any(secret in said or secret.hex().encode() in said for secret in (token, key))
+            recorded = b"".join(map(bytes, eavesdropper.recorded))
+            assert not any(secret in recorded or secret.hex().encode() in recorded for secret in (token, key))
             with context.socket(zmq.DEALER) as thief:
                 thief.linger = 0
                 thief.plain_username, thief.plain_password = name, password
@@ -285,30 +290,30 @@ def test_who_overhears_a_login_does_not_get_in(bulk: str, tmp_path: Path) -> Non
                 with suppress(zmq.Again):
                     thief.send(b"let me in", zmq.NOBLOCK)
                 wait_until(lambda: victim.counters.faults.get("replayed_login"), lambda: victim.counters.faults)
-            one_round(made, 8, 2)
+            exchange_once(nodes, 8, 2)
             assert victim.counters.faults["replayed_login"] == 1
             assert victim.counters.faults.keys() <= {"replayed_login", "handshake_failed"}
         finally:
-            for node in made:
+            for node in nodes:
                 node.close()
-            ear.close()
+            eavesdropper.close()
 
 
-def test_secrets_never_reach_logs_or_events(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    said: list[str] = []
-    with caplog.at_level("DEBUG"), nodes("tcp+aes-gcm", 2, flat_schema(8)) as made:
-        for node in made:
-            node.counters.on_event = lambda kind, peer, detail: said.append(f"{kind} {peer} {detail}")
-        gossip(made, 8, torch.float32, 2)
-        secrets = [node._run.security.keyring.secret.decode() for node in made]  # type: ignore[attr-defined]
-        secrets += [p.key.hex() for node in made for p in node._links.access.given.values()]  # type: ignore[attr-defined]
-        shown = repr([node._links.access.given for node in made]) + repr(made) + caplog.text + "".join(said)  # type: ignore[attr-defined]
+def test_secrets_appear_in_no_log_event_or_repr(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    events: list[str] = []
+    with caplog.at_level("DEBUG"), open_nodes("tcp+aes-gcm", 2, flat_schema(8)) as nodes:
+        for node in nodes:
+            node.counters.on_event = lambda kind, peer, detail: events.append(f"{kind} {peer} {detail}")
+        gossip(nodes, 8, torch.float32, 2)
+        secrets = [node._run.security.keyring.secret.decode() for node in nodes]  # type: ignore[attr-defined]
+        secrets += [credential.key.hex() for node in nodes for credential in node._links.access.given.values()]  # type: ignore[attr-defined]
+        shown = repr([node._links.access.given for node in nodes]) + repr(nodes) + caplog.text + "".join(events)  # type: ignore[attr-defined]
     assert len(secrets) == 4 and not any(secret in shown for secret in secrets)
 
 
 @pytest.mark.skipif(os.geteuid() != 0 and not os.access("/dev/shm", os.W_OK), reason="needs /dev/shm")
-def test_shared_memory_with_keys(tmp_path: Path) -> None:
-    with nodes("shared_memory+curve", 3, flat_schema(1000)) as made:
-        models = gossip(made, 1000, torch.float32, 3)
-    with nodes("inproc", 3, flat_schema(1000)) as plain:
-        assert all(torch.equal(a, b) for a, b in zip(models, gossip(plain, 1000, torch.float32, 3), strict=True))
+def test_gossip_over_shared_memory_with_keys_gives_the_same_bits(tmp_path: Path) -> None:
+    with open_nodes("shared_memory+curve", 3, flat_schema(1000)) as nodes:
+        models = gossip(nodes, 1000, torch.float32, 3)
+    with open_nodes("inproc", 3, flat_schema(1000)) as twins:
+        assert all(torch.equal(a, b) for a, b in zip(models, gossip(twins, 1000, torch.float32, 3), strict=True))

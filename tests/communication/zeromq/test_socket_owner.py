@@ -1,4 +1,4 @@
-"""Who is at the sockets: never two threads at once, and the I/O thread again as soon as the other stays away."""
+"""Ownership of the sockets: never two threads at once, and the I/O thread takes them back when the other stays away."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import torch
 from decentnode.communication.zeromq.sockets.socket_owner import SocketDoorbell, SocketOwner
 from decentnode.communication.zeromq.transport import ZeroMQ
 from decentnode.payload import Payload
-from tests.communication.contract import flat_schema, nodes, together
+from tests.communication.contract import flat_schema, open_nodes, run_on_all
 from tests.conftest import wait_until
 
 
-class Sockets:
-    """Something to be at that notices when two are."""
+class SharedSockets:
+    """Stands in for sockets with an I/O thread, and notices when two threads use them at once."""
 
     def __init__(self) -> None:
         self.lock, self.awake = threading.Lock(), threading.Event()
         self.calls: list[str] = []
         self.steps: dict[str, int] = {"I/O": 0, "training": 0}
-        self.stop = self.crowded = False
+        self.stop = self.used_by_two = False
         self.owner = SocketOwner(self.awake.set)
         self.doorbell = SocketDoorbell(self.owner, self.awake.set, lambda seconds: self.step("training", seconds))
         self.thread = threading.Thread(target=self.run, daemon=True)
@@ -33,13 +33,13 @@ class Sockets:
                 self.owner.take_back(lambda: bool(self.calls))
             self.step("I/O", 0.05)
 
-    def step(self, who: str, seconds: float) -> None:
+    def step(self, thread: str, seconds: float) -> None:
         if not self.lock.acquire(blocking=False):
-            self.crowded = True
+            self.used_by_two = True
             return
         self.awake.wait(seconds)
         self.awake.clear()
-        self.steps[who] += 1
+        self.steps[thread] += 1
         self.calls.clear()
         self.lock.release()
 
@@ -47,25 +47,25 @@ class Sockets:
         self.stop = True
         self.owner.close()
         self.thread.join(60)
-        assert not self.thread.is_alive() and not self.crowded
+        assert not self.thread.is_alive() and not self.used_by_two
 
 
-def test_the_socket_changes_hands_without_two_at_the_sockets() -> None:
-    sockets = Sockets()
+def test_the_sockets_change_hands_without_two_threads_using_them_at_once() -> None:
+    sockets = SharedSockets()
 
-    def visited(times: int) -> bool:
+    def has_stepped(times: int) -> bool:
         sockets.doorbell.listen(0.002)
         return sockets.steps["training"] >= times
 
     for times in range(20, 141, 20):
-        wait_until(lambda: visited(times), "the training thread is kept away")  # noqa: B023
+        wait_until(lambda: has_stepped(times), "the training thread is kept away")  # noqa: B023
         before = sockets.steps["I/O"]
         wait_until(lambda: sockets.steps["I/O"] > before, "the I/O thread is kept away")  # noqa: B023
     sockets.close()
 
 
-def test_what_is_urgent_does_not_wait_for_a_thread_that_went_away() -> None:
-    sockets = Sockets()
+def test_urgent_calls_do_not_wait_for_a_training_thread_that_went_away() -> None:
+    sockets = SharedSockets()
     for _ in range(50):
         sockets.doorbell.listen(0.0005)
         sockets.calls.append("now")
@@ -75,20 +75,20 @@ def test_what_is_urgent_does_not_wait_for_a_thread_that_went_away() -> None:
     sockets.close()
 
 
-def test_a_ring_ends_the_wait_and_none_is_lost() -> None:
-    sockets = Sockets()
+def test_a_ring_ends_the_wait_and_no_ring_is_lost() -> None:
+    sockets = SharedSockets()
     for _ in range(50):
         ringer = threading.Timer(0.002, sockets.doorbell.ring)
         ringer.start()
         sockets.doorbell.listen(1000)
         ringer.join()
-    sockets.doorbell.ring()  # before anybody listens: the next wait ends at once
+    sockets.doorbell.ring()  # no thread listens: the next wait ends at once
     sockets.doorbell.listen(1000)
     sockets.close()
 
 
-def test_a_closed_owner_is_not_taken() -> None:
-    sockets = Sockets()
+def test_a_closed_owner_gives_the_sockets_to_no_thread() -> None:
+    sockets = SharedSockets()
     listener = threading.Thread(target=sockets.doorbell.listen, args=(1000,))
     listener.start()
     wait_until(lambda: sockets.owner.in_use)
@@ -99,8 +99,8 @@ def test_a_closed_owner_is_not_taken() -> None:
     sockets.close()
 
 
-def test_an_interrupted_wait_leaves_the_owner(monkeypatch: pytest.MonkeyPatch) -> None:
-    sockets = Sockets()
+def test_an_interrupted_wait_returns_the_sockets_to_the_io_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    sockets = SharedSockets()
 
     def interrupted(_seconds: float) -> None:
         raise KeyboardInterrupt
@@ -115,8 +115,8 @@ def test_an_interrupted_wait_leaves_the_owner(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_waiting_training_thread_serves_control_and_notices_stops() -> None:
-    """Node 0 waits for a payload; barriers of others pass through it meanwhile, and it hears of a stop."""
-    with nodes("tcp", 3, flat_schema(8)) as made:
+    """Node 0 waits for a payload, and receives and forwards a stop meanwhile."""
+    with open_nodes("tcp", 3, flat_schema(8)) as nodes:
         arrived: list[bool] = []
 
         def run(node: ZeroMQ) -> None:
@@ -124,12 +124,12 @@ def test_a_waiting_training_thread_serves_control_and_notices_stops() -> None:
                 for arrival in node.exchange(0, {}, (1,)).arrivals(60):
                     arrived.append(not arrival.missing)
                 return
-            wait_until(lambda: made[0]._io._owner.in_use)  # type: ignore[attr-defined]
+            wait_until(lambda: nodes[0]._io._owner.in_use)  # type: ignore[attr-defined]
             if node.uid == 2:
                 node.announce_stop()
-            wait_until(lambda: node.stopping and made[0].stopping)
+            wait_until(lambda: node.stopping and nodes[0].stopping)
             if node.uid == 1:
                 node.exchange(0, {0: Payload({"x": torch.ones(8)})}, ())
 
-        together(made, run)  # type: ignore[arg-type]
+        run_on_all(nodes, run)  # type: ignore[arg-type]
         assert arrived == [True]

@@ -1,4 +1,4 @@
-"""Ends of shared memory without sockets, as tests step them."""
+"""The shared-memory part of nodes, without sockets or threads, for tests that step it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from decentnode.communication.counters import Counters
 from decentnode.communication.parts import Schema
@@ -28,8 +27,8 @@ from tests.communication.contract import flat_schema
 RUN, ELEMENTS = b"run-id-8", 8
 
 
-class End:
-    """One node's end of shared memory, without sockets."""
+class MemoryNode:
+    """One node's publish buffers, model slots, doorbell and inbox."""
 
     def __init__(
         self, uid: int, n: int, schemas: tuple[Schema, ...], folder: Path, barrier: Callable[..., object] | None = None
@@ -38,17 +37,18 @@ class End:
         self.refused: list[PeerFault] = []
         self.inbox = Inbox(schemas, 1 << 22, self.status, self.counters, lambda _uid, _size: None)
         self.leases, self.folder, self.barrier = Leases(), folder, barrier
-        self.memory = SharedMemoryPath(self.context(n, schemas))
+        self.memory = SharedMemoryPath(self._context(n, schemas))
         self.model_slots = ModelSlots(schemas[0], self.leases, self.memory, self.status, Counters())
         self.model = torch.zeros(schemas[0].elements)
-        self.breaks_rules = False
+        self.may_lose_doorbells = False
+        """Whether the doorbell's queue may overflow: only if the test lets the owner break the protocol."""
 
-    def context(self, n: int, schemas: tuple[Schema, ...]) -> PathContext:
-        def lose(*_: object) -> None:
-            assert self.breaks_rules, "the doorbell's queue is full"
+    def _context(self, n: int, schemas: tuple[Schema, ...]) -> PathContext:
+        def send_by_socket(*_: object) -> None:
+            assert self.may_lose_doorbells, "the doorbell's queue is full"
 
         def unused(*_: object) -> None:
-            raise AssertionError("shared memory alone needs none of the others")
+            raise AssertionError("shared memory must not need this part of a node")
 
         machine_of = dict.fromkeys(range(n), 0)
         return PathContext(
@@ -57,52 +57,53 @@ class End:
             routing=Routing(machine_of, memory=True), partners=None, run_id=RUN, generation=FIRST, folder=self.folder,
             inbox=self.inbox, state=self.status, counters=self.counters, leases=self.leases,
             lease_of=lambda tensor: self.model_slots.lease(tensor), barrier=self.barrier or unused, gather=unused,  # type: ignore[arg-type]
-            host_of=unused, send=lose, admit=lambda _message: None, refuse=self.refused.append,  # type: ignore[arg-type]
+            host_of=unused, send=send_by_socket, admit=lambda _message: None, refuse=self.refused.append,  # type: ignore[arg-type]
         )  # fmt: skip
 
     def send(self, round: int, uids: list[int], payload: Payload | None = None, phase: int = 0) -> list[int]:
-        """Without any patience; those that were told."""
+        """Publishes a payload, or the model, without waiting. Returns the readers that were notified."""
         self.model_slots.sent_to = tuple(uids)
         return self.memory.publish(payload or Payload({"x": self.model}), uids, (round, phase), 0.0)
 
-    def mix(self) -> int | None:
-        """The model moves on, as after mixing; the slot that it lives in from now on."""
-        place = self.model_slots.acquire_slot(self.model, 0.0)
-        assert place is not None
-        self.model = place.copy_(self.model)
+    def move_model(self) -> int | None:
+        """Moves the model to another slot, as mixing does. Returns the slot, or None if the model is in ordinary
+        memory."""
+        destination = self.model_slots.acquire_slot(self.model, 0.0)
+        assert destination is not None
+        self.model = destination.copy_(self.model)
         slots = self.memory.model_slots
-        return next((i for i, slot in enumerate(slots) if slot.data_ptr() == place.data_ptr()), None)
+        return next((i for i, slot in enumerate(slots) if slot.data_ptr() == destination.data_ptr()), None)
 
-    def hear(self) -> None:
+    def receive_doorbells(self) -> None:
         assert self.memory._doorbell is not None
-        for _ in range(SLOTS + 1):  # without patience it takes in one at a time
+        for _ in range(SLOTS + 1):  # a call with time-out 0 takes one
             self.memory._doorbell.listen(0.0)
 
     def exchange(self, round: int, sources: tuple[int, ...] = (0,)) -> InboxExchange:
         return InboxExchange(self.inbox, (round, 0), sources, frozenset())
 
-    def slots_of(self, uid: int) -> list[list[Tensor]]:
-        return self.memory._buffer_readers[uid].slots[0]
 
 
-def open_all(n: int, schemas: tuple[Schema, ...], folder: Path) -> list[End]:
-    """Every node has the publish buffers of all others."""
-    ends = [End(uid, n, schemas, folder) for uid in range(n)]
-    for end in ends:
-        end.memory.create_buffers({False: [uid for uid in range(n) if uid != end.uid]}, True)
-    for end in ends:
-        end.memory.map_buffers()
-    for end in ends:
-        end.memory.unlink_buffers()
-        end.memory.finish_open()
-    return ends
+def open_nodes(n: int, schemas: tuple[Schema, ...], folder: Path) -> list[MemoryNode]:
+    """Returns n nodes, each of which has mapped the publish buffers of all others."""
+    nodes = [MemoryNode(uid, n, schemas, folder) for uid in range(n)]
+    for node in nodes:
+        node.memory.create_buffers({False: [uid for uid in range(n) if uid != node.uid]}, True)
+    for node in nodes:
+        node.memory.map_buffers()
+    for node in nodes:
+        node.memory.unlink_buffers()
+        node.memory.finish_open()
+    return nodes
 
 
-def owner_and_reader(folder: Path, schemas: tuple[Schema, ...] = flat_schema(ELEMENTS)) -> tuple[End, End]:
-    owner, reader = open_all(2, schemas, folder)
+def open_owner_and_reader(
+    folder: Path, schemas: tuple[Schema, ...] = flat_schema(ELEMENTS)
+) -> tuple[MemoryNode, MemoryNode]:
+    owner, reader = open_nodes(2, schemas, folder)
     return owner, reader
 
 
-def close(*ends: End) -> None:
-    for end in ends:
-        end.memory.close(broken=False)
+def close_nodes(*nodes: MemoryNode) -> None:
+    for node in nodes:
+        node.memory.close(broken=False)
