@@ -1,4 +1,4 @@
-"""A state goes to JSON and tensors and comes back the same, to the bit."""
+"""A state that is encoded as JSON and tensors, and decoded again, is the same to the bit."""
 
 from __future__ import annotations
 
@@ -29,21 +29,22 @@ TREES = st.recursive(
 )
 
 
-def there_and_back(state: Any, copy: bool = True) -> Any:
+def encode_and_decode(state: Any, copy: bool = True) -> Any:
     tensors: dict[str, Tensor] = {}
     tree = encode(state, "s", tensors, copy=copy)
     return decode(json.loads(json.dumps(tree, allow_nan=False)), tensors)
 
 
-def same(one: Any, other: Any) -> bool:
+def states_equal(one: Any, other: Any) -> bool:
+    """Returns whether two states have the same types, order of keys, dtypes and bits (any NaN equals another)."""
     if isinstance(one, Tensor):
         return torch.equal(one, other) and one.dtype == other.dtype
     if isinstance(one, np.ndarray):
         return bool(np.array_equal(one, other)) and one.dtype == other.dtype
     if isinstance(one, dict):
-        return list(one) == list(other) and all(same(value, other[key]) for key, value in one.items())
+        return list(one) == list(other) and all(states_equal(value, other[key]) for key, value in one.items())
     if isinstance(one, list | tuple):
-        return type(one) is type(other) and len(one) == len(other) and all(map(same, one, other))
+        return type(one) is type(other) and len(one) == len(other) and all(map(states_equal, one, other))
     if isinstance(one, float):
         return type(other) is float and ((one == other and math.copysign(1, one) == math.copysign(1, other))
                                          or (one != one and other != other))  # fmt: skip
@@ -52,11 +53,11 @@ def same(one: Any, other: Any) -> bool:
 
 @pytest.mark.slow
 @given(TREES)
-def test_plain_values_come_back_the_same(state: Any) -> None:
-    assert same(there_and_back(state), state)
+def test_plain_values_are_decoded_unchanged(state: Any) -> None:
+    assert states_equal(encode_and_decode(state), state)
 
 
-def test_tensors_come_back_the_same() -> None:
+def test_tensors_and_arrays_are_decoded_unchanged() -> None:
     state = {
         "a": torch.randn(3, 4, dtype=torch.float64), "b": [torch.arange(5), torch.tensor(True), torch.empty(0, 7)],
         "c": {3: torch.randn(6).bfloat16(), (1, "x"): torch.tensor(2.5)}, "d": np.arange(6.0).reshape(2, 3),
@@ -64,14 +65,14 @@ def test_tensors_come_back_the_same() -> None:
         "#": (torch.randn(2, 3).t(), np.int64(3)),
     }  # fmt: skip
     with pytest.raises(CheckpointError, match="got tuple"):
-        there_and_back(state)
+        encode_and_decode(state)
     del state["c"][(1, "x")]  # type: ignore[attr-defined]
-    found = there_and_back(state)
-    assert found.pop("#")[1] == 3 and torch.equal(there_and_back(state)["#"][0], state.pop("#")[0])  # type: ignore[index]
-    assert same(found, state)
+    decoded = encode_and_decode(state)
+    assert decoded.pop("#")[1] == 3 and torch.equal(encode_and_decode(state)["#"][0], state.pop("#")[0])  # type: ignore[index]
+    assert states_equal(decoded, state)
 
 
-def test_a_copy_is_not_changed_by_what_follows() -> None:
+def test_only_a_copied_tensor_is_unaffected_by_later_changes() -> None:
     changing = torch.zeros(4)
     tensors: dict[str, Tensor] = {}
     encode({"x": changing}, "s", tensors, copy=True)
@@ -81,13 +82,13 @@ def test_a_copy_is_not_changed_by_what_follows() -> None:
 
 
 @pytest.mark.parametrize("value", [object(), {1.5, 2.5}, b"bytes", [lambda: None]])
-def test_what_cannot_be_kept_is_named(value: Any) -> None:
+def test_a_value_that_cannot_be_saved_is_refused_with_its_place(value: Any) -> None:
     with pytest.raises(CheckpointError, match=r"s\.deep\.here"):
         encode({"deep": {"here": value}}, "s", {}, copy=True)
 
 
 @pytest.mark.parametrize("tree", [{"#": ["tensor", "missing"]}, {"#": ["code", 1]}, {"#": 3}, {"#": ["float", "zero"]}])
-def test_a_tree_that_nobody_encoded_is_refused(tree: Any) -> None:
+def test_an_invalid_tree_is_refused(tree: Any) -> None:
     with pytest.raises(CheckpointError):
         decode(tree, {})
 
@@ -99,29 +100,29 @@ TENSORS = {
 }  # fmt: skip
 
 
-def test_files_are_safetensors(tmp_path: Path) -> None:
-    """What the library reads is what was written, and what `read` gives."""
+def test_tensor_files_can_be_read_by_the_safetensors_library(tmp_path: Path) -> None:
+    """The library and `read` both return what was written."""
     size, digest = tensor_file.write(tmp_path / "x", TENSORS)
     assert size == (tmp_path / "x").stat().st_size
     own, theirs = tensor_file.read(tmp_path / "x", size, digest), load_file(tmp_path / "x")
     assert own.keys() == theirs.keys() == TENSORS.keys()
     for name, tensor in TENSORS.items():
-        assert same(own[name], tensor) and same(theirs[name], tensor), name
+        assert states_equal(own[name], tensor) and states_equal(theirs[name], tensor), name
 
 
-def test_a_file_without_tensors(tmp_path: Path) -> None:
+def test_a_file_without_tensors_can_be_read(tmp_path: Path) -> None:
     size, digest = tensor_file.write(tmp_path / "x", {})
     assert tensor_file.read(tmp_path / "x", size, digest) == {} == load_file(tmp_path / "x")
 
 
-def test_every_changed_byte_is_seen(tmp_path: Path) -> None:
+def test_a_changed_byte_or_size_of_a_tensor_file_is_detected(tmp_path: Path) -> None:
     size, digest = tensor_file.write(tmp_path / "x", TENSORS)
-    whole = (tmp_path / "x").read_bytes()
-    for at in random.Random(3).sample(range(size), 40):
-        (tmp_path / "x").write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
+    original = (tmp_path / "x").read_bytes()
+    for index in random.Random(3).sample(range(size), 40):
+        (tmp_path / "x").write_bytes(original[:index] + bytes([original[index] ^ 4]) + original[index + 1 :])
         with pytest.raises(CheckpointError, match="is damaged"):
             tensor_file.read(tmp_path / "x", size, digest)
-    (tmp_path / "x").write_bytes(whole[:-1])
+    (tmp_path / "x").write_bytes(original[:-1])
     with pytest.raises(CheckpointError, match=f"must have {size} bytes, got {size - 1}"):
         tensor_file.read(tmp_path / "x", size, digest)
 

@@ -14,7 +14,7 @@ from decentnode.metrics.writer import MetricsWriter, encode
 
 
 class SmallDisk:
-    """os.write of a disk that takes `room` bytes; `room` can be raised later."""
+    """Replaces os.write by that of a disk with room for `room` bytes; tests change `room`."""
 
     def __init__(self, room: int) -> None:
         self.room = room
@@ -23,9 +23,9 @@ class SmallDisk:
     def __call__(self, file: int, data: bytes) -> int:
         if self.room <= 0:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        taken = data[: self.room]
-        self.room -= len(taken)
-        return self._write(file, taken)
+        fitting = data[: self.room]
+        self.room -= len(fitting)
+        return self._write(file, fitting)
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> SmallDisk:
     return disk
 
 
-def test_every_record_is_one_line_at_once(tmp_path: Path) -> None:
+def test_every_record_is_written_at_once_as_one_line(tmp_path: Path) -> None:
     writer = MetricsWriter(tmp_path / "m.jsonl")
     for round in range(3):
         writer.write({"kind": "round", "round": round, "loss": 0.5})
@@ -44,12 +44,12 @@ def test_every_record_is_one_line_at_once(tmp_path: Path) -> None:
     writer.close()
 
 
-def test_what_json_does_not_know_becomes_null() -> None:
+def test_numbers_that_json_does_not_have_become_null() -> None:
     record = {"a": float("nan"), "b": [1.0, float("inf")], "c": {"d": float("-inf")}, "e": np.float32(0.5), "f": np.nan}
     assert json.loads(encode(record)) == {"a": None, "b": [1.0, None], "c": {"d": None}, "e": 0.5, "f": None}
 
 
-def test_a_full_disk_stops_nothing_and_loses_nothing_that_fits(
+def test_records_are_kept_in_memory_while_the_disk_is_full_and_written_later(
     tmp_path: Path, disk: SmallDisk, caplog: pytest.LogCaptureFixture
 ) -> None:
     writer = MetricsWriter(tmp_path / "m.jsonl")
@@ -66,7 +66,7 @@ def test_a_full_disk_stops_nothing_and_loses_nothing_that_fits(
     assert writer.lost == 0
 
 
-def test_memory_is_bounded_and_losses_are_told(
+def test_records_beyond_the_memory_bound_are_lost_and_the_loss_is_logged(
     tmp_path: Path, disk: SmallDisk, caplog: pytest.LogCaptureFixture
 ) -> None:
     writer = MetricsWriter(tmp_path / "m.jsonl", max_pending_bytes=100)
@@ -81,14 +81,14 @@ def test_memory_is_bounded_and_losses_are_told(
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_device_that_is_always_full() -> None:
+def test_closing_a_writer_on_a_full_device_does_not_block_or_raise() -> None:
     writer = MetricsWriter(Path("/dev/full"))
     writer.write({"round": 0})
     assert writer.pending == 1
     writer.close()
 
 
-def test_other_errors_are_not_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_errors_of_the_file_are_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writer = MetricsWriter(tmp_path / "m.jsonl")
 
     def broken(file: int, data: bytes) -> int:
@@ -101,7 +101,7 @@ def test_other_errors_are_not_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyP
     writer.close()
 
 
-def test_a_torn_last_line_is_skipped_and_not_continued(tmp_path: Path) -> None:
+def test_an_incomplete_last_line_is_skipped_and_not_continued(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     path.write_bytes(b'{"kind":"round","round":0}\n{"kind":"rou')
     assert [record["round"] for record in read(path)] == [0]

@@ -18,7 +18,7 @@ from decentnode.node.config import NodeConfig
 from decentnode.node.node import Node, NodeParts
 from decentnode.sharing.base import Sharing
 from decentnode.sharing.fragments import Fragment
-from tests.checkpoint.test_state import same
+from tests.checkpoint.test_state import states_equal
 from tests.sharing.contract import RULES, suitable_graph
 from tests.training import small
 
@@ -116,7 +116,7 @@ def check_resumed(straight: Fleet, resumed: Fleet, round: int, besides: str = "s
     assert resumed.later(round) == straight.later(round) and resumed.later(round)
     for uid, (one, other) in enumerate(zip(straight.states(besides), resumed.states(besides), strict=True)):
         for part, before, after in zip(("model", "training", "rule", "figures"), one, other, strict=True):
-            assert same(before, after), f"{part} of node {uid} differs"
+            assert states_equal(before, after), f"{part} of node {uid} differs"
 
 
 def on_disk(folder: Path) -> list[int]:

@@ -23,7 +23,7 @@ from decentnode.node.checkpoints.snapshot import Restored, capture, load_module_
 from decentnode.payload import Payload
 from decentnode.sharing.compressed import Compressed
 from decentnode.sharing.full import Full
-from tests.checkpoint.test_state import same
+from tests.checkpoint.test_state import states_equal
 from tests.conftest import scale
 from tests.graph.contract import make
 from tests.node.fleet import NODES, ROUNDS, TRAINING, Fleet, check_resumed, whole_until
@@ -133,7 +133,7 @@ def test_a_finished_run_goes_on_with_more_rounds(tmp_path: Path, rounds: int) ->
     Fleet(tmp_path / "b", rounds=rounds).run()
     resumed = Fleet(tmp_path / "c").resume(tmp_path / "b").run()
     check_resumed(straight, resumed, rounds) if rounds != 4 else None
-    assert [same(a, b) for a, b in zip(straight.states(), resumed.states(), strict=True)] == [True] * NODES
+    assert [states_equal(a, b) for a, b in zip(straight.states(), resumed.states(), strict=True)] == [True] * NODES
 
 
 @pytest.mark.slow
@@ -143,13 +143,13 @@ def test_a_run_may_be_resumed_again_and_again(tmp_path: Path) -> None:
     for rounds in range(3, ROUNDS + 1):
         last = Fleet(tmp_path / str(rounds - 1), rounds=rounds, checkpoint={"every": 1})
         last.resume(tmp_path / str(rounds - 2)).run()
-    assert [same(a, b) for a, b in zip(straight.states(), last.states(), strict=True)] == [True] * NODES
+    assert [states_equal(a, b) for a, b in zip(straight.states(), last.states(), strict=True)] == [True] * NODES
 
 
 def test_a_checkpoint_may_be_taken_at_any_round_and_changes_nothing(tmp_path: Path) -> None:
     straight = Fleet(tmp_path / "a", checkpoint=None).run()
     often = Fleet(tmp_path / "b", checkpoint={"every": 1, "keep": 99}).run()
-    assert [same(a, b) for a, b in zip(straight.states(), often.states(), strict=True)] == [True] * NODES
+    assert [states_equal(a, b) for a, b in zip(straight.states(), often.states(), strict=True)] == [True] * NODES
     rounds = {int(place.name.partition("-")[0]) for place in (tmp_path / "b").iterdir()}
     assert rounds == set(range(1, ROUNDS + 1))
     assert {record["round"] for record in often.of_kind("checkpoint")} == rounds

@@ -11,7 +11,7 @@ import torch
 
 from decentnode.checkpoint import store
 from decentnode.node.node import Node
-from tests.checkpoint.test_state import same
+from tests.checkpoint.test_state import states_equal
 from tests.node.fleet import NODES, Fleet, on_disk, whole_until
 from tests.sharing.contract import RULES
 
@@ -109,7 +109,7 @@ def test_a_generation_of_all_nodes_is_resumed_bit_for_bit(tmp_path: Path, name: 
     resumed = Fleet(tmp_path / "b", RULES[name], **keys).resume(tmp_path / "a").run()
     assert {record["round"] for record in resumed.of_kind("resumed")} == {14}
     for one, other in zip(straight.states(), resumed.states(), strict=True):
-        assert same(one[:3], other[:3])
+        assert states_equal(one[:3], other[:3])
 
 
 def test_after_a_generation_of_some_nodes_all_go_on(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from decentnode.experiment import load
 from decentnode.node.checkpoints.handover import agree_on_course
 from decentnode.node.config import NodeConfig
 from decentnode.node.measuring.early_stopping import Course, reason_for_early_end
-from tests.checkpoint.test_state import same
+from tests.checkpoint.test_state import states_equal
 from tests.graph.contract import make
 from tests.node.fleet import NODES, Fleet, check_resumed, whole_until
 from tests.node.test_generations import Run
@@ -111,7 +111,7 @@ def test_an_early_stop_that_never_comes_changes_no_bit(tmp_path: Path) -> None:
     one = Fleet(tmp_path / "a", evaluate_every=1).run()
     other = Fleet(tmp_path / "b", evaluate_every=1, early_stop={"figure": FIGURE, "patience": 50}).run()
     for before, after in zip(one.states(), other.states(), strict=True):
-        assert all(same(x, y) for x, y in zip(before[:3], after[:3], strict=True))
+        assert all(states_equal(x, y) for x, y in zip(before[:3], after[:3], strict=True))
 
 
 def test_a_resumed_run_ends_where_the_uninterrupted_one_does(tmp_path: Path) -> None:
