@@ -10,6 +10,7 @@ import torch
 
 from decentnode.communication.counters import Counters
 from decentnode.communication.parts import Schema
+from decentnode.communication.receive.chunking import MESSAGE_COST
 from decentnode.communication.receive.inbox import Inbox
 from decentnode.communication.receive.partial_payload import SlotPayload
 from decentnode.communication.run_state import RunState
@@ -72,7 +73,13 @@ def test_the_inbox_accepts_or_refuses_any_chunk_in_bounded_memory(elementwise: b
     draw = random.Random(int(elementwise))
     specs = {"x": TensorSpec(torch.float32, 600_000)} if elementwise else {
         "i": TensorSpec(torch.uint8, 900, exact=False), "v": TensorSpec(torch.float32, 700, exact=False)}  # fmt: skip
-    inbox = Inbox((Schema(600_000, specs, elementwise),), 1 << 20, RunState(), Counters(), lambda _uid, _size: None)
+    accepted_bytes = consumed_bytes = 0
+
+    def count_consumed(_uid: int, size: int) -> None:
+        nonlocal consumed_bytes
+        consumed_bytes += size
+
+    inbox = Inbox((Schema(600_000, specs, elementwise),), 1 << 20, RunState(), Counters(), count_consumed)
     totals = (0, 1, 10, 700, 900, 901, 600_000, 1 << 40)
     accepted = refused = 0
     for step in range(scale(4000, 100_000)):
@@ -83,6 +90,7 @@ def test_the_inbox_accepts_or_refuses_any_chunk_in_bounded_memory(elementwise: b
         try:
             inbox.put(message, memoryview(bytearray(size)), 0.0)
             accepted += 1
+            accepted_bytes += size + MESSAGE_COST
         except PeerFault as fault:
             assert fault.reason in ("wrong_shape", "wrong_size", "stale_round", "duplicate_chunk", "wrong_type")
             refused += 1
@@ -90,6 +98,7 @@ def test_the_inbox_accepts_or_refuses_any_chunk_in_bounded_memory(elementwise: b
             inbox.advance(step // 100)
     inbox.advance(1 << 30)
     assert accepted and refused and not inbox.state.incoming, "payloads of past rounds are kept"
+    assert consumed_bytes == accepted_bytes, "some bytes were not returned to their sender's window"
     assert inbox.state._floor == 1 << 30 and len(inbox.state._finished) <= 64
 
 
