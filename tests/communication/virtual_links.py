@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from decentnode import clock
 from decentnode.communication.counters import Counters
 from decentnode.communication.receive.chunking import MESSAGE_COST
+from decentnode.communication.run_state import Wait
 from decentnode.communication.zeromq.protocol.credentials import BulkAccess
 from decentnode.communication.zeromq.protocol.link_state import (
     BULK,
@@ -108,6 +109,22 @@ class VirtualNode:
 
     others: list[VirtualNode]
     """All nodes but this one; set before the first event."""
+    _wait: Wait | None = None
+    """What the node waits for, in subclasses that are more than their links."""
+
+    def _advance(self) -> None:
+        """Runs the node until it has to wait."""
+        raise NotImplementedError
+
+    def _step_at(self, wait: Wait, deadline: float) -> None:
+        """Steps the wait again at its deadline, if the node then still waits for it."""
+
+        def step() -> None:
+            if self._wait is wait and wait.deadline == deadline:
+                self._advance()
+
+        assert deadline > self.heap.now
+        self.heap.at(deadline, step)
 
     def _receive(self, plane: int, frames: list[memoryview], uid: int | None) -> None:
         self.links.receive(plane, frames, uid, self.heap.now)
@@ -166,6 +183,19 @@ class VirtualNode:
     def _check(self) -> None:
         """Checks the invariants of the links; called after every call of them."""
         check_links(self.links, self.heap.now)
+
+
+def count_faults(run: Callable[[int], Counter[str]], seeds: Iterable[int]) -> Counter[str]:
+    """Returns the sum of run(seed), which is how often each kind of fault happened. An error gets a note with its
+    seed."""
+    happened: Counter[str] = Counter()
+    for seed in seeds:
+        try:
+            happened += run(seed)
+        except BaseException as error:
+            error.add_note(f"{run.__name__}({seed})")
+            raise
+    return happened
 
 
 def draw_link(draw: random.Random) -> Link:

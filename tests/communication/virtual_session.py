@@ -104,7 +104,6 @@ class SessionNode(VirtualNode):
         self.closed = self.dead = False
         self.thaws_at = 0.0
         """Until when the node is frozen."""
-        self._wait: Wait | None = None
         self._steps = self._run()
 
     def _session(self, n: int) -> Session:
@@ -254,7 +253,6 @@ class SessionNode(VirtualNode):
             super().consumed(uid, size)
 
     def _advance(self) -> None:
-        """Runs the node until it has to wait."""
         if self.closed or self.error is not None or not self._is_awake(self._advance):
             return
         try:
@@ -273,16 +271,6 @@ class SessionNode(VirtualNode):
                 self.error = fatal
         if not self.dead:
             self._arm()
-
-    def _step_at(self, wait: Wait, deadline: float) -> None:
-        """Steps the wait again at its deadline, if the node then still waits for it."""
-
-        def step() -> None:
-            if self._wait is wait and wait.deadline == deadline:
-                self._advance()
-
-        assert deadline > self.heap.now
-        self.heap.at(deadline, step)
 
     def die(self) -> None:
         self.dead = True

@@ -207,8 +207,8 @@ class World:
         self.generations_by_number[generation.number] = generation
         trains = generation.first_round < self.limits.rounds and not generation.stopping
         if trains:
-            assert len(generation.members) >= self.limits.min_nodes, "too few go on"
-            assert self.limits.needed.issubset(generation.members), "clients go on without their server"
+            assert len(generation.members) >= self.limits.min_nodes, "too few continue"
+            assert self.limits.needed.issubset(generation.members), "clients continue without their server"
         for other in generation.members:
             assert (other, generation.name) in self._installed, "went before all were ready"
         if process.membership.uid in generation.fresh:

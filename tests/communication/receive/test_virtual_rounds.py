@@ -29,7 +29,7 @@ from decentnode.simulate.world.event_queue import EventQueue
 from decentnode.simulate.world.network import VirtualNetwork
 from decentnode.wire import codec, framing
 from decentnode.wire.messages import Chunk, Message, Overdue, Skipped, Waits
-from tests.communication.virtual_links import RUN, VirtualNode, draw_link, schedule_breaks
+from tests.communication.virtual_links import RUN, VirtualNode, count_faults, draw_link, schedule_breaks
 from tests.conftest import scale
 
 SEEDS, PER_CASE = scale(100, 10_000), scale(50, 500)
@@ -67,7 +67,6 @@ class RoundsNode(VirtualNode):
         self.rounds_completed, self.dead = 0, False
         self.missing: set[int] = set()
         self.withheld = 0
-        self._wait: ArrivalWait | RoomWait | None = None
         self._steps = self._rounds()
 
     def begin(self) -> None:
@@ -152,7 +151,6 @@ class RoundsNode(VirtualNode):
     # -- calls of the network and the event queue -------------------------------------------------------------
 
     def _advance(self) -> None:
-        """Runs the node until it has to wait."""
         while not self.dead:
             if self._wait is not None and not self._wait.step(self.heap.now):
                 self._step_at(self._wait, self._wait.deadline)
@@ -160,16 +158,6 @@ class RoundsNode(VirtualNode):
             self._wait = next(self._steps, None)
             if self._wait is None:
                 return
-
-    def _step_at(self, wait: ArrivalWait | RoomWait, deadline: float) -> None:
-        """Steps the wait again at its deadline, if the node then still waits for it."""
-
-        def step() -> None:
-            if self._wait is wait and wait.deadline == deadline:
-                self._advance()
-
-        assert deadline > self.heap.now
-        self.heap.at(deadline, step)
 
     def _check(self) -> None:
         super()._check()
@@ -209,13 +197,7 @@ def run_rounds_with_faults(seed: int) -> Counter[str]:
 @pytest.mark.parametrize("first", range(0, SEEDS, PER_CASE))
 @pytest.mark.slow
 def test_every_payload_of_every_round_arrives_unchanged_despite_faults(first: int) -> None:
-    happened: Counter[str] = Counter()
-    for seed in range(first, first + PER_CASE):
-        try:
-            happened += run_rounds_with_faults(seed)
-        except BaseException as error:
-            error.add_note(f"run_rounds_with_faults({seed})")
-            raise
+    happened = count_faults(run_rounds_with_faults, range(first, first + PER_CASE))
     assert all(happened[what] for what in ("lost", "refused", "cut"))
 
 

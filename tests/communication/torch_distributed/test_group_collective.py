@@ -80,8 +80,8 @@ def run_quadratics(
     config = NodeConfig.model_validate({"rounds": rounds, "evaluate_every": 0, **(node or {})})
     trainings = [Quadratic(u, elements, buffers=7) for u in range(n)]
     rules = [make_sharing(_config(sharing or {"name": "full"}), [range(n)]) for _ in range(n)]
-    with open_nodes(transport, n, schemas_of(rules[0], trainings[0].model), **options) as made:
-        parts = [NodeParts(make(graph, nodes=n), trainings[u], rules[u], c) for u, c in enumerate(made)]
+    with open_nodes(transport, n, schemas_of(rules[0], trainings[0].model), **options) as nodes:
+        parts = [NodeParts(make(graph, nodes=n), trainings[u], rules[u], c) for u, c in enumerate(nodes)]
         run_nodes = [Node(u, config, each, seed=1) for u, each in enumerate(parts)]
 
         def work(communication: Communication) -> None:
@@ -92,12 +92,12 @@ def run_quadratics(
                     running.next_phase(phase)
                 running.finish_round(r)
 
-        edges = [edge for c in made for edge in map(c.counters.edge, set(range(n)) - {c.uid})]
+        edges = [edge for c in nodes for edge in map(c.counters.edge, set(range(n)) - {c.uid})]
         before = tcp_bytes_sent()
-        run_on_all(made, work)
+        run_on_all(nodes, work)
         counted = sum(edge.data_bytes_sent for edge in edges)
         assert sum(edge.payload_bytes_received for edge in edges) == sum(edge.payload_bytes_sent for edge in edges)
-        saved = sum(c.counters.saved_bytes for c in made)
+        saved = sum(c.counters.saved_bytes for c in nodes)
         sent = sum(count - before.get(name, 0) for name, count in tcp_bytes_sent().items())
         return torch.cat([stacked(trainings), stacked(trainings, "buffers")], 1), counted, saved, sent
 
@@ -262,14 +262,14 @@ def test_the_payload_may_change_at_once_and_rounds_are_not_mixed_up(transport: s
             expected = sum(random_values(elements, torch.float64, 100 * r + uid) for uid in range(n))
             torch.testing.assert_close(arrival.total, expected)
 
-    with open_nodes(transport, n, flat_schema(elements, torch.float64)) as made:
-        run_on_all(made, rounds)
+    with open_nodes(transport, n, flat_schema(elements, torch.float64)) as nodes:
+        run_on_all(nodes, rounds)
 
 
 @pytest.mark.parametrize("transport", ["collective", BATCHED])
 def test_a_silent_member_makes_all_payloads_missing_at_the_time_out(transport: str) -> None:
-    with open_nodes(transport, 3, flat_schema(10)) as made:
-        results = run_on_all(made[:2], lambda node: list(exchange_as_group(node, 3, 0, torch.ones(10), 0.3)))
+    with open_nodes(transport, 3, flat_schema(10)) as nodes:
+        results = run_on_all(nodes[:2], lambda node: list(exchange_as_group(node, 3, 0, torch.ones(10), 0.3)))
         for uid, (arrival,) in results.items():  # type: ignore[misc]
             assert arrival.total is None and arrival.missing == {0, 1, 2} - {uid}
 
@@ -277,10 +277,10 @@ def test_a_silent_member_makes_all_payloads_missing_at_the_time_out(transport: s
 @pytest.mark.parametrize("transport", ["collective", BATCHED])
 @pytest.mark.parametrize("before", [True, False])
 def test_no_node_waits_for_a_member_that_left(transport: str, before: bool) -> None:
-    with open_nodes(transport, 3, flat_schema(10)) as made:
+    with open_nodes(transport, 3, flat_schema(10)) as nodes:
 
         def leave() -> None:
-            made[2].depart(0, (0, 1))
+            nodes[2].depart(0, (0, 1))
 
         def exchange_with_departed(node: Communication) -> Arrival:
             if not before and node.uid == 0:
@@ -290,8 +290,8 @@ def test_no_node_waits_for_a_member_that_left(transport: str, before: bool) -> N
 
         if before:
             leave()
-            run_on_all(made[:2], functools.partial(_wait_until_departed, uid=2))
-        for arrival in run_on_all(made[:2], exchange_with_departed).values():
+            run_on_all(nodes[:2], functools.partial(_wait_until_departed, uid=2))
+        for arrival in run_on_all(nodes[:2], exchange_with_departed).values():
             assert len(arrival.missing) == 2  # type: ignore[attr-defined]
 
 
@@ -304,5 +304,5 @@ def _wait_until_departed(node: Communication, uid: int) -> None:
 
 def test_scalars_are_refused_in_an_averaging_group() -> None:
     payload = Payload({"x": torch.ones(10)}, {"loss": 1.0})
-    with open_nodes("collective", 3, flat_schema(10)) as made, pytest.raises(ValueError, match="no scalars"):
-        made[0].exchange(0, {1: payload, 2: payload}, (1, 2), 0, AveragingGroup((0, 1, 2), payload))
+    with open_nodes("collective", 3, flat_schema(10)) as nodes, pytest.raises(ValueError, match="no scalars"):
+        nodes[0].exchange(0, {1: payload, 2: payload}, (1, 2), 0, AveragingGroup((0, 1, 2), payload))

@@ -12,7 +12,7 @@ from decentnode.communication.zeromq.protocol.link_state import BULK, CONTROL
 from decentnode.faults import Link
 from decentnode.simulate.world.event_queue import EventQueue
 from decentnode.simulate.world.network import VirtualNetwork
-from tests.communication.virtual_links import VirtualNode, draw_link, schedule_breaks
+from tests.communication.virtual_links import VirtualNode, count_faults, draw_link, schedule_breaks
 from tests.conftest import scale
 
 SEEDS, PER_CASE = scale(200, 20_000), scale(50, 500)
@@ -95,20 +95,18 @@ class Scenario:
             assert self.heap.run(lambda: all(a in self.nodes[b].goodbyes_from for a, b in intact), self.heap.now + 5)
 
 
+def run_scenario(seed: int) -> Counter[str]:
+    """Runs a scenario. Returns how often each fault happened, and how many messages were sent again ("resent")."""
+    scenario = Scenario(seed)
+    scenario.run()
+    resends = [edge.resends for node in scenario.nodes for edge in node.counters.edges.values()]
+    return scenario.network.happened + Counter(resent=sum(resends))
+
+
 @pytest.mark.sampled(one=["first"])
 @pytest.mark.parametrize("first", range(0, SEEDS, PER_CASE))
 def test_every_message_arrives_once_and_undamaged(first: int) -> None:
-    happened: Counter[str] = Counter()
-    for seed in range(first, first + PER_CASE):
-        scenario = Scenario(seed)
-        try:
-            scenario.run()
-        except BaseException as error:
-            error.add_note(f"Scenario({seed}).run()")
-            raise
-        for node in scenario.nodes:
-            happened["resent"] += sum(edge.resends for edge in node.counters.edges.values())
-        happened.update(scenario.network.happened)
+    happened = count_faults(run_scenario, range(first, first + PER_CASE))
     assert all(happened[what] for what in ("resent", "lost", "cut", "repeated", "damaged", "overtaken", "refused"))
 
 

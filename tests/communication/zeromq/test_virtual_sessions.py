@@ -15,7 +15,7 @@ from decentnode.simulate.world.event_queue import EventQueue
 from decentnode.simulate.world.network import VirtualNetwork
 from decentnode.wire.generation import Limits
 from decentnode.wire.messages import NO_RUN
-from tests.communication.virtual_links import draw_link, schedule_breaks
+from tests.communication.virtual_links import count_faults, draw_link, schedule_breaks
 from tests.communication.virtual_session import PHASES, TURNS, RunRecord, SessionNode
 from tests.conftest import scale
 
@@ -65,13 +65,7 @@ def run_session_with_faults(seed: int) -> Counter[str]:
 @pytest.mark.parametrize("first", range(0, SEEDS, PER_CASE))
 @pytest.mark.slow
 def test_sessions_complete_despite_random_faults(first: int) -> None:
-    happened: Counter[str] = Counter()
-    for seed in range(first, first + PER_CASE):
-        try:
-            happened += run_session_with_faults(seed)
-        except BaseException as error:
-            error.add_note(f"run_session_with_faults({seed})")
-            raise
+    happened = count_faults(run_session_with_faults, range(first, first + PER_CASE))
     assert all(happened[what] for what in ("lost", "cut", "damaged"))
 
 
