@@ -81,11 +81,13 @@ def test_records_beyond_the_memory_bound_are_lost_and_the_loss_is_logged(
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_closing_a_writer_on_a_full_device_does_not_block_or_raise() -> None:
+def test_closing_a_writer_on_a_full_device_logs_what_is_lost(caplog: pytest.LogCaptureFixture) -> None:
     writer = MetricsWriter(Path("/dev/full"))
     writer.write({"round": 0})
     assert writer.pending == 1
-    writer.close()
+    with caplog.at_level(logging.WARNING):
+        writer.close()
+    assert "1 records could not be written" in caplog.text
 
 
 def test_other_errors_of_the_file_are_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

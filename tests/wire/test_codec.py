@@ -75,6 +75,7 @@ def test_arbitrary_bytes_decode_or_raise_a_peer_fault(data: bytes) -> None:
 def test_mutated_headers_decode_or_raise_a_peer_fault() -> None:
     draw = random.Random(1)
     headers = [codec.encode(message) for message, _ in GOLDEN]
+    num_decoded = num_refused = 0
     for _ in range(scale(5000, 100_000)):
         data = bytearray(draw.choice(headers))
         for _ in range(draw.randint(1, 4)):
@@ -82,9 +83,14 @@ def test_mutated_headers_decode_or_raise_a_peer_fault() -> None:
             data[start : start + draw.randint(0, 2)] = draw.randbytes(draw.randint(0, 3))
             data = data or bytearray(b"\0")
         try:
-            codec.decode(bytes(data))
-        except PeerFault:
-            continue
+            message = codec.decode(bytes(data))
+        except PeerFault as fault:
+            assert fault.reason in {"malformed_header", "protocol_version", "unknown_type"}
+            num_refused += 1
+        else:
+            assert codec.decode(codec.encode(message)) == message
+            num_decoded += 1
+    assert num_decoded and num_refused
 
 
 RUN, ORIGIN = b"12345678", bytes(12)

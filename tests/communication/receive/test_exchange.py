@@ -124,6 +124,7 @@ def test_every_neighbor_gets_its_own_payload_in_each_of_two_phases(transport: st
             first, second = exchanges[node.uid]  # type: ignore[misc]
             for exchange, value in ((first, lambda j: 10.0 * j + node.uid), (second, float)):
                 for arrival in exchange.arrivals(60):
+                    assert set(arrival.received) == {0, 1, 2} - {node.uid}
                     for uid, payload in arrival.received.items():
                         assert payload.tensors["x"].unique().tolist() == [value(uid)]
 
@@ -141,10 +142,16 @@ def test_a_sender_may_change_its_model_as_soon_as_exchange_returns(transport: st
             return exchange
 
         exchanges = run_on_all(nodes, begin)
-        run_on_all(nodes, lambda node: [
-            pytest.fail("changed") for arrival in exchanges[node.uid].arrivals(60)  # type: ignore[attr-defined]
-            for payload in arrival.received.values() if not (payload.tensors["x"] == 1 - node.uid).all()
-        ])  # fmt: skip
+
+        def check(node: Communication) -> None:
+            sizes = []
+            for arrival in exchanges[node.uid].arrivals(60):  # type: ignore[attr-defined]
+                received = arrival.received[1 - node.uid].tensors["x"]
+                assert bool((received == 1 - node.uid).all())
+                sizes.append(received.numel())
+            assert sum(sizes) == BLOCK_ELEMENTS * 2
+
+        run_on_all(nodes, check)
 
 
 @pytest.mark.parametrize("transport", NETWORKED)

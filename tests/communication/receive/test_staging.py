@@ -157,6 +157,7 @@ def test_payloads_sent_through_staging_slots_arrive_unchanged(
                 exchange = node.exchange(r, dict.fromkeys(others, Payload({"x": x})), others)
                 x.fill_(-1)
                 for arrival in exchange.arrivals(60):
+                    assert set(arrival.received) == set(others)
                     for uid, payload in arrival.received.items():
                         assert bool((payload.tensors["x"] == 10.0 * r + uid).all())
 

@@ -216,7 +216,7 @@ def test_the_call_is_chosen_by_payloads_and_schema(
 @pytest.mark.parametrize("options", [
     {"node": {"missing": "return_weight"}}, {"non_finite": "reject"}, {"graph": "ring"}, {"use_collectives": False},
 ])  # fmt: skip
-def test_no_collective_call_is_made_if_payloads_may_be_missing_one_by_one(
+def test_no_collective_call_is_made_with_options_or_graphs_that_do_not_allow_it(
     options: dict[str, object], calls_made: list[str]
 ) -> None:
     run_quadratics("collective", 4, **options)  # type: ignore[arg-type]
