@@ -1,9 +1,9 @@
-"""Tests that need CUDA: skipped by name where there is none. What they cost is measured by eval/gpu.sh.
+"""Tests that need CUDA are skipped, with the reason, where there is none. eval/gpu.sh measures what they cost.
 
-They compare models with those of the CPU, and bits of one run with those of another. By default a GPU rounds the
-inputs of convolutions to ten bits, and cuDNN may take convolutions that add in an order of the moment. The first is so
-neither here nor in the processes that the tests start, the second not here; nodes with processes of their own are asked
-for it (`training.cudnn_deterministic`), and ranks of scripts set it.
+The tests compare models with those of the CPU, and the bits of one run with those of another. By default a GPU rounds
+the inputs of convolutions to ten bits of mantissa (TF32), and cuDNN may choose convolutions that add in a varying
+order. Therefore TF32 is off, here and in the processes that the tests start; cuDNN is deterministic here. Nodes in
+their own processes are deterministic through `training.cudnn_deterministic`, and ranks of scripts set it themselves.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import os
 
 import pytest
 
-os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")  # cuBLAS and cuDNN read it as they are loaded
+os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")  # cuBLAS and cuDNN read it when they are loaded
 import torch
 
 
 @pytest.fixture(autouse=True)
-def _convolutions_in_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def _deterministic_convolutions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
 
 

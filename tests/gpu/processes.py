@@ -1,4 +1,4 @@
-"""Nodes in processes of their own on one GPU, as a run has them; threads of one process cannot map their own memory."""
+"""Runs nodes in separate processes on one GPU, as a run does: CUDA IPC cannot map memory of the same process."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from tests.communication.contract import flat_schema
 
 Work = Callable[[Hybrid, torch.device], Any]
 HANGS_SECONDS = 400.0 if "PRETENDED_CUDA" in os.environ else 90.0
-"""After which processes count as hung: a GPU is lent for minutes, a pretended one is slow."""
+"""Time after which processes count as hung. A real GPU is fast, and lent for minutes; a pretended one is slow."""
 METHOD = "forkserver"
-"""The server loads torch once, and uses no GPU. Sixteen nodes that began anew would each load it for seconds."""
+"""The server loads torch once and uses no GPU. Sixteen processes by "spawn" would each load torch for seconds."""
 
 
-def _node(
+def _run_node(
     uid: int, n: int, elements: int, folder: str, work: Work, results: Any, environment: dict[str, str]
 ) -> None:
-    os.environ.update(environment)  # the server has that of its beginning
+    os.environ.update(environment)  # the fork server has the environment of its own start
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
     node = Hybrid(Hybrid.Config.model_validate({"name": "hybrid"}), TransportParts(
@@ -45,28 +45,28 @@ def _node(
 
 
 def on_one_gpu(n: int, elements: int, work: Work) -> dict[int, Any]:
-    """work(node, device) in n processes at once; their results by uid. Raises what a process died of, AssertionError
-    after HANGS_SECONDS; no process is left then."""
+    """Returns uid -> work(node, device), which runs in n processes at once. Raises the error of the first process that
+    fails, and AssertionError after HANGS_SECONDS; all processes are killed then."""
     with tempfile.TemporaryDirectory(prefix="dn") as folder:
         multiprocessing.get_context(METHOD).set_forkserver_preload([__name__])
         results: Any = mp.get_context(METHOD).SimpleQueue()
-        told = n, elements, folder, work, results, dict(os.environ)
-        context = mp.start_processes(_node, told, nprocs=n, join=False, start_method=METHOD)
+        arguments = n, elements, folder, work, results, dict(os.environ)
+        context = mp.start_processes(_run_node, arguments, nprocs=n, join=False, start_method=METHOD)
         assert context is not None
-        found: dict[int, Any] = {}
+        by_uid: dict[int, Any] = {}
 
-        def take() -> None:
+        def receive_results() -> None:
             while not results.empty():
                 uid, value = results.get()
-                found[uid] = value
+                by_uid[uid] = value
 
         deadline = time.monotonic() + HANGS_SECONDS
         try:
             while not context.join(0.1):  # raises when one fails
-                take()
-                assert time.monotonic() < deadline, f"after {HANGS_SECONDS:g} s there are results of {sorted(found)}"
+                receive_results()
+                assert time.monotonic() < deadline, f"after {HANGS_SECONDS:g} s there are results of {sorted(by_uid)}"
         finally:
             for process in context.processes:
                 process.kill()
-        take()
-        return found
+        receive_results()
+        return by_uid

@@ -1,4 +1,4 @@
-"""What a checkpoint copies from a GPU, and how often it waits for that."""
+"""Checkpoints of models on a GPU: what is copied to the host, and how often the host waits for it."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from decentnode.checkpoint.state import decode, encode, to_host
 from decentnode.checkpoint.store import Cut
 from decentnode.experiment import load
 from decentnode.node.checkpoints.snapshot import capture
-from tests.gpu.waits import counted
+from tests.gpu.waits import count_waits
 
 pytestmark = pytest.mark.gpu
 CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 
 
-def test_a_nodes_whole_state_costs_one_wait() -> None:
-    """With all that a rule, an optimizer, a moving average and the scale of losses keep there."""
+def test_capturing_a_nodes_whole_state_waits_once() -> None:
+    """The state includes that of a rule, an optimizer, a moving average and the loss scale, all on the GPU."""
     made = build_in_process(load(CONFIG, [
         "graph={name: ring, nodes: 3}", "mapping={name: linear, nodes_per_machine: 3, device: cuda}", "node.rounds=2",
         "sharing={name: choco}", "node.evaluate_every=0",
@@ -29,16 +29,16 @@ def test_a_nodes_whole_state_costs_one_wait() -> None:
     step_all(made)
     torch.cuda.synchronize()
     cut = Cut("", 2, 0, "", (0, 1, 2))
-    with counted() as found:
+    with count_waits() as waits:
         snapshot = capture(made[0], cut, {})
-    exact = hasattr(torch.cuda, "host_waits")  # a real GPU says nothing of events
-    assert found.total() == 1 if exact else found.total() <= 1, found
+    exact = hasattr(torch.cuda, "host_waits")  # on a real GPU, waits for events are not counted
+    assert waits.total() == 1 if exact else waits.total() <= 1, waits
     assert len(snapshot.tensors) > 10 and all(tensor.is_cpu for tensor in snapshot.tensors.values())
     for name, parameter in made[0].training.model.module.named_parameters():
         assert torch.equal(snapshot.tensors[f"model.p/{name}"], parameter.cpu())
 
 
-def test_what_is_copied_together_is_what_was_there() -> None:
+def test_to_host_copies_tensors_of_every_type_and_layout() -> None:
     state = {
         "a": torch.randn(3, 4, device="cuda", dtype=torch.float64), "b": torch.tensor(True, device="cuda"),
         "c": [torch.randn(7, device="cuda").bfloat16(), torch.empty(0, 3, device="cuda"), torch.arange(5)],
@@ -50,7 +50,7 @@ def test_what_is_copied_together_is_what_was_there() -> None:
     to_host(tensors)
     assert all(tensor.is_contiguous() and tensor.is_cpu for tensor in tensors.values())
     torch.testing.assert_close(decode(tree, tensors, torch.device("cuda")), state | {"c": [
-        each.cuda() for each in state["c"]
+        tensor.cuda() for tensor in state["c"]
     ]}, rtol=0, atol=0, check_layout=True)  # fmt: skip
     state["a"].zero_()
-    assert tensors["s.a"].any()
+    assert tensors["s.a"].any(), "a copy must not share memory with the original"

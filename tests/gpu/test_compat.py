@@ -9,7 +9,7 @@ import pytest
 from tests.compat import work_decent_dp as decent
 from tests.compat import work_scripts, work_sdtl
 from tests.compat.test_scripts import check_losses_and_resume
-from tests.gpu.test_ranks import WAYS, on_gpus
+from tests.gpu.test_ranks import BACKENDS, on_gpus
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -44,13 +44,13 @@ def test_a_faithful_run_is_resumed_with_the_same_bits(average: int, at: int) -> 
         assert differences == {name: [0.0] * 5 for name in differences} and differences
 
 
-@pytest.mark.parametrize(("n", "backend"), WAYS)
+@pytest.mark.parametrize(("n", "backend"), BACKENDS)
 @pytest.mark.parametrize("kind", ["cnn", "gpt2"])
 def test_decent_dps_experiments_train_and_resume(n: int, backend: str, kind: str) -> None:
     check_losses_and_resume(on_gpus(n, backend, work_scripts.train_decent_dp_experiment, kind))
 
 
-@pytest.mark.parametrize(("n", "backend"), WAYS)
+@pytest.mark.parametrize(("n", "backend"), BACKENDS)
 @pytest.mark.parametrize("name", ["EASGD+", "LSGD"])
 def test_sdtls_main_loop_trains_and_resumes(n: int, backend: str, name: str) -> None:
     check_losses_and_resume(on_gpus(n, backend, work_scripts.train_sdtl_loop, name))

@@ -1,4 +1,4 @@
-"""Processes on one GPU that read each other's memory. On a real one none of this has run so far."""
+"""CUDA IPC: processes on one GPU read each other's memory. On a real one none of this has run so far."""
 
 from __future__ import annotations
 
@@ -21,19 +21,20 @@ ELEMENTS = 64_000_000
 
 
 def exchange_and_check(node: Hybrid, device: torch.device) -> bool:
+    """Exchanges 20 rounds with all others through CUDA IPC and checks every value."""
     others = tuple(uid for uid in range(len(node._run.machine_of)) if uid != node.uid)
     assert node.parts.routing.path(node.uid, others[0]) == "cuda_ipc"
     readers = node.parts.paths.of(SharedMemoryPath).readers
     assert readers == set(others), f"no CUDA IPC here: of node {node.uid}'s neighbors {[*readers]} read its memory"
     for r in range(20):
         x = torch.full((node.schemas[0].elements,), 100.0 * r + node.uid, device=device)
-        flying = node.exchange(r, dict.fromkeys(others, Payload({"x": x})), others)
+        exchange = node.exchange(r, dict.fromkeys(others, Payload({"x": x})), others)
         x.fill_(-1)
-        (arrival,) = flying.arrivals(60)  # one launch mixes all of it
+        (arrival,) = exchange.arrivals(60)  # all in one arrival, so that one launch mixes it
         assert not arrival.missing and (arrival.start, arrival.stop) == (0, x.numel())
         for uid, payload in arrival.received.items():
-            got = payload.tensors["x"]
-            assert got.device == device and bool((got == 100.0 * r + uid).all())
+            received = payload.tensors["x"]
+            assert received.device == device and bool((received == 100.0 * r + uid).all())
     return True
 
 
@@ -44,6 +45,7 @@ def test_models_arrive_bit_for_bit_round_after_round(n: int, elements: int) -> N
 
 
 def exchange_without_ipc(node: Hybrid, device: torch.device) -> bool:
+    """Exchanges three rounds through shared memory of the host, from and to pinned memory, and checks every value."""
     others = tuple(uid for uid in range(len(node._run.machine_of)) if uid != node.uid)
     assert node.parts.routing.path(node.uid, others[0]) == "cuda_ipc"
     assert not node.parts.paths.of(SharedMemoryPath).readers
@@ -59,41 +61,41 @@ def exchange_without_ipc(node: Hybrid, device: torch.device) -> bool:
 
 
 @pytest.mark.skipif("PRETENDED_CUDA" not in os.environ, reason="a real GPU's driver cannot be made to refuse CUDA IPC")
-def test_where_no_memory_can_be_shared_chunks_pass_through_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_pass_through_pinned_memory_where_cuda_ipc_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PRETENDED_CUDA_IPC", "0")
     assert on_one_gpu(2, 3_000_001, exchange_without_ipc) == dict.fromkeys(range(2), True)
 
 
-def mixed_in_place(node: Hybrid, device: torch.device) -> bool:
-    """Whether node 0 gets the mean of all models when it mixes all neighbors straight from their memory."""
+def mix_from_neighbors_memory(node: Hybrid, device: torch.device) -> bool:
+    """Returns whether node 0 gets the mean of all models when it mixes directly from its neighbors' memory."""
     others = tuple(uid for uid in range(len(node._run.machine_of)) if uid != node.uid)
     n, x = 1 + len(others), torch.full((ELEMENTS,), float(node.uid), device=device)
-    flying = node.exchange(0, dict.fromkeys(others, Payload({"x": x})), others)
-    for arrival in flying.arrivals(60):
+    exchange = node.exchange(0, dict.fromkeys(others, Payload({"x": x})), others)
+    for arrival in exchange.arrivals(60):
         assert not arrival.missing
-    node.barrier("written", 60)  # the others' memory stays as it is until all are done
+    node.barrier("written", 60)  # no node overwrites its memory until all are done
     if node.uid:
         return True
     mapped = node.parts.paths.of(SharedMemoryPath)._buffer_readers
     assert mapped.keys() == set(others), f"no CUDA IPC here: of {others} only the memory of {[*mapped]} could be mapped"
-    boards = [mapped[uid].slots[0][1][0] for uid in others]  # where the first payload went, whole
-    mixed = mix_into(x, x, 1 / n, [(tensor, 1 / n) for tensor in boards])
+    slots = [mapped[uid].slots[0][1][0] for uid in others]  # each has the whole first payload
+    mixed = mix_into(x, x, 1 / n, [(tensor, 1 / n) for tensor in slots])
     return torch.allclose(mixed, torch.full_like(mixed, (n - 1) / 2))
 
 
 @needs_a_real_gpu
 @pytest.mark.parametrize("n", [2, 4])
-def test_mixing_from_the_neighbors_memory(n: int) -> None:
-    assert on_one_gpu(n, ELEMENTS, mixed_in_place) == dict.fromkeys(range(n), True)
+def test_a_node_mixes_directly_from_its_neighbors_memory(n: int) -> None:
+    assert on_one_gpu(n, ELEMENTS, mix_from_neighbors_memory) == dict.fromkeys(range(n), True)
 
 
 BATCH, STEPS, NODES = 32, 5, 16
 
 
 def train(node: Hybrid, device: torch.device) -> tuple[list[float], list[float]]:
-    """STEPS rounds of one step each of a ResNet-18 on images of CIFAR's shape, neighbors on a ring.
+    """Trains a ResNet-18 on images of CIFAR's shape for STEPS rounds of one step, with neighbors on a ring.
 
-    (sum, sum of squares) of the parameters, in float64, before and after the last mixing.
+    Returns (sum, sum of squares) of the parameters, in float64, before and after the last mixing.
     """
     n = len(node._run.machine_of)
     neighbors = tuple(sorted({(node.uid + 1) % n, (node.uid - 1) % n}))
@@ -101,20 +103,20 @@ def train(node: Hybrid, device: torch.device) -> tuple[list[float], list[float]]
     model, flat = resnet18(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     images, labels = torch.randn(BATCH, 3, 32, 32, device=device), torch.randint(0, 10, (BATCH,), device=device)
-    found: list[list[float]] = []
+    before_and_after: list[list[float]] = []
     for r in range(STEPS):
         optimizer.zero_grad()
         torch.nn.functional.cross_entropy(model(images), labels).backward()
         optimizer.step()
-        found = [sums(flat)]
+        before_and_after = [sums(flat)]
         payload = Payload({"x": flat})
         for arrival in node.exchange(r, dict.fromkeys(neighbors, payload), neighbors).arrivals(300):
             assert not arrival.missing
             part = flat[arrival.start : arrival.stop]
             weighted: list[Any] = [(p.tensors["x"], 1 / 3) for p in arrival.received.values()]
             mix_into(part, part, 1 / 3, weighted)
-        found.append(sums(flat))
-    return found[0], found[1]
+        before_and_after.append(sums(flat))
+    return before_and_after[0], before_and_after[1]
 
 
 def sums(flat: torch.Tensor) -> list[float]:
@@ -126,8 +128,8 @@ def sums(flat: torch.Tensor) -> list[float]:
 def test_sixteen_nodes_of_resnet18_train_on_one_gpu() -> None:
     """Mixing with doubly stochastic weights keeps the sum over nodes and makes the models' norms smaller."""
     elements = resnet18(torch.device("cpu"))[1].numel()
-    found = on_one_gpu(NODES, elements, train).values()
-    before, after = (torch.tensor([pair[which] for pair in found], dtype=torch.float64).sum(0) for which in (0, 1))
-    # three times 1 / 3 in float32 is 3e-8 more than 1, and the sum of a model has thousands of ones in it
+    results = on_one_gpu(NODES, elements, train).values()
+    before, after = (torch.tensor([pair[which] for pair in results], dtype=torch.float64).sum(0) for which in (0, 1))
+    # 3 * (1 / 3) in float32 is 1 + 3e-8, and a model's sum includes thousands of ones, of its norms
     assert bool(torch.isfinite(after).all()) and abs(float(after[0] - before[0])) < 1e-4 * float(before[1]) ** 0.5
     assert float(after[1]) < float(before[1])

@@ -1,4 +1,4 @@
-"""Models on a GPU over every way between processes: sent from there, and back there before they are mixed.
+"""Models on a GPU over every transport: sent from the GPU, and back on it before they are mixed.
 
 None of this has run so far.
 """
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("transport", ["shared_memory", "ipc", "tcp"])
 @pytest.mark.parametrize("elements", [7, 2 * BLOCK_ELEMENTS + 13])
-def test_payloads_come_back_to_the_gpu(transport: str, elements: int) -> None:
+def test_received_payloads_lie_on_the_gpu(transport: str, elements: int) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     with open_nodes(transport, 2, flat_schema(elements), device=device) as made:
 
@@ -29,30 +29,30 @@ def test_payloads_come_back_to_the_gpu(transport: str, elements: int) -> None:
                 exchange = node.exchange(r, {other: Payload({"x": x})}, (other,))
                 x.fill_(-1)
                 for arrival in exchange.arrivals(20):
-                    got = arrival.received[other].tensors["x"]
-                    assert got.device == device and bool((got == 10.0 * r + other).all())
+                    received = arrival.received[other].tensors["x"]
+                    assert received.device == device and bool((received == 10.0 * r + other).all())
 
         run_on_all(made, run)
 
 
-def test_a_gloo_clique_of_gpus_passes_through_host_memory() -> None:
+def test_gloo_exchanges_models_on_gpus_through_host_memory() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     with open_nodes("collective", 2, flat_schema(1000), device=device, backend="gloo") as made:
 
         def run(node: Communication) -> None:
             x = torch.full((1000,), float(node.uid), device=device)
             (arrival,) = node.exchange(0, {1 - node.uid: Payload({"x": x})}, (1 - node.uid,)).arrivals(20)
-            got = arrival.received[1 - node.uid].tensors["x"]
-            assert got.device == device and bool((got == 1 - node.uid).all())
+            received = arrival.received[1 - node.uid].tensors["x"]
+            assert received.device == device and bool((received == 1 - node.uid).all())
 
         run_on_all(made, run)
 
 
 @pytest.mark.parametrize("transport", ["inproc", "ipc"])
-def test_a_mean_lies_where_its_parts_lay(transport: str) -> None:
+def test_the_mean_of_tensors_on_a_gpu_lies_on_the_gpu(transport: str) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     with open_nodes(transport, 2, flat_schema(3), device=device) as made:
-        begun = [node.mean("k", torch.full((2, 3), float(node.uid), device=device)) for node in made]
-        for pending in begun:
+        pending_means = [node.mean("k", torch.full((2, 3), float(node.uid), device=device)) for node in made]
+        for pending in pending_means:
             mean, contributors = pending.wait(20)
             assert contributors == 2 and mean.device == device and bool((mean == 0.5).all()) and mean.shape == (2, 3)

@@ -1,4 +1,4 @@
-"""How often a round makes the host wait for the GPU, as eval/benchmarks/gpu.py counts it."""
+"""How often the host waits for the GPU in a round, as eval/benchmarks/gpu.py counts it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ pytestmark = pytest.mark.gpu
 BENCHMARKS = Path(__file__).parents[2] / "eval" / "benchmarks"
 
 
-def test_a_round_waits_once_for_its_loss_and_the_check_of_its_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_round_waits_only_once_for_its_loss_and_the_check_of_its_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     from gpu_waits import host
 

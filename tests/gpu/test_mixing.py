@@ -16,19 +16,19 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("elements", [1, 4096, 1_000_003])
 @pytest.mark.parametrize("arrivals", [0, 1, 3, 8, 17])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_the_result_is_the_cpus(elements: int, arrivals: int, dtype: torch.dtype) -> None:
+def test_mixing_equals_mixing_on_the_cpu(elements: int, arrivals: int, dtype: torch.dtype) -> None:
     model, received = case(elements, arrivals, dtype)
-    there = [(tensor.cuda(), w) for tensor, w in received]
-    out = mix_into(torch.empty(elements, device="cuda"), model.cuda(), 0.3, there)
+    on_gpu = [(tensor.cuda(), w) for tensor, w in received]
+    out = mix_into(torch.empty(elements, device="cuda"), model.cuda(), 0.3, on_gpu)
     assert torch.allclose(out.cpu(), chained(model, 0.3, received), rtol=1e-6, atol=1e-5)
     own = model.cuda()
-    assert torch.equal(mix_into(own, own, 0.3, there), out)  # in place, and the same bits again
+    assert torch.equal(mix_into(own, own, 0.3, on_gpu), out)  # in place, with the same bits
 
 
 @needs_a_real_gpu
 @pytest.mark.parametrize("arrivals", [1, 2, 4, 8])
-def test_a_large_model_is_mixed_by_the_kernel(arrivals: int) -> None:
-    """64 M elements, where eval/benchmarks/gpu.py measures: more blocks than the small sizes have."""
+def test_a_large_model_is_mixed_by_the_triton_kernel(arrivals: int) -> None:
+    """64 M elements, as eval/benchmarks/gpu.py measures: more blocks than the small sizes have."""
     x = torch.randn(64_000_000, device="cuda")
     assert _load_kernel(x.device) is not None, "Triton is missing, or launches no kernel: its warning says why"
     received = [(torch.randn_like(x), 1 / (arrivals + 1)) for _ in range(arrivals)]
@@ -37,7 +37,7 @@ def test_a_large_model_is_mixed_by_the_kernel(arrivals: int) -> None:
     assert torch.allclose(mix_into(x, x, 1 / (arrivals + 1), received), expected, rtol=1e-6, atol=1e-5)
 
 
-def test_a_machine_where_triton_launches_nothing_mixes_all_the_same(
+def test_models_are_mixed_where_triton_cannot_launch_kernels(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     kernel_that_cannot_launch(monkeypatch)

@@ -1,4 +1,4 @@
-"""NCCL at a world of one node, which sends to itself through the path that several GPUs would use.
+"""NCCL with one node, which sends to itself through the code path of several GPUs.
 
 None of this has run so far: it was written where there is no GPU. Several GPUs are beyond it in any case.
 """
@@ -38,7 +38,7 @@ SPARSE = Schema(3_000_000, {"at": TensorSpec(torch.int32, 1000, False)}, False)
 
 @pytest.fixture
 def path() -> Iterator[BatchedPath]:
-    """A node that is its own neighbor."""
+    """The batched path of a node that is its own neighbor."""
     if not dist.is_nccl_available():
         pytest.skip("this build of torch has no NCCL")
     device, status, counters = torch.device("cuda", torch.cuda.current_device()), RunState(), Counters()
@@ -53,23 +53,24 @@ def path() -> Iterator[BatchedPath]:
     assert time.monotonic() - began < CLOSE_SECONDS + ABORT_SECONDS + 5
 
 
-def test_a_model_comes_back_bit_for_bit_round_after_round(path: BatchedPath) -> None:
+def test_a_model_arrives_bit_for_bit_in_every_round(path: BatchedPath) -> None:
     x = torch.randn(DENSE.elements, device="cuda")
     for r in range(20):
         path._inbox.advance(r)
         sent = x.clone()
         path.begin((r, 0), [(Payload({"x": x}), [0])], [0])
-        x.add_(1)  # on the same stream, behind the copy
-        got = torch.empty_like(x)
+        x.add_(1)  # on the same stream, after the copy
+        received = torch.empty_like(x)
         for arrival in InboxExchange(path._inbox, (r, 0), (0,), frozenset({0})).arrivals(30):
             assert not arrival.missing
-            got[arrival.start : arrival.stop] = arrival.received[0].tensors["x"]
-        assert torch.equal(got, sent)
+            received[arrival.start : arrival.stop] = arrival.received[0].tensors["x"]
+        assert torch.equal(received, sent)
 
 
 @needs_a_real_gpu
-def test_a_batch_that_hangs_is_given_up_at_its_deadline_and_its_node_is_named(path: BatchedPath) -> None:
-    """The GPU is busy for seconds: to the host that looks like a peer that launches nothing. `path` then closes."""
+def test_an_exchange_that_hangs_ends_at_its_deadline_and_names_the_missing_node(path: BatchedPath) -> None:
+    """The GPU is busy for seconds, which looks to the host like a peer that launches nothing. The fixture then
+    closes."""
     path._inbox.advance(0)
     torch.cuda._sleep(10_000_000_000)  # cycles
     began = time.monotonic()
@@ -78,7 +79,7 @@ def test_a_batch_that_hangs_is_given_up_at_its_deadline_and_its_node_is_named(pa
     assert arrival.missing == {0} and not arrival.received and time.monotonic() - began < 3
 
 
-def test_sizes_that_only_the_header_tells(path: BatchedPath) -> None:
+def test_sparse_payloads_arrive_with_the_sizes_in_their_headers(path: BatchedPath) -> None:
     for r, size in enumerate((0, 1, 1000, 17)):
         path._inbox.advance(r)
         at = torch.arange(size, dtype=torch.int32, device="cuda")
@@ -88,23 +89,23 @@ def test_sizes_that_only_the_header_tells(path: BatchedPath) -> None:
 
 
 @pytest.mark.parametrize("kind", ["all_reduce", "reduce_scatter"])
-def test_sums_of_one(path: BatchedPath, kind: CollectiveKind) -> None:
+def test_sum_collectives_of_one_node_return_its_model(path: BatchedPath, kind: CollectiveKind) -> None:
     for r in range(5):
         path._inbox.advance(r)
         payload = Payload({"x": torch.randn(DENSE.elements, device="cuda")})
         path.begin_collective(kind, (r, 0), AveragingGroup((0,), payload), {0: payload})
-        got = torch.cat([arrival.total for arrival in SumExchange(path._inbox, (r, 0), (0,)).arrivals(30)])  # type: ignore[misc]
-        assert torch.equal(got, payload.tensors["x"])
+        received = torch.cat([arrival.total for arrival in SumExchange(path._inbox, (r, 0), (0,)).arrivals(30)])  # type: ignore[misc]
+        assert torch.equal(received, payload.tensors["x"])
 
 
-def test_gathering_of_one(path: BatchedPath) -> None:
+def test_all_gather_of_one_node_returns_its_model(path: BatchedPath) -> None:
     payload = Payload({"x": torch.randn(DENSE.elements, device="cuda")})
     path.begin_collective("all_gather", (0, 0), AveragingGroup((0,)), {0: payload})
-    got = [a.received[0].tensors["x"] for a in InboxExchange(path._inbox, (0, 0), (0,), frozenset({0})).arrivals(30)]
-    assert torch.equal(torch.cat(got), payload.tensors["x"])
+    parts = [a.received[0].tensors["x"] for a in InboxExchange(path._inbox, (0, 0), (0,), frozenset({0})).arrivals(30)]
+    assert torch.equal(torch.cat(parts), payload.tensors["x"])
 
 
 @pytest.mark.skipif(not dist.is_nccl_available(), reason="this build of torch has no NCCL")
-def test_one_gpu_is_one_node() -> None:
+def test_two_nodes_on_one_gpu_are_refused() -> None:
     own = describe_gpu(torch.device("cuda", 0))
     assert refusal({0: own}) == "" and "nodes 0 and 1 share" in refusal({0: own, 1: own})

@@ -1,4 +1,4 @@
-"""Experiments of plain objects that lie on a GPU, or beside it."""
+"""Experiments of plain objects (models, data sets, losses), some of which lie on a GPU."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-class OnTheGPU(Points):
+class PointsOnGPU(Points):
     """Points whose samples, and their labels, lie on a GPU."""
 
     def __init__(self, count: int = 400) -> None:
@@ -37,37 +37,39 @@ class OnTheGPU(Points):
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
-def test_objects_train_wherever_they_lie(device: str) -> None:
+def test_objects_train_on_the_mapped_device_wherever_they_lie(device: str) -> None:
+    """The caller's model stays where it is, and the random generators of both devices keep their states."""
     loss = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0], device="cpu" if device == "cuda" else "cuda"))
-    given = net().cuda()
-    made = experiment(model=given, train=OnTheGPU(), test=OnTheGPU(100), loss=loss, mapping={"device": device})
+    callers_model = net().cuda()
+    made = experiment(model=callers_model, train=PointsOnGPU(), test=PointsOnGPU(100), loss=loss,
+                      mapping={"device": device})  # fmt: skip
     torch.cuda.manual_seed(3)
     before = torch.get_rng_state(), torch.cuda.get_rng_state()
     run = made.run(progress=False)
     assert run.summary["accuracy_merged"] > 0.8
-    assert next(run.models().merged.parameters()).is_cpu and next(given.parameters()).is_cuda
+    assert next(run.models().merged.parameters()).is_cpu and next(callers_model.parameters()).is_cuda
     after = torch.get_rng_state(), torch.cuda.get_rng_state()
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
-def test_batches_on_a_gpu_are_read() -> None:
+def test_an_experiment_reads_batches_that_lie_on_a_gpu() -> None:
     x = torch.rand(200, 2, device="cuda")
     streamed = iter([(part, (part.sum(1) > 1).long()) for part in x.split(20)])
     assert experiment(train=streamed, test=None, rounds=1).run(progress=False).summary["rounds"] == 1
 
 
-def test_a_gpu_that_is_not_there_is_told_before_the_run() -> None:
+def test_a_gpu_that_does_not_exist_is_refused_before_the_run() -> None:
     count = torch.cuda.device_count()
-    words = rf"mapping.device is cuda:{count}, but only (one GPU is|{count} GPUs are) usable here; use auto or cpu"
+    message = rf"mapping.device is cuda:{count}, but only (one GPU is|{count} GPUs are) usable here; use auto or cpu"
     for device in (f"cuda:{count}", ["cuda:0", f"cuda:{count}"]):
-        with pytest.raises(EnvironmentFault, match=words):
+        with pytest.raises(EnvironmentFault, match=message):
             experiment(mapping={"device": device}).run(progress=False)
     assert not list(Path().glob("runs/*/*"))  # no run has begun
 
 
 @pytest.mark.parametrize("device", ["auto", "cpu"])
-def test_forks_of_a_process_that_has_not_used_its_gpu_give_the_bits_of_this_one(device: str) -> None:
-    """Of another process: this one may have, in a test before."""
+def test_forks_of_a_process_that_has_not_used_its_gpu_give_the_bits_of_one_process(device: str) -> None:
+    """In another process, as this one may have used its GPU in an earlier test."""
     script = (
         "import torch\nfrom tests.api.small import experiment\nfrom tests.api.test_objects import states\n"
         f"made = experiment(mapping={{'device': '{device}'}})\n"
@@ -76,9 +78,9 @@ def test_forks_of_a_process_that_has_not_used_its_gpu_give_the_bits_of_this_one(
         "print(forked.status, len(same), all(same))\n"
     )
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120,
-                          env=os.environ | {"PYTHONPATH": path})  # fmt: skip
-    assert done.stdout.split() == ["finished", "20", "True"], done.stderr
+    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120,
+                             env=os.environ | {"PYTHONPATH": path})  # fmt: skip
+    assert process.stdout.split() == ["finished", "20", "True"], process.stderr
 
 
 def test_forks_of_a_process_that_uses_its_gpu_are_refused() -> None:

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from decentnode.metrics.reader import read
-from tests.gpu.test_ranks import WAYS, on_gpus
+from tests.gpu.test_ranks import BACKENDS, on_gpus
 from tests.parallel.work import recording
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 
-@pytest.mark.parametrize(("n", "backend"), [pytest.param(1, "nccl", id="alone"), *WAYS])
+@pytest.mark.parametrize(("n", "backend"), [pytest.param(1, "nccl", id="alone"), *BACKENDS])
 @pytest.mark.parametrize("variant", ["plain", "decent_dp", "faithful", "stateful rule"])
 def test_a_failed_run_is_resumed_with_the_same_bits(n: int, backend: str, variant: str, tmp_path: Path) -> None:
     for results, error in on_gpus(n, backend, recording.stop_and_resume, str(tmp_path), variant):

@@ -1,4 +1,4 @@
-"""Pinned slots on a real GPU. None of this has run so far."""
+"""Staging through pinned memory of the host. None of this has run so far."""
 
 from __future__ import annotations
 
@@ -19,28 +19,30 @@ SPEC = TensorSpec(torch.float32, ELEMENTS)
 PLAN = TensorPlan("x", SPEC, 1 << 20)
 
 
-def fetched_whole(made: Staging, x: torch.Tensor) -> torch.Tensor:
-    fetched = made.fetch(PLAN, x)
+def fetch_whole(staging: Staging, x: torch.Tensor) -> torch.Tensor:
+    """Returns a GPU tensor as the staging copies it to the host, chunk by chunk."""
+    fetched = staging.fetch(PLAN, x)
     assert fetched is not None
     parts = [fetched.piece(chunk) for chunk in range(PLAN.count(x.numel()))]
     return torch.cat([torch.frombuffer(part, dtype=torch.float32) for part in parts])
 
 
-def test_bytes_come_and_go_as_they_are() -> None:
-    made = Staging(CudaCopies(torch.device("cuda", 0)))
-    made.take([SPEC])
+def test_tensors_are_fetched_and_uploaded_bit_for_bit() -> None:
+    staging = Staging(CudaCopies(torch.device("cuda", 0)))
+    staging.take([SPEC])
     for n in range(5):
-        x = torch.randn(3_000_001, device="cuda").mul_(n + 1)  # the copies come after it
+        x = torch.randn(3_000_001, device="cuda").mul_(n + 1)  # the copies must wait for it
         expected = x.cpu()
-        assert torch.equal(fetched_whole(made, x), expected)
-        y = made.upload(expected)
+        assert torch.equal(fetch_whole(staging, x), expected)
+        y = staging.upload(expected)
         expected_again = expected.clone()
         expected.zero_()
         assert y.is_cuda and torch.equal(y.cpu(), expected_again)
 
 
-def test_a_generation_that_first_uses_sockets_takes_slots_for_what_leaves() -> None:
-    """The one before it had neighbors in shared memory alone: its slots are for what arrives."""
+def test_slots_for_sends_are_allocated_when_a_generation_first_needs_sockets() -> None:
+    """The generation before had only neighbors in shared memory, so that it allocated slots for received models
+    alone."""
     placement: Any = SimpleNamespace(upload=None)
     sender: Any = SimpleNamespace(staging=None)
     run: Any = SimpleNamespace(
@@ -51,4 +53,4 @@ def test_a_generation_that_first_uses_sockets_takes_slots_for_what_leaves() -> N
     paths._allocate_pinned(outwards=False)
     assert placement.upload is not None and sender.staging.fetch(PLAN, x) is None
     paths._allocate_pinned(outwards=True)
-    assert torch.equal(fetched_whole(sender.staging, x), x.cpu())
+    assert torch.equal(fetch_whole(sender.staging, x), x.cpu())

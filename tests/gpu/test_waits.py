@@ -10,20 +10,21 @@ from decentnode import tensors
 from decentnode.communication.receive.partial_payload import non_finite_sources
 from decentnode.payload import Payload
 from tests.compression.contract import CODECS, values
-from tests.gpu.waits import counted
+from tests.gpu.waits import count_waits
 from tests.sharing.contract import RULES, random_models, run_round, set_up_rules, suitable_graph
 
 pytestmark = pytest.mark.gpu
 EXACT = hasattr(torch.cuda, "host_waits")
-"""A real GPU does not tell of every wait."""
+"""Whether every wait is counted; a real GPU does not report all of them."""
 NODES = 4
 INDICES = 2 + 2 * 2
-"""To code those of one payload, and to decode those of two neighbors."""
+"""Waits to encode the indices of one payload, and to decode those of two neighbors."""
 LOSSLESS = 1 + 2
-"""The same of a tensor that is compressed on the CPU."""
+"""The same for a tensor that is compressed on the CPU."""
 SIZES_AT = 1 + 2
-"""How many of the chosen entries lie in each tensor, where blocks of a codec end: of one payload, and of two."""
-OF_A_ROUND = {
+"""Waits for the number of chosen entries in each tensor, at which blocks of a codec end: for one payload and for
+two."""
+WAITS_OF_A_ROUND = {
     **dict.fromkeys(["topk", "fft", "wavelet", "jwins", "deepsqueeze", "choco", "stc", "topk cleared before",
                      "topk by value", "jwins by value", "fft+float16", "choco of random ones"], INDICES),
     **dict.fromkeys(["topk+int8", "choco+int8", "deepsqueeze+int8"], INDICES + SIZES_AT),
@@ -36,14 +37,14 @@ OF_A_ROUND = {
                     1),  # the distances of all neighbors
     "fedstc": 5,  # three clients and a server, which codes for all of them
 }  # fmt: skip
-"""By rule, per node; 0 for all others."""
-OF_A_CODEC = {"zlib": 1, "zstd": 1, "lz4": 1, "zstd of int4": 2, "zlib of truncate": 1, "lz4 of sign": 2}
-"""To code as often as to decode, once for each tensor; 0 for all others."""
+"""Rule -> waits per node in a round; 0 for all others."""
+WAITS_OF_A_CODEC = {"zlib": 1, "zstd": 1, "lz4": 1, "zstd of int4": 2, "zlib of truncate": 1, "lz4 of sign": 2}
+"""Codec -> waits to encode, and again to decode: one for each tensor; 0 for all others."""
 
 
 @pytest.fixture(autouse=True)
-def many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Models are processed in several pieces: none of them may cost a wait."""
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes models several blocks long: the number of blocks must not change the number of waits."""
     monkeypatch.setattr(tensors, "GPU_BLOCK_ELEMENTS", 1024)
 
 
@@ -53,33 +54,37 @@ def waits_of_a_round(name: str) -> dict[str, int]:
     rules = set_up_rules(RULES[name], models)
     for r in range(2):
         run_round(rules, models, graph, r)
-    with counted() as found:
+    with count_waits() as waits:
         run_round(rules, models, graph, 2)
-    return found
+    return waits
+
+
+def check_waits(waits: dict[str, int], expected: int) -> None:
+    count = sum(waits.values())
+    assert count == expected if EXACT else count <= expected, waits
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_of_a_round(name: str) -> None:
-    found, expected = waits_of_a_round(name), NODES * OF_A_ROUND.get(name, 0)
-    assert sum(found.values()) == expected if EXACT else sum(found.values()) <= expected, found
+def test_the_host_waits_in_a_round_of_every_rule_as_often_as_listed(name: str) -> None:
+    check_waits(waits_of_a_round(name), NODES * WAITS_OF_A_ROUND.get(name, 0))
 
 
 @pytest.mark.parametrize("name", CODECS)
-def test_of_a_codec(name: str) -> None:
-    each, given = CODECS[name]().divided([2000, 2500, 37, 463]), values(5000).cuda()
-    draws, expected = torch.Generator("cuda").manual_seed(1), OF_A_CODEC.get(name, 0)
-    with counted() as coding:
-        coded = each.encode(given, draws)
-    with counted() as decoding:
-        each.decode(coded, 5000, given.dtype)
-    for found in (coding, decoding):
-        assert sum(found.values()) == expected if EXACT else sum(found.values()) <= expected, found
+def test_the_host_waits_in_every_codec_as_often_as_listed(name: str) -> None:
+    codec, given = CODECS[name]().divided([2000, 2500, 37, 463]), values(5000).cuda()
+    draws, expected = torch.Generator("cuda").manual_seed(1), WAITS_OF_A_CODEC.get(name, 0)
+    with count_waits() as coding:
+        coded = codec.encode(given, draws)
+    with count_waits() as decoding:
+        codec.decode(coded, 5000, given.dtype)
+    for waits in (coding, decoding):
+        check_waits(waits, expected)
 
 
-def test_of_looking_for_what_is_not_finite() -> None:
-    """Of all payloads that arrived together."""
+def test_looking_for_non_finite_payloads_waits_once() -> None:
+    """Once for all payloads that arrived together."""
     odd = torch.tensor([1.0, float("nan")], device="cuda")
     received = {uid: Payload({"x": odd[:uid], "y": torch.ones(3, device="cuda")}) for uid in (1, 2)}
-    with counted() as found:
+    with count_waits() as waits:
         assert non_finite_sources(received) == [2]
-    assert sum(found.values()) == 1
+    assert sum(waits.values()) == 1

@@ -1,4 +1,4 @@
-"""How often the host waits for the GPU, on a pretended one and on a real one."""
+"""Counts how often the host waits for the GPU, on a pretended GPU and on a real one."""
 
 from __future__ import annotations
 
@@ -13,21 +13,23 @@ MESSAGE = "called a synchronizing CUDA operation"
 
 
 @contextmanager
-def counted() -> Iterator[Counter[str]]:
-    """Counts the waits of the block by what waited. A real GPU calls all of them alike, and says nothing of events."""
-    found: Counter[str] = Counter()
+def count_waits() -> Iterator[Counter[str]]:
+    """Counts the waits inside the block, by the operation that waited. On a real GPU all of them are named "waits", and
+    waits for events are not counted."""
+    counts: Counter[str] = Counter()
     host_waits: Callable[[], dict[str, int]] | None = getattr(torch.cuda, "host_waits", None)
     if host_waits is not None:
-        host_waits()
-        yield found
-        found.update(host_waits())
+        host_waits()  # drops the waits from before the block
+        yield counts
+        counts.update(host_waits())
         return
     mode = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings(record=True) as seen:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         try:
-            yield found
+            yield counts
         finally:
             torch.cuda.set_sync_debug_mode(mode)
-    found.update({"waits": n} if (n := sum(MESSAGE in str(each.message) for each in seen)) else {})
+    waits = sum(MESSAGE in str(warning.message) for warning in caught)
+    counts.update({"waits": waits} if waits else {})

@@ -1,11 +1,11 @@
-"""A GPU that is pretended, so that what a GPU refuses is refused on machines that have none.
+"""A pretended GPU, which refuses what a real one refuses, for tests on machines without a GPU.
 
-`build.environment()` is the environment of a process in which `cuda:0` is there, or several, and in all processes that
-it starts; its memory is the host's, its operators are those of the CPU (device.cpp), and gloo does what NCCL is asked
-for (communication.cpp). It checks: tensors of two devices in one operation, CPU generators and `numpy()` of GPU
-tensors, the path of models through staging and CUDA IPC, how often the host waits, in which order ranks ask NCCL, and
-for what. It cannot check: anything of Triton, streams and graphs, how NCCL itself fails, and no figure.
-"""
+A process with the environment `build.environment()`, and all processes that it starts, have `cuda:0`, or several
+pretended GPUs. Their memory is the host's, their operators are those of the CPU (device.cpp), and gloo does what NCCL
+is asked for (communication.cpp). Tests with it can check: operations on tensors of two devices, CPU generators and
+`numpy()` for GPU tensors, the path of models through staging and CUDA IPC, how often the host waits, and which
+operations ranks ask of NCCL in which order. They cannot check: Triton, streams and graphs, how NCCL itself fails, and
+any measured figure. """
 
 from __future__ import annotations
 

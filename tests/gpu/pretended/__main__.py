@@ -1,5 +1,5 @@
-"""python -m tests.gpu.pretended COMMAND [ARGUMENT...]: runs a command that finds a GPU, which is pretended, or
-as many as PRETENDED_CUDA_COUNT says."""
+"""python -m tests.gpu.pretended COMMAND [ARGUMENT...]: runs a command with a pretended GPU, or with as many as
+PRETENDED_CUDA_COUNT says."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from tests.gpu.pretended import build
 
 if len(sys.argv) < 2:
     sys.exit("usage: python -m tests.gpu.pretended COMMAND [ARGUMENT...]")
-if (why := build.unavailable()) is not None:
-    sys.exit(why)
+if (reason := build.unavailable()) is not None:
+    sys.exit(reason)
 try:
     os.execvpe(sys.argv[1], sys.argv[1:], build.environment(int(os.environ.get(build.COUNT, "1"))))
 except FileNotFoundError:

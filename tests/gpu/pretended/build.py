@@ -1,4 +1,4 @@
-"""Compiles the pretended GPU once for each torch, in the folder of files that are kept between runs."""
+"""Compiles the pretended GPU, once for each version of torch, into the user's cache folder."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pathlib import Path
 
 SOURCES = [Path(__file__).with_name(name) for name in ("device.cpp", "communication.cpp")]
 SITE = Path(__file__).with_name("site")
-LIBRARY = "PRETENDED_CUDA"  # the environment variable that sitecustomize.py looks at
-COUNT = "PRETENDED_CUDA_COUNT"  # how many GPUs there are
-COMPILE_SECONDS = 500  # of which g++ needs 45 where nothing else runs
+LIBRARY = "PRETENDED_CUDA"  # the environment variable with the library's path, which sitecustomize.py reads
+COUNT = "PRETENDED_CUDA_COUNT"  # the environment variable with the number of GPUs
+COMPILE_SECONDS = 500  # g++ needs 45 s on an idle machine
 
 
 def torch_folder() -> Path:
@@ -25,7 +25,7 @@ def torch_folder() -> Path:
 
 
 def unavailable() -> str | None:
-    """Why no GPU can be pretended here; None where one can."""
+    """Returns why no GPU can be pretended here, None if one can."""
     import torch
 
     if torch.version.cuda or torch.version.hip:
@@ -46,7 +46,7 @@ def library() -> Path:
     key = hashlib.sha256(sources + (torch / "version.py").read_bytes() + str(torch).encode()).hexdigest()
     path = user_cache.folder() / f"pretended-cuda-{key[:16]}.so"
     with (path.parent / "pretended-cuda.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # of several that need it at once one compiles
+        fcntl.flock(lock, fcntl.LOCK_EX)  # if several processes need it at once, one compiles
         if not user_cache.ours(path):
             _compile(torch, path)
     return path
@@ -68,7 +68,7 @@ def _compile(torch: Path, path: Path) -> None:
 
 
 def environment(gpus: int = 1) -> dict[str, str]:
-    """The environment of a process that has so many pretended GPUs, as have the processes that it starts."""
-    known = os.environ.get("PYTHONPATH")
-    path = f"{SITE}{os.pathsep}{known}" if known else str(SITE)
+    """Returns the environment for a process with so many pretended GPUs; the processes that it starts inherit them."""
+    current = os.environ.get("PYTHONPATH")
+    path = f"{SITE}{os.pathsep}{current}" if current else str(SITE)
     return {**os.environ, LIBRARY: str(library()), COUNT: str(gpus), "PYTHONPATH": path}

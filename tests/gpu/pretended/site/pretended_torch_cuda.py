@@ -1,4 +1,4 @@
-"""`torch.cuda` of the pretended GPU: one stream on each device."""
+"""Replaces functions of `torch.cuda` by those of the pretended GPU, which has one stream on each device."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _device: Any = None
 
 
 def waits() -> dict[str, int]:
-    """How often the host waited for the GPU since the last call, by what it did."""
-    room = ctypes.create_string_buffer(1 << 16)
-    _device.waited(room, len(room) - 1)
-    return {why: int(count) for why, count in (line.split("\t") for line in room.value.decode().splitlines())}
+    """Returns how often the host has waited for the GPU since the last call, by operation."""
+    buffer = ctypes.create_string_buffer(1 << 16)
+    _device.waited(buffer, len(buffer) - 1)
+    return {name: int(count) for name, count in (line.split("\t") for line in buffer.value.decode().splitlines())}
 
 
 class Stream(torch.Stream):
@@ -46,11 +46,11 @@ class Stream(torch.Stream):
 
 
 class Event:
-    """Copies into and out of pinned memory are made when an event that was recorded behind them is waited for, or is
-    asked for the second time."""
+    """An event. Copies into and out of pinned memory are made when an event that was recorded after them is waited for,
+    or queried for the second time."""
 
     def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
-        self._behind, self._asked = 0, 0
+        self._last_copy, self._queries = 0, 0
 
     @classmethod
     def from_ipc_handle(cls, device: Any, handle: bytes) -> Event:
@@ -61,34 +61,34 @@ class Event:
         return bytes(64)
 
     def record(self, stream: Any = None) -> None:
-        self._behind, self._asked = _device.copies_so_far(), 0
+        self._last_copy, self._queries = _device.copies_so_far(), 0
 
     def wait(self, stream: Any = None) -> None: ...
 
     def query(self) -> bool:
-        self._asked += 1
-        if self._behind and self._asked < 2:
+        self._queries += 1
+        if self._last_copy and self._queries < 2:
             return False
-        _device.copies_made(self._behind)
+        _device.copies_made(self._last_copy)
         return True
 
     def synchronize(self) -> None:
         _device.waited_for(b"synchronize")
-        _device.copies_made(self._behind)
+        _device.copies_made(self._last_copy)
 
     def elapsed_time(self, other: Event) -> float:
         return 1.0
 
 
-def begun() -> None:
-    """The process uses the GPU from now on: its forks cannot."""
+def begin_use() -> None:
+    """Marks that this process uses the GPU, so that its forks cannot. Raises as CUDA does in such a fork."""
     if _device.is_forked():
         raise RuntimeError("Cannot re-initialize CUDA in forked subprocess")
     _device.begin()
 
 
 def device_count() -> int:
-    if os.environ.get("PRETENDED_NVML") == "0":  # as in sandboxes: torch asks the driver instead
+    if os.environ.get("PRETENDED_NVML") == "0":  # in sandboxes without NVML, torch asks the driver instead
         _device.ask()
     return int(_device.count())
 
@@ -101,8 +101,9 @@ def is_available() -> bool:
 
 
 def index_of(device: Any = None) -> int:
-    """The number of a device, the current one's for None and for "cuda". Raises as CUDA does where there is none."""
-    begun()
+    """Returns the index of a device, that of the current one for None and for "cuda". Raises as CUDA does if there is
+    no such device."""
+    begin_use()
     index = None if device is None else device if isinstance(device, int) else torch.device(device).index
     if index is None or index < 0:
         return int(_device.current_device())
@@ -111,8 +112,8 @@ def index_of(device: Any = None) -> int:
     return index
 
 
-class Within:
-    """`with torch.cuda.device(...)`, `device_of(...)` and `stream(...)`: another device is the current one inside."""
+class DeviceGuard:
+    """Makes another device the current one inside the block: torch.cuda.device, device_of and stream."""
 
     def __init__(self, given: Any) -> None:
         self._index = -1
@@ -135,7 +136,7 @@ def set_device(device: Any) -> None:
         _device.set_device(index_of(device))
 
 
-def checked_stream(stream: Any) -> None: ...
+def set_stream(stream: Any) -> None: ...
 
 
 def synchronize(device: Any = None) -> None:
@@ -145,7 +146,7 @@ def synchronize(device: Any = None) -> None:
 
 
 def _share(storage: Any) -> tuple[Any, ...]:
-    if os.environ.get("PRETENDED_CUDA_IPC") == "0":  # as in sandboxes
+    if os.environ.get("PRETENDED_CUDA_IPC") == "0":  # sandboxes refuse it
         raise RuntimeError("CUDA error: operation not supported")
     given = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
     file, count = torch.ops.pretended_cuda.lend(given)
@@ -158,7 +159,7 @@ def _borrow(device: int, handle: bytes, size: int, offset: int, *_: Any) -> Any:
 
 
 def _storage_new(own: Any) -> Any:
-    """torch.UntypedStorage(n, device="cuda"), which torch has in builds with CUDA alone."""
+    """Adds torch.UntypedStorage(n, device="cuda"), which only builds of torch with CUDA have."""
 
     def make(cls: Any, *args: Any, device: Any = None, **given: Any) -> Any:
         if device is None or torch.device(device).type != "cuda":
@@ -169,7 +170,7 @@ def _storage_new(own: Any) -> Any:
 
 
 class _Evaluated(torch.autograd.Function):
-    """What a recurrent layer gives in evaluation mode, of which cuDNN computes no gradients."""
+    """The output of a recurrent layer in evaluation mode, for which cuDNN computes no gradients."""
 
     @staticmethod
     def forward(ctx: Any, out: Any) -> Any:
@@ -181,7 +182,8 @@ class _Evaluated(torch.autograd.Function):
 
 
 def lstm_of_steps(own: Any) -> Any:
-    """`torch._VF.lstm` of tensors on the GPU, where a GPU has kernels that the CPU lacks: one way, without packing."""
+    """Returns a `torch._VF.lstm` that computes GPU tensors step by step: a real GPU has a kernel that the CPU lacks.
+    One direction only, without packed sequences."""
 
     def lstm(given: Any, state: Any, weights: Any, bias: bool, layers: int, dropout: float, train: bool,
              bidirectional: bool, batch_first: bool) -> Any:  # fmt: skip
@@ -212,7 +214,7 @@ def lstm_of_steps(own: Any) -> Any:
 
 
 def install(device: Any) -> None:
-    """Put the pretended GPU in the place of `torch.cuda`'s functions that this project and torch itself call."""
+    """Replaces those functions of `torch.cuda` that this project and torch itself call."""
     global _device
     _device = device
     device.waited.argtypes = [ctypes.c_char_p, ctypes.c_int]
@@ -220,21 +222,23 @@ def install(device: Any) -> None:
     device.copies_so_far.restype, device.copies_made.argtypes = ctypes.c_uint64, [ctypes.c_uint64]
     cuda = torch.cuda
     count = device.count()
-    found = [SimpleNamespace(name="pretended GPU", total_memory=MEMORY_BYTES, multi_processor_count=1, major=9, minor=0,
-                             uuid=f"00000000-0000-0000-0000-{n:012x}", warp_size=32) for n in range(count)]  # fmt: skip
+    properties = [
+        SimpleNamespace(name="pretended GPU", total_memory=MEMORY_BYTES, multi_processor_count=1, major=9, minor=0,
+                        uuid=f"00000000-0000-0000-0000-{n:012x}", warp_size=32) for n in range(count)
+    ]  # fmt: skip
     streams = [Stream(device=n) for n in range(count)]
     cuda._initialized = True
-    cuda._lazy_init = cuda.init = begun
+    cuda._lazy_init = cuda.init = begin_use
     cuda._is_in_bad_fork = lambda: bool(device.is_forked())
     torch.backends.cuda.is_built = lambda: True
     replaced: dict[str, Any] = {
         "is_available": is_available, "is_initialized": lambda: bool(device.is_used()), "device_count": device_count,
         "current_device": index_of, "host_waits": waits, "set_device": set_device,
-        "get_device_properties": lambda device=None: found[index_of(device)],
-        "get_device_name": lambda device=None: found[index_of(device)].name,
+        "get_device_properties": lambda device=None: properties[index_of(device)],
+        "get_device_name": lambda device=None: properties[index_of(device)].name,
         "get_device_capability": lambda device=None: (9, 0),
-        "synchronize": synchronize, "device": Within, "device_of": Within, "stream": Within,
-        "set_stream": checked_stream, "current_stream": lambda device=None: streams[index_of(device)],
+        "synchronize": synchronize, "device": DeviceGuard, "device_of": DeviceGuard, "stream": DeviceGuard,
+        "set_stream": set_stream, "current_stream": lambda device=None: streams[index_of(device)],
         "default_stream": lambda device=None: streams[index_of(device)],
         "Stream": Stream, "Event": Event, "empty_cache": lambda: None,
         "memory_allocated": lambda device=None: 0, "max_memory_allocated": lambda device=None: 0,
@@ -245,7 +249,7 @@ def install(device: Any) -> None:
     }  # fmt: skip
     for name, value in replaced.items():
         setattr(cuda, name, value)
-    # the first one of each device is the device's own (device.cpp)
+    # the first generator that is made for a device is its default one (device.cpp)
     generators = cuda.default_generators = tuple(torch.Generator(device=f"cuda:{n}") for n in range(count))
 
     def seed(value: int) -> None:
@@ -270,4 +274,4 @@ def install(device: Any) -> None:
     pretended_torch_distributed.install()
     # torch would warn that it was built without cuDNN
     torch.backends.cudnn.is_acceptable = lambda tensor: False
-    device.end()  # what was done here is no use of it
+    device.end()  # the calls above do not count as use of the GPU

@@ -1,4 +1,4 @@
-"""Python reads this file as it starts: torch gets its pretended GPU as soon as it is imported."""
+"""Python runs this file when it starts. It gives torch the pretended GPU as soon as torch is imported."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class _Loader(importlib.abc.Loader):
     def exec_module(self, module: ModuleType) -> None:
         for name in ("libtorch_global_deps.so", "libc10.so", "libtorch_cpu.so"):
             ctypes.CDLL(str(self._lib / name), mode=ctypes.RTLD_GLOBAL)
-        device = ctypes.CDLL(os.environ["PRETENDED_CUDA"])  # before torch asks for the first time what CUDA there is
+        device = ctypes.CDLL(os.environ["PRETENDED_CUDA"])  # before torch asks for the first time whether there is CUDA
         if device.install() != 0:
             raise RuntimeError("this torch has CUDA of its own: no GPU is pretended")
         self._own.exec_module(module)

@@ -1,4 +1,4 @@
-"""python -m tests.gpu.pretended.habits: the pretended GPU refuses and counts what a real one does."""
+"""python -m tests.gpu.pretended.self_test: checks that the pretended GPU refuses and counts what a real GPU does."""
 
 from __future__ import annotations
 
@@ -13,31 +13,32 @@ import torch.distributed as dist
 
 
 @contextlib.contextmanager
-def refused(error: type[Exception], part: str) -> Iterator[None]:
+def raises(error: type[Exception], part: str) -> Iterator[None]:
+    """Checks that the block raises this error, with `part` in its message."""
     try:
         yield
-    except error as found:
-        assert part in str(found), found
+    except error as raised:
+        assert part in str(raised), raised
     else:
         raise AssertionError(f"not refused: {part}")
 
 
-def refusals(x: torch.Tensor) -> None:
-    with refused(RuntimeError, "same device"):
+def check_refusals(x: torch.Tensor) -> None:
+    with raises(RuntimeError, "same device"):
         x + torch.ones(5)
-    with refused(RuntimeError, "same device"):
+    with raises(RuntimeError, "same device"):
         torch.cat([x, torch.ones(2)])
-    with refused(TypeError, "convert cuda:0"):
+    with raises(TypeError, "convert cuda:0"):
         x.numpy()
-    with refused(RuntimeError, "'cuda' device type for generator"):
+    with raises(RuntimeError, "'cuda' device type for generator"):
         torch.randn(3, device="cuda", generator=torch.Generator())
-    with refused(RuntimeError, "invalid device ordinal"):
+    with raises(RuntimeError, "invalid device ordinal"):
         torch.cuda.set_device(1)
     assert float((x + torch.tensor(1.0)).sum()) == 15.0  # a scalar may come from the host
     assert x[torch.tensor([True, False, True, False, False])].numel() == 2  # and so may indices
 
 
-def waits(x: torch.Tensor) -> None:
+def check_counted_waits(x: torch.Tensor) -> None:
     host_waits: Callable[[], dict[str, int]] = torch.cuda.host_waits  # type: ignore[attr-defined]
     host_waits()
     y = torch.ones(5, pin_memory=True).to("cuda", non_blocking=True).mul_(2).add(x)
@@ -47,7 +48,7 @@ def waits(x: torch.Tensor) -> None:
     torch.ones(5).to("cuda")
     assert host_waits() == {"copy from the host": 1}
     y[0].item(), y.cpu(), torch.nonzero(y)
-    y.to("cpu", non_blocking=True)  # into pinned memory
+    y.to("cpu", non_blocking=True)  # torch allocates pinned memory for the result
     assert host_waits() == {"aten::_local_scalar_dense": 1, "copy to the host": 1, "aten::nonzero": 1}
     at, mask, lengths = torch.zeros(1, dtype=torch.int64, device="cuda"), y > 0, torch.full((5,), 1, device="cuda")
     y[at], y.index_fill_(0, at, 1.0), mask.nonzero_static(size=2), y.repeat_interleave(lengths, output_size=5)
@@ -61,8 +62,8 @@ def waits(x: torch.Tensor) -> None:
                             "aten::segment_reduce": 1}  # fmt: skip
 
 
-def late_copies() -> None:
-    """Memory of a copy that was not waited for is not the host's yet."""
+def check_copies_arrive_late() -> None:
+    """A copy that was not waited for has not arrived in host memory yet, and has not read host memory yet."""
     x, host = torch.arange(5.0, device="cuda"), torch.empty(5, pin_memory=True)
     host.copy_(x, non_blocking=True)
     event = torch.cuda.Event()
@@ -82,23 +83,23 @@ def late_copies() -> None:
     assert z.tolist() == [0] * 5
 
 
-def communication(x: torch.Tensor) -> None:
-    """gloo sums what lies on a GPU and does not send it; NCCL takes nothing else, and lacks a few types."""
+def check_communication(x: torch.Tensor) -> None:
+    """gloo sums GPU tensors but does not send them; NCCL takes only GPU tensors, and lacks a few types."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     dist.all_reduce(x)
-    with refused(RuntimeError, "Bad address"):
+    with raises(RuntimeError, "Bad address"):
         dist.group.WORLD._get_backend(x.device).send([x], 0, 0)  # type: ignore[union-attr]
     dist.destroy_process_group()
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=x.device)
     dist.all_reduce(x)
-    with refused(RuntimeError, "device type cpu"):
+    with raises(RuntimeError, "device type cpu"):
         dist.all_reduce(x.cpu())
-    with refused(RuntimeError, "Input tensor data type is not supported"):
+    with raises(RuntimeError, "Input tensor data type is not supported"):
         dist.all_reduce(x.short())
     dist.destroy_process_group()
 
 
-def in_a_fork(target: Callable[[], None]) -> None:
+def run_in_fork(target: Callable[[], None]) -> None:
     pid = os.fork()
     if not pid:
         try:
@@ -110,56 +111,61 @@ def in_a_fork(target: Callable[[], None]) -> None:
     assert os.waitpid(pid, 0)[1] == 0
 
 
-def uses_it() -> None:
+def use_gpu() -> None:
     assert not torch.cuda._is_in_bad_fork() and torch.ones(2, device="cuda").is_cuda and torch.cuda.is_initialized()
 
 
-def cannot_use_it() -> None:
+def fail_to_use_gpu() -> None:
     assert torch.cuda._is_in_bad_fork() and not torch.cuda.is_available() and torch.cuda.device_count() > 0
     for use in (lambda: torch.ones(2, device="cuda"), torch.cuda.get_device_name):
-        with refused(RuntimeError, "Cannot re-initialize CUDA in forked subprocess"):
+        with raises(RuntimeError, "Cannot re-initialize CUDA in forked subprocess"):
             use()
 
 
-def forks() -> None:
-    """Whoever has asked whether there is a GPU, otherwise than by counting them, has forks that cannot use it."""
+def check_forks() -> None:
+    """Forks of a process cannot use the GPU once the process has asked whether CUDA is available; counting the GPUs
+    does no harm."""
     assert torch.cuda.device_count() > 0
-    in_a_fork(uses_it)
+    run_in_fork(use_gpu)
     assert torch.cuda.is_available() and not torch.cuda.is_initialized()
-    in_a_fork(cannot_use_it)
+    run_in_fork(fail_to_use_gpu)
 
 
-def training() -> None:
+def check_training() -> None:
     generator = torch.Generator("cuda").manual_seed(3)
     assert generator.device.type == "cuda" and torch.randperm(9, device="cuda", generator=generator).is_cuda
-    on_the_host = torch.get_rng_state()
+    host_state = torch.get_rng_state()
     torch.randn(3, device="cuda")
-    assert torch.equal(torch.get_rng_state(), on_the_host)  # the GPU has a generator of its own
+    assert torch.equal(torch.get_rng_state(), host_state)  # the GPU has a generator of its own
     torch.manual_seed(0)
     model = torch.nn.Sequential(
         torch.nn.Conv2d(1, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.Flatten(), torch.nn.Linear(36, 2)
     )
-    inputs, expected = torch.randn(3, 1, 5, 5), []
+    inputs, results = torch.randn(3, 1, 5, 5), []
     for device in ("cpu", "cuda"):
         own = copy.deepcopy(model).to(device)
         loss = torch.nn.functional.cross_entropy(own(inputs.to(device)), torch.tensor([0, 1, 0], device=device))
         loss.backward()
-        found = [*(p.grad for p in own.parameters() if p.grad is not None), *own.buffers()]
-        expected.append((loss.item(), [each.cpu() for each in found]))
-    torch.testing.assert_close(*expected)  # other kernels of a convolution: not the same bits
+        tensors = [*(p.grad for p in own.parameters() if p.grad is not None), *own.buffers()]
+        results.append((loss.item(), [tensor.cpu() for tensor in tensors]))
+    torch.testing.assert_close(*results)  # not the same bits: convolutions have other kernels
     weight = torch.randn(2, 3, 4, 5, device="cuda").contiguous(memory_format=torch.channels_last)
     assert torch.zeros_like(weight).mul_(2).stride() == weight.stride()
 
 
-if __name__ == "__main__":
-    forks()
-    refusals(torch.arange(5.0, device="cuda"))
-    waits(torch.arange(5.0, device="cuda"))
-    late_copies()
-    communication(torch.arange(5.0, device="cuda"))
-    training()
-    x = torch.arange(5.0, device="cuda")
-    storage = x.untyped_storage()._share_cuda_()
-    lent = torch.UntypedStorage._new_shared_cuda(0, *storage[1:])
+def check_ipc(x: torch.Tensor) -> None:
+    """A tensor that is mapped by its IPC handle shares the memory of the original."""
+    handle = x.untyped_storage()._share_cuda_()
+    mapped = torch.UntypedStorage._new_shared_cuda(0, *handle[1:])
     x.fill_(7)
-    assert torch.empty(0, device="cuda").set_(lent, 0, (5,), (1,)).tolist() == [7.0] * 5
+    assert torch.empty(0, device="cuda").set_(mapped, 0, (5,), (1,)).tolist() == [7.0] * 5
+
+
+if __name__ == "__main__":
+    check_forks()
+    check_refusals(torch.arange(5.0, device="cuda"))
+    check_counted_waits(torch.arange(5.0, device="cuda"))
+    check_copies_arrive_late()
+    check_communication(torch.arange(5.0, device="cuda"))
+    check_training()
+    check_ipc(torch.arange(5.0, device="cuda"))
