@@ -1,6 +1,6 @@
 """Several GPUs: NCCL with one node per GPU, and CUDA IPC where two nodes share one. Skipped with fewer than two GPUs.
 
-The same runs run_steps gloo's batched path, which issues the same calls in the same order, need no GPU.
+The same runs over gloo's batched path, which issues the same calls in the same order, need no GPU.
 """
 
 from __future__ import annotations

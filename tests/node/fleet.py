@@ -1,4 +1,4 @@
-"""A run in one process that takes checkpoints and is resumed from them."""
+"""A run in one process whose nodes write checkpoints and can be resumed from them."""
 
 from __future__ import annotations
 
@@ -26,22 +26,23 @@ NODES, ROUNDS = 4, 7
 TRAINING = {"local_steps": 2, "batch_size": 5, "optimizer": {"name": "adam", "lr": 0.01},
             "lr_schedule": {"name": "cosine", "T_max": 20, "every": "step", "warmup": 3}}  # fmt: skip
 
-OF_THE_MACHINE = ("seconds", "overlap", "waited", "control", "checkpoint")
-"""In names of figures that depend on its speed."""
+SPEED_DEPENDENT = ("seconds", "overlap", "waited", "control", "checkpoint")
+"""Parts of the names of figures that depend on the speed of the machine."""
 
 
 class Fleet:
-    """The nodes of a run in one process: dropout, statistics, a schedule of the learning rate, unequal data."""
+    """The nodes of a run in one process. They have all kinds of state: dropout, running statistics, a learning rate
+    schedule, data sets of different sizes."""
 
     def __init__(
         self, folder: Path, rule: Callable[[], Sharing] = RULES["full"], *, fragments: bool = False,
         training: Mapping[str, Any] = TRAINING, **node: Any,
     ) -> None:
-        """fragments: exchange two parts of the model in rounds of their own, and leave the rest to every node. node:
-        keys of the section."""
+        """fragments: exchange two parts of the model in rounds of their own, and keep the rest local. node: keys of the
+        config section `node`."""
         self.fragments, self.training = fragments, training
-        every = {"rounds": ROUNDS, "evaluate_every": 4, "checkpoint": {"every": 3}}
-        self.config = NodeConfig.model_validate({**every, **node})
+        defaults = {"rounds": ROUNDS, "evaluate_every": 4, "checkpoint": {"every": 3}}
+        self.config = NodeConfig.model_validate({**defaults, **node})
         self.folder, self.rule = folder, rule
         self.graph: Topology = suitable_graph(rule(), NODES)
         self.hub = Hub(NODES)
@@ -81,44 +82,46 @@ class Fleet:
         step_all(self.nodes)
         return self
 
-    def of_kind(self, kind: str) -> list[dict[str, Any]]:
+    def records_of_kind(self, kind: str) -> list[dict[str, Any]]:
         return [record for record in self.records if record["kind"] == kind]
 
     def states(self, besides: str = "seconds") -> list[Any]:
-        """All that a node is, but for what depends on the machine's speed, and figures named by `besides`."""
-        found = []
+        """Returns the whole state of each node, without figures that depend on the machine's speed and those with
+        `besides` in their names."""
+        states = []
         for node in self.nodes:
             figures = {key: value for key, value in node.figures().items()
-                       if not any(word in key for word in (*OF_THE_MACHINE, besides))}  # fmt: skip
-            found.append([module_state(node.training.model.module), node.training.state_dict(),
-                          node.sharing_state(), figures])  # fmt: skip
-        return found
+                       if not any(word in key for word in (*SPEED_DEPENDENT, besides))}  # fmt: skip
+            states.append([module_state(node.training.model.module), node.training.state_dict(),
+                           node.sharing_state(), figures])  # fmt: skip
+        return states
 
-    def later(self, round: int) -> list[dict[str, Any]]:
-        """Records of what came after a round, without times."""
+    def records_after(self, round: int) -> list[dict[str, Any]]:
+        """Returns what was recorded after so many rounds, without times."""
         kept = ("uid", "kind", "round", "loss", "lr", "accuracy", "accuracy_merged", "consensus_distance",
                 "data_bytes_sent")  # fmt: skip
-        found = [record for record in self.records if record["kind"] in ("round", "evaluation")]
-        found = [each for each in found if each["round"] >= round + (each["kind"] == "evaluation")]
-        return [{key: record[key] for key in kept if key in record} for record in found]
+        later = [record for record in self.records if record["kind"] in ("round", "evaluation")
+                 and record["round"] >= round + (record["kind"] == "evaluation")]  # fmt: skip
+        return [{key: record[key] for key in kept if key in record} for record in later]
 
 
-def whole_until(folder: Path, round: int) -> None:
-    """Remove the checkpoints after a round, as a run leaves them that is killed then."""
+def remove_checkpoints_after(folder: Path, round: int) -> None:
+    """Leaves the checkpoints of a run that was killed after so many rounds."""
     for place in folder.glob("0*"):
         if int(place.name.partition("-")[0]) > round:
             shutil.rmtree(place)
 
 
 def check_resumed(straight: Fleet, resumed: Fleet, round: int, besides: str = "seconds") -> None:
-    """besides: as in `Fleet.states`."""
-    assert {record["round"] for record in resumed.of_kind("resumed")} == {round}
-    assert resumed.later(round) == straight.later(round) and resumed.later(round)
-    for uid, (one, other) in enumerate(zip(straight.states(besides), resumed.states(besides), strict=True)):
-        for part, before, after in zip(("model", "training", "rule", "figures"), one, other, strict=True):
-            assert states_equal(before, after), f"{part} of node {uid} differs"
+    """The run was resumed after `round` rounds, and has the records and the final states of the uninterrupted run.
+    besides: as in `Fleet.states`."""
+    assert {record["round"] for record in resumed.records_of_kind("resumed")} == {round}
+    assert resumed.records_after(round) == straight.records_after(round) and resumed.records_after(round)
+    for uid, (expected, found) in enumerate(zip(straight.states(besides), resumed.states(besides), strict=True)):
+        for part, one, other in zip(("model", "training", "rule", "figures"), expected, found, strict=True):
+            assert states_equal(one, other), f"{part} of node {uid} differs"
 
 
-def on_disk(folder: Path) -> list[int]:
-    """After how many rounds the checkpoints in a folder were taken."""
+def checkpoint_rounds(folder: Path) -> list[int]:
+    """Returns after how many rounds the checkpoints in a folder were taken."""
     return sorted(int(place.name.partition("-")[0]) for place in folder.glob("0*"))

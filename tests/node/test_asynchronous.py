@@ -1,4 +1,4 @@
-"""Schedules in which nobody waits for another one's round, in process and in a simulated world."""
+"""Asynchronous schedules, in which no node waits for another one's round: in one process and in a simulated world."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ NODES, LIMIT = 6, 1e5
 FAULTY = Link(latency_seconds=0.01, jitter_seconds=0.05, queue_messages=20, loss=0.1, duplication=0.1, reordering=0.1)
 
 
-def run(
+def run_world(
     name: str = "full", *, slow: dict[int, float] | None = None, faults: Faults | None = None, seed: int = 1,
     graph: Any = None, limits: Limits | None = None, history: History | None = None,
     suspect_seconds: float = CONFIG.suspect_seconds, **node: Any,
 ) -> tuple[NodeRun, World]:
-    """A run in a world in which a round takes .1 s, and slow[uid] times as long for some."""
+    """Runs nodes in a world in which a round takes .1 s; slow: by which factor longer for some nodes."""
     made = NodeRun(graph or make("ring", nodes=NODES), RULES[name], **{"schedule": "gossip_async", **node})
     history = history or History()
     config = CONFIG.model_copy(update={"suspect_seconds": suspect_seconds})
@@ -56,20 +56,21 @@ def run(
     return made, world
 
 
-def spread(nodes: dict[int, Node]) -> float:
+def rms_deviation(nodes: dict[int, Node]) -> float:
+    """Returns the root mean square of the deviation of the models from their mean."""
     models = torch.stack([node.training.model.parameters for node in nodes.values()]).double()
     return float((models - models.mean(0)).square().mean().sqrt())
 
 
 @pytest.mark.parametrize("name", ["full", "push_sum", "full+int8"])
-def test_nodes_in_one_process_come_together(name: str) -> None:
+def test_nodes_in_one_process_reach_consensus_and_repeat_bit_for_bit(name: str) -> None:
     made = NodeRun(make("ring", nodes=NODES), RULES[name], rounds=40, schedule="gossip_async", lr=0.0,
                 buffers=3, evaluate_every=0).in_process()  # fmt: skip
     start = torch.stack([node.training.initial for node in made.nodes.values()])  # type: ignore[attr-defined]
-    assert spread(made.nodes) < 0.02 * float(start.std())
+    assert rms_deviation(made.nodes) < 0.02 * float(start.std())
     buffers = torch.stack([node.training.model.buffers for node in made.nodes.values()])
     assert float(buffers.std()) < 0.05
-    if name != "push_sum":  # one shows that nothing but the seed decides
+    if name != "push_sum":  # one rule is enough to show that a run follows from its seed
         return
     again = NodeRun(made.graph, made.rule, rounds=40, schedule="gossip_async", lr=0.0, buffers=3, evaluate_every=0)
     for uid, node in again.in_process().nodes.items():
@@ -77,19 +78,19 @@ def test_nodes_in_one_process_come_together(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["full", "push_sum"])
-def test_a_slow_node_slows_nobody(name: str) -> None:
-    made, world = run(name, slow={2: 10.0}, rounds=60, evaluate_every=20)
+def test_a_slow_node_does_not_slow_the_others(name: str) -> None:
+    made, world = run_world(name, slow={2: 10.0}, rounds=60, evaluate_every=20)
     assert not any(process.error for process in world.lives)
     rounds = {uid: node.round for uid, node in made.nodes.items()}
-    assert rounds.pop(2) in (6, 7) and min(rounds.values()) >= 59, "the first that is ready ends the run"
-    ends = {each["uid"]: each for each in made.records if each["kind"] == "round"}
-    assert all(node.over for node in made.nodes.values()) and ends[0]["wait_seconds"] == 0.0
-    alone = [each for each in made.records if each["kind"] == "evaluation" and each["round"] == 20]
-    assert len(alone) == NODES - 1 and all("loss" in each and "loss_merged" not in each for each in alone)
+    assert rounds.pop(2) in (6, 7) and min(rounds.values()) >= 59, "the first node to finish ends the run"
+    last = {record["uid"]: record for record in made.records if record["kind"] == "round"}
+    assert all(node.over for node in made.nodes.values()) and last[0]["wait_seconds"] == 0.0
+    own = [record for record in made.records if record["kind"] == "evaluation" and record["round"] == 20]
+    assert len(own) == NODES - 1 and all("loss" in record and "loss_merged" not in record for record in own)
     assert all(node.evaluation["contributors"] == NODES for node in made.nodes.values())
 
 
-def test_a_run_that_is_asked_to_stop_is_stopped() -> None:
+def test_a_stop_request_to_one_node_stops_all_before_their_last_round() -> None:
     made = NodeRun(make("ring", nodes=NODES), RULES["full"], rounds=50, schedule="gossip_async")
     world = made.world(compute_seconds=lambda uid, round: 0.1)
     world.began = lambda process: world.heap.at(1.0, process.node.ask_stop) if process.uid == 3 else None
@@ -97,8 +98,8 @@ def test_a_run_that_is_asked_to_stop_is_stopped() -> None:
     assert all(node.round < 50 for node in made.nodes.values())
 
 
-class Watched(Copies):
-    """Notes the ages and weights of what is mixed."""
+class RecordingCopies(Copies):
+    """Records the ages and weights of the copies that are mixed, and the weights without regard to age."""
 
     seen: list[tuple[dict[int, int], dict[int, float], dict[int, float]]] = []  # noqa: RUF012
 
@@ -112,37 +113,38 @@ class Watched(Copies):
 def test_no_copy_is_older_than_the_bound_and_rows_sum_to_one(
     monkeypatch: pytest.MonkeyPatch, stale: str, max_age: int
 ) -> None:
-    monkeypatch.setattr("decentnode.node.schedules.asynchronous.gossip_async.Copies", Watched)
-    monkeypatch.setattr(Watched, "seen", [])
-    made, world = run(slow={2: 10.0}, rounds=40, evaluate_every=0,
+    monkeypatch.setattr("decentnode.node.schedules.asynchronous.gossip_async.Copies", RecordingCopies)
+    monkeypatch.setattr(RecordingCopies, "seen", [])
+    made, world = run_world(slow={2: 10.0}, rounds=40, evaluate_every=0,
                       asynchronous={"max_age": max_age, "stale": stale, "wait_seconds": 20.0})  # fmt: skip
-    ages = [age for each, _, _ in Watched.seen for age in each.values()]
-    assert max(ages) == max_age
-    for each, weights, wanted in Watched.seen:
+    all_ages = [age for ages, _, _ in RecordingCopies.seen for age in ages.values()]
+    assert max(all_ages) == max_age
+    for ages, weights, graph_weights in RecordingCopies.seen:
         assert sum(weights.values()) == pytest.approx(1.0) and min(weights.values()) >= 0
-        assert all(weights[uid] == pytest.approx(wanted[uid] / (1 + age)) for uid, age in each.items())
-    near, far = made.nodes[1].round, made.nodes[5].round
+        assert all(weights[uid] == pytest.approx(graph_weights[uid] / (1 + age)) for uid, age in ages.items())
+    neighbor, distant = made.nodes[1].round, made.nodes[5].round
     if stale == "wait":
-        assert near < 0.7 * far, "a neighbor of the slow node waits for it"
-        waited = sum(each["wait_seconds"] for each in made.records if each["kind"] == "round" and each["uid"] == 1)
+        assert neighbor < 0.7 * distant, "a neighbor of the slow node waits for it"
+        waited = sum(record["wait_seconds"] for record in made.records
+                     if record["kind"] == "round" and record["uid"] == 1)  # fmt: skip
         assert waited > 1 and not any(process.error for process in world.lives)
     else:
-        assert near >= 39
+        assert neighbor >= 39
 
 
 def test_a_wait_for_a_stale_copy_has_a_deadline() -> None:
-    made, _ = run(slow={2: 200.0}, rounds=30, evaluate_every=0,
+    made, _ = run_world(slow={2: 200.0}, rounds=30, evaluate_every=0,
                   asynchronous={"max_age": 2, "stale": "wait", "wait_seconds": 0.5})  # fmt: skip
-    waits = [each["wait_seconds"] for each in made.records if each["kind"] == "round"]
+    waits = [record["wait_seconds"] for record in made.records if record["kind"] == "round"]
     assert max(waits) <= 0.5 + 1e-6 and made.nodes[0].round >= 29
 
 
 GRAPHS = {"ring": {"nodes": 6}, "torus": {"nodes": 9}, "regular": {"nodes": 8, "degree": 4}}
 
 
-def delayed(graph: Any, latency: float = 0.001, slow: dict[int, float] | None = None, far: float = 0.0,
+def run_out_of_step(graph: Any, latency: float = 0.001, slow: dict[int, float] | None = None, far: float = 0.0,
             lr: float = 1e-4, **asynchronous: Any) -> NodeRun:  # fmt: skip
-    """A run whose rounds end at any distance from each other. far: where the optimum is, 0 for one of each node."""
+    """Runs nodes whose rounds have random lengths. far: the optimum of all nodes; with 0 each has its own optimum."""
     made, draw = NodeRun(graph, RULES["full"], rounds=60, schedule="gossip_async", lr=lr, evaluate_every=0,
                       asynchronous=asynchronous), random.Random(1)  # fmt: skip
     make_node, sooner = made.make, [draw.random() for _ in range(graph.num_nodes)]
@@ -161,9 +163,9 @@ def delayed(graph: Any, latency: float = 0.001, slow: dict[int, float] | None = 
     return made
 
 
-def progress(graph: Any, **options: Any) -> dict[int, float]:
-    """What each node's model moves by in one of its rounds, in local steps that are 1 everywhere."""
-    made = delayed(graph, far=1e4, **options)
+def measure_progress(graph: Any, **options: Any) -> dict[int, float]:
+    """Returns by how much the model of each node moves per round, in units of a local step."""
+    made = run_out_of_step(graph, far=1e4, **options)
     return {uid: float((node.training.model.parameters - node.training.initial).mean()) / node.round  # type: ignore[attr-defined]
             for uid, node in made.nodes.items()}  # fmt: skip
 
@@ -171,17 +173,19 @@ def progress(graph: Any, **options: Any) -> dict[int, float]:
 @pytest.mark.slow
 @pytest.mark.parametrize("latency", [0.001, 0.1, 0.35], ids=["at_once", "a_round", "three_rounds"])
 @pytest.mark.parametrize("graph", ["ring", "torus", "regular", "random_regular"])
-def test_nodes_without_gradients_come_together_whatever_links_take(graph: str, latency: float) -> None:
-    """What makes up for the age of models must not make them swing."""
+def test_nodes_without_gradients_reach_consensus_at_any_latency(graph: str, latency: float) -> None:
+    """Advancing old copies must not make the models oscillate."""
     made = make(graph, **GRAPHS.get(graph, {"nodes": 12, "degree": 3}))
-    assert spread(delayed(made, latency, lr=0.0).nodes) < (0.3 if latency > 0.1 else 0.01)
-    assert spread(delayed(made, latency, slow={2: 10.0}, lr=0.0).nodes) < 0.4
+    assert rms_deviation(run_out_of_step(made, latency, lr=0.0).nodes) < (0.3 if latency > 0.1 else 0.01)
+    assert rms_deviation(run_out_of_step(made, latency, slow={2: 10.0}, lr=0.0).nodes) < 0.4
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("advance", "least", "most"), [(True, 0.5, 0.6), (False, 0.4, 0.5)])
-def test_models_that_are_under_way_for_a_round_hold_the_others_back(advance: bool, least: float, most: float) -> None:
-    found = progress(make("torus", nodes=9), latency=0.1, advance_copies=advance).values()
+def test_a_latency_of_a_round_slows_progress_and_advancing_copies_less(
+    advance: bool, least: float, most: float
+) -> None:
+    found = measure_progress(make("torus", nodes=9), latency=0.1, advance_copies=advance).values()
     assert least < min(found) and max(found) < most
 
 
@@ -189,19 +193,20 @@ def test_models_that_are_under_way_for_a_round_hold_the_others_back(advance: boo
 
 @pytest.mark.slow
 @pytest.mark.parametrize("graph", GRAPHS)
-def test_averages_with_older_models_take_no_step_back(graph: str) -> None:
-    """Nor do nodes run ahead of their own steps; those with a slow one among them are held back a little."""
+def test_advanced_copies_keep_the_progress_of_local_steps(graph: str) -> None:
+    """Averages with older models hold nodes back otherwise. No node moves faster than by its own steps; neighbors of a
+    slow node a little slower."""
     made = make(graph, **GRAPHS[graph])
-    found = progress(made)
+    found = measure_progress(made)
     assert min(found.values()) > 0.85 and max(found.values()) < 1.01
-    assert max(progress(made, advance_copies=False).values()) < 0.75
-    beside = progress(made, slow={2: 10.0})
-    assert beside.pop(2) > 5, "a slow node goes on with the others"
+    assert max(measure_progress(made, advance_copies=False).values()) < 0.75
+    beside = measure_progress(made, slow={2: 10.0})
+    assert beside.pop(2) > 5, "the slow node does not follow the others"
     assert min(beside.values()) > 0.7 and max(beside.values()) < 1.05
 
 
-def test_copies_of_nodes_that_are_neighbors_no_more_are_not_kept() -> None:
-    """A graph that changes would have a node keep, and move, a model of every other one."""
+def test_copies_of_former_neighbors_are_dropped() -> None:
+    """On a graph that changes a node would otherwise keep a copy of every other node's model."""
     nodes = 20
     made = NodeRun(make("random_regular", nodes=nodes, degree=2), RULES["full"], rounds=25, schedule="gossip_async",
                 evaluate_every=0, buffers=2, asynchronous={"max_age": 2}).in_process()  # fmt: skip
@@ -209,11 +214,12 @@ def test_copies_of_nodes_that_are_neighbors_no_more_are_not_kept() -> None:
         schedule = node.schedule
         assert isinstance(schedule, GossipAsync)
         for copies in (schedule._copies, schedule._buffers):
-            assert 0 < len(copies.by_source) <= 6 and min(each.arrived_in for each in copies.by_source.values()) >= 22
+            assert 0 < len(copies.by_source) <= 6 and min(copy.arrived_in for copy in copies.by_source.values()) >= 22
 
 
-def test_what_came_in_a_round_has_the_weight_of_its_sources_round() -> None:
-    """On a graph that changes it need be none of this round's; what came before has the weight of this round."""
+def test_a_copy_that_arrived_in_this_round_has_the_weight_of_the_round_of_its_source() -> None:
+    """On a graph that changes, its source need not be a source of this round; an earlier copy has the weight of this
+    round."""
     graph, payload = make("one_peer_exponential", nodes=8), Payload({"x": torch.zeros(3)})
     rows = [graph.weights(0, round) for round in range(8)]
     assert [sorted(row) for row in rows[:3]] == [[0, 1], [0, 2], [0, 4]]
@@ -226,33 +232,33 @@ def test_what_came_in_a_round_has_the_weight_of_its_sources_round() -> None:
     assert found.sources == (1, 2) and found.weights == pytest.approx({0: 0.5, 1: 3 / 8, 2: 1 / 8})  # 1/2, 1/6, scaled
     assert copies.weighted_view(seen, rows.__getitem__, among=[2]).weights == pytest.approx({0: 5 / 6, 2: 1 / 6})
     copies.store([Copy.of(Collected(7, 3, payload), 4)])
-    assert copies.weighted_view(seen, rows.__getitem__).sources == (1, 2), "7 was no neighbor in that round"
+    assert copies.weighted_view(seen, rows.__getitem__).sources == (1, 2), "7 was not a neighbor in that round"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("graph", "factor"), [
     ("one_peer_exponential", 1.7), ("random_matching", 1.7), ("random_regular", 1.25), ("el_local", 1.25),
 ])  # fmt: skip
-def test_on_graphs_that_change_models_stay_as_near_as_in_synchronous_rounds(graph: str, factor: float) -> None:
-    """About: 2.3 times as far where each has one neighbor in a round, and 1.6 times where it has four, when copies
-    waited until the source was a neighbor again."""
+def test_on_changing_graphs_models_are_almost_as_close_as_with_synchronous_rounds(graph: str, factor: float) -> None:
+    """With one neighbor per round the deviation was 2.3 times as large, with four 1.6 times, when a copy was mixed only
+    once its source was a neighbor again."""
     made = make(graph, nodes=8, **({} if graph.endswith(("exponential", "matching")) else {"degree": 4}))
     synchronous = NodeRun(made, RULES["full"], rounds=60, evaluate_every=0).in_process()
-    assert spread(delayed(made, lr=0.1).nodes) < factor * spread(synchronous.nodes)
-    assert spread(delayed(made, lr=0.0).nodes) < 1e-3
+    assert rms_deviation(run_out_of_step(made, lr=0.1).nodes) < factor * rms_deviation(synchronous.nodes)
+    assert rms_deviation(run_out_of_step(made, lr=0.0).nodes) < 1e-3
 
 
 @pytest.mark.parametrize(("came", "number", "lag"), [(4, 4, 0.5), (4, 13, 0.05), (13, 4, 0.5), (4, 5, 0.25)])
-def test_what_a_faster_source_published_is_newer(came: int, number: int, lag: float) -> None:
+def test_the_lag_of_a_copy_is_smaller_for_a_faster_source(came: int, number: int, lag: float) -> None:
     copies, payload = Copies(age_weights=True), Payload({"x": torch.zeros(3)})
     copies.store([Copy.of(Collected(1, 3, payload), 3)], lag=0.5)
-    assert copies.by_source[1].lag == 0.5, "of a source of which nothing is known"
+    assert copies.by_source[1].lag == 0.5, "the given lag, as nothing is known of the source"
     copies.store([Copy.of(Collected(1, number, payload), came)], lag=0.5)
     assert copies.by_source[1].lag == pytest.approx(lag)
 
 
-def mass(made: NodeRun, dead: frozenset[int] = frozenset()) -> tuple[Tensor, float]:
-    """The sums of x and of w over nodes and what is on its way between them."""
+def total_mass(made: NodeRun, dead: frozenset[int] = frozenset()) -> tuple[Tensor, float]:
+    """Returns the sums of x and of w over nodes and messages that have not arrived."""
     total, weight = torch.zeros(made.elements, dtype=torch.float64), 0.0
     for uid, node in made.nodes.items():
         schedule = node.schedule
@@ -262,35 +268,36 @@ def mass(made: NodeRun, dead: frozenset[int] = frozenset()) -> tuple[Tensor, flo
         total += node.training.model.parameters.double() * schedule.rule.weight
         weight += schedule.rule.weight
         for to, sent in schedule._sent.items():
-            there = made.nodes[to].schedule
-            assert isinstance(there, AsynchronousPushSum)
-            seen = there._seen.get(uid)
+            receiver = made.nodes[to].schedule
+            assert isinstance(receiver, AsynchronousPushSum)
+            seen = receiver._seen.get(uid)
             total += sent.x.double() - (0.0 if seen is None else seen.x.double())
             weight += sent.w - (0.0 if seen is None else seen.w)
     return total, weight
 
 
-def started(made: NodeRun) -> Tensor:
+def initial_sum(made: NodeRun) -> Tensor:
+    """Returns the sum of all initial models."""
     return torch.stack([node.training.initial for node in made.nodes.values()]).double().sum(0)  # type: ignore[attr-defined]
 
 
 @pytest.mark.sampled(one=["seed"])
 @pytest.mark.parametrize("seed", range(3))
-def test_push_sum_keeps_the_mass_whatever_the_network_does(seed: int) -> None:
-    """And a node much faster than its sources keeps a weight that its steps can be divided by."""
+def test_push_sum_keeps_the_total_mass_on_a_faulty_network(seed: int) -> None:
+    """A node much faster than its sources keeps a weight large enough to divide its steps by."""
     frozen = Faults(links=FAULTY, lossy_seconds=8.0, plan=(Pause(nodes=(1,), at_seconds=2.0, seconds=3.0),))
-    made, world = run("push_sum", slow={2: 10.0, 4: 3.0}, faults=frozen, seed=seed, rounds=120, lr=0.0,
+    made, world = run_world("push_sum", slow={2: 10.0, 4: 3.0}, faults=frozen, seed=seed, rounds=120, lr=0.0,
                       evaluate_every=0)  # fmt: skip
     assert world.network.happened["lost"] and world.network.happened["repeated"]
-    total, weight = mass(made)
+    total, weight = total_mass(made)
     assert weight == pytest.approx(NODES, abs=1e-9)
-    assert torch.allclose(total, started(made), atol=1e-5)
-    weights = [each["push_sum_weight"] for each in made.records if each["kind"] == "round"]
-    assert min(weights) >= MIN_KEPT_WEIGHT - 1e-9 and spread(made.nodes) < 0.3
+    assert torch.allclose(total, initial_sum(made), atol=1e-5)
+    weights = [record["push_sum_weight"] for record in made.records if record["kind"] == "round"]
+    assert min(weights) >= MIN_KEPT_WEIGHT - 1e-9 and rms_deviation(made.nodes) < 0.3
 
 
-def stepped(rule: str, nodes: int, lr: float = 0.0, **options: Any) -> NodeRun:
-    """Nodes of one process whose schedules a test steps by itself; the first round is behind them."""
+def make_stepped(rule: str, nodes: int, lr: float = 0.0, **options: Any) -> NodeRun:
+    """Makes nodes in one process, whose schedules a test steps by hand, and runs their first round."""
     made, hub = NodeRun(make("ring", nodes=nodes), RULES[rule], schedule="gossip_async", lr=lr, **options), Hub(nodes)
     config = CommunicationConfig(name="inproc")
     for uid in range(nodes):
@@ -303,10 +310,10 @@ def stepped(rule: str, nodes: int, lr: float = 0.0, **options: Any) -> NodeRun:
 
 
 @pytest.mark.parametrize(("advance", "rounds", "uids"), [(False, 6, range(6)), (True, 1, [0])])
-def test_nodes_that_are_in_one_round_make_those_of_d_psgd(advance: bool, rounds: int, uids: Collection[int]) -> None:
-    """With copies that are advanced: those which get nothing before they have published."""
+def test_nodes_in_lockstep_make_the_rounds_of_d_psgd(advance: bool, rounds: int, uids: Collection[int]) -> None:
+    """With advanced copies this holds for a node that receives nothing before it has published: node 0."""
     sequential = NodeRun(make("ring", nodes=6), RULES["full"], rounds=rounds, evaluate_every=0).in_process()
-    made = stepped("full", 6, lr=0.1, evaluate_every=0, asynchronous={"advance_copies": advance})
+    made = make_stepped("full", 6, lr=0.1, evaluate_every=0, asynchronous={"advance_copies": advance})
     for round in range(1, rounds):
         for node in made.nodes.values():
             node.begin_round(round)
@@ -317,8 +324,8 @@ def test_nodes_that_are_in_one_round_make_those_of_d_psgd(advance: bool, rounds:
         assert torch.equal(made.nodes[uid].training.model.parameters, expected)
 
 
-def make_rounds(made: NodeRun, count: int) -> None:
-    """Further rounds without local steps, of all nodes in turn."""
+def mix_rounds(made: NodeRun, count: int) -> None:
+    """Makes further rounds without local steps: all nodes publish, then all mix."""
     schedules = [node.schedule for node in made.nodes.values()]
     for round in range(1, 1 + count):
         for schedule in schedules:
@@ -328,94 +335,95 @@ def make_rounds(made: NodeRun, count: int) -> None:
             run_without_waits(schedule._mix_round(round))  # type: ignore[attr-defined]
 
 
-def test_a_neighbor_that_gives_nothing_back_gets_a_bounded_part() -> None:
-    """A slow one would take in nearly all. By hand: of three nodes two share, each a third, and the third one sleeps.
-    Per round they give it 1/3 of their w, 1/3, 2/9, 4/27, ..., in all up to 2/3 and one share more."""
-    made = stepped("push_sum", 3)
-    near = [made.nodes[uid].schedule for uid in (0, 1)]
-    far = made.nodes[2].schedule
-    assert all(isinstance(each, AsynchronousPushSum) for each in (*near, far))
-    before = started(made)
+def test_a_neighbor_that_returns_no_mass_gets_a_bounded_share() -> None:
+    """A slow neighbor would otherwise get nearly all mass. By hand: of three nodes two give each neighbor a third, and
+    the third node sleeps. Each of the two gives it w of 1/3, 2/9, 4/27, ..., in all up to 2/3 and one more share."""
+    made = make_stepped("push_sum", 3)
+    awake = [made.nodes[uid].schedule for uid in (0, 1)]
+    sleeper = made.nodes[2].schedule
+    assert all(isinstance(schedule, AsynchronousPushSum) for schedule in (*awake, sleeper))
+    before = initial_sum(made)
     given = []
     for round in range(1, 40):
-        for schedule in near:
+        for schedule in awake:
             schedule._publish_round(round)  # type: ignore[attr-defined]
-        for schedule in near:
+        for schedule in awake:
             run_without_waits(schedule._mix_round(round))  # type: ignore[attr-defined]
-        given.append(near[0]._lead_over(2))  # type: ignore[attr-defined]
-    weights = [schedule.rule.weight for schedule in near]  # type: ignore[attr-defined]
+        given.append(awake[0]._lead_over(2))  # type: ignore[attr-defined]
+    weights = [schedule.rule.weight for schedule in awake]  # type: ignore[attr-defined]
     assert given[:3] == pytest.approx([1 / 3, 5 / 9, 19 / 27]) and weights == pytest.approx([8 / 27] * 2)
     assert given[3:] == [given[2]] * 36, "19 / 27 is more than two shares of a weight of one"
-    assert spread({uid: made.nodes[uid] for uid in (0, 1)}) < 1e-5
-    run_without_waits(far._mix_round(1))  # type: ignore[attr-defined]
-    assert far.rule.weight == pytest.approx(3 - 16 / 27), "it wakes"  # type: ignore[attr-defined]
-    make_rounds(made, 40)
-    total, weight = mass(made)
-    assert weight == pytest.approx(3) and torch.allclose(total, before, atol=1e-5) and spread(made.nodes) < 1e-5
+    assert rms_deviation({uid: made.nodes[uid] for uid in (0, 1)}) < 1e-5
+    run_without_waits(sleeper._mix_round(1))  # type: ignore[attr-defined]
+    assert sleeper.rule.weight == pytest.approx(3 - 16 / 27), "it did not receive what it was given"  # type: ignore[attr-defined]
+    mix_rounds(made, 40)
+    total, weight = total_mass(made)
+    assert weight == pytest.approx(3) and torch.allclose(total, before, atol=1e-5) and rms_deviation(made.nodes) < 1e-5
 
 
 @pytest.mark.parametrize("nodes", [12, 20])
-def test_nodes_with_many_neighbors_share(nodes: int) -> None:
-    """Where a node's own share is below MIN_KEPT_WEIGHT, none ever shared anything."""
+def test_push_sum_nodes_with_many_neighbors_share_their_mass(nodes: int) -> None:
+    """Nodes whose own share was below MIN_KEPT_WEIGHT once never shared anything."""
     made = NodeRun(make("complete", nodes=nodes), RULES["push_sum"], rounds=15, schedule="gossip_async", lr=0.0,
                 evaluate_every=0).in_process()  # fmt: skip
-    assert spread(made.nodes) < 1e-3
-    assert mass(made)[1] == pytest.approx(nodes)
+    assert rms_deviation(made.nodes) < 1e-3
+    assert total_mass(made)[1] == pytest.approx(nodes)
 
 
 @pytest.mark.sampled(one=["graph"])
 @pytest.mark.parametrize("graph", ["ring", "torus", "complete"])
-def test_nodes_beside_a_slow_one_keep_weight_and_stay_together(graph: str) -> None:
-    """Each has a target of its own. Nearly all went to the slow one, and until it shared again they kept what was left,
-    so that models on the complete graph were three times as far apart."""
-    made, _ = run("push_sum", graph=make(graph, nodes=9), slow={2: 10.0}, rounds=50, evaluate_every=0)
-    found = [each["push_sum_weight"] for each in made.records
-             if each["kind"] == "round" and each["uid"] != 2 and each["round"] > 20]  # fmt: skip
-    assert sum(found) / len(found) > 0.45
-    assert spread(made.nodes) < {"complete": 0.2, "torus": 0.25, "ring": 0.4}[graph]
+def test_push_sum_nodes_beside_a_slow_one_keep_their_weight_and_consensus(graph: str) -> None:
+    """Each node has a target of its own. Once nearly all mass went to the slow node, and until it shared again the
+    others kept the rest: models on the complete graph deviated three times as much."""
+    made, _ = run_world("push_sum", graph=make(graph, nodes=9), slow={2: 10.0}, rounds=50, evaluate_every=0)
+    weights = [record["push_sum_weight"] for record in made.records
+               if record["kind"] == "round" and record["uid"] != 2 and record["round"] > 20]  # fmt: skip
+    assert sum(weights) / len(weights) > 0.45
+    assert rms_deviation(made.nodes) < {"complete": 0.2, "torus": 0.25, "ring": 0.4}[graph]
 
 
 @pytest.mark.parametrize("rounds", [0, 20_000, 20_000_000])
-def test_push_sum_comes_together_to_the_last_bit_of_a_model_however_long_it_runs(rounds: int) -> None:
-    """Sums that so many rounds have made large round nothing off that a float32 could tell."""
-    made = stepped("push_sum", 4)
+def test_push_sum_reaches_consensus_to_float32_precision_however_large_its_sums(rounds: int) -> None:
+    """The running sums of so many rounds are large; rounding them must not show in a float32."""
+    made = make_stepped("push_sum", 4)
     for uid, node in made.nodes.items():
         for to, sent in node.schedule._sent.items():  # type: ignore[attr-defined]
-            there, share = made.nodes[to].schedule, node.schedule.view.out_weights[to]
-            assert isinstance(there, AsynchronousPushSum) and isinstance(node.schedule, AsynchronousPushSum)
+            receiver, share = made.nodes[to].schedule, node.schedule.view.out_weights[to]
+            assert isinstance(receiver, AsynchronousPushSum) and isinstance(node.schedule, AsynchronousPushSum)
             x, w = node.training.model.parameters.double() * share * rounds, share * rounds
-            seen = there._seen[uid]
-            node.schedule._sent[to], there._seen[uid] = _Sum(sent.x + x, sent.w + w), _Sum(seen.x + x, seen.w + w)
-    make_rounds(made, 60)
+            seen = receiver._seen[uid]
+            node.schedule._sent[to], receiver._seen[uid] = _Sum(sent.x + x, sent.w + w), _Sum(seen.x + x, seen.w + w)
+    mix_rounds(made, 60)
     models = torch.stack([node.training.model.parameters for node in made.nodes.values()]).double()
-    exact = started(made) / len(models)  # in float64
-    apart, one = (models - models.mean(0)).abs(), torch.finfo(torch.float32).eps
-    assert float((apart / models.abs()).max()) < 2 * one, "2e-4 at 20,000 rounds where sums were float32"
-    assert float((models - exact).abs().max()) < 8 * one * float(models.abs().max())
+    exact = initial_sum(made) / len(models)  # in float64
+    deviation, eps = (models - models.mean(0)).abs(), torch.finfo(torch.float32).eps
+    # it was 2e-4 after 20,000 rounds when sums were float32
+    assert float((deviation / models.abs()).max()) < 2 * eps
+    assert float((models - exact).abs().max()) < 8 * eps * float(models.abs().max())
 
 
-def test_what_is_lost_is_sent_again_also_by_nodes_that_have_too_little_to_share() -> None:
-    """As after a change of generation or a crash: nearly all is in sums that nobody has seen."""
-    made = stepped("push_sum", 3)
+def test_push_sum_resends_lost_sums_also_from_nodes_with_little_weight() -> None:
+    """As after a change of generation or a crash, nearly all mass is in sums that no node has received."""
+    made = make_stepped("push_sum", 3)
     for node in made.nodes.values():
         schedule = node.schedule
         assert isinstance(schedule, AsynchronousPushSum)
         x, w = node.training.model.parameters.double() * 0.45, 0.45
-        for uid, each in schedule._sent.items():
-            schedule._sent[uid] = _Sum(each.x + x, each.w + w)
+        for uid, sent in schedule._sent.items():
+            schedule._sent[uid] = _Sum(sent.x + x, sent.w + w)
         schedule.rule.weight -= 2 * w
-    total, weight = mass(made)
+    total, weight = total_mass(made)
     assert weight == pytest.approx(3) and all(node.schedule.rule.weight < MIN_KEPT_WEIGHT + 1e-9  # type: ignore[attr-defined]
                                               for node in made.nodes.values())  # fmt: skip
-    make_rounds(made, 60)
+    mix_rounds(made, 60)
     assert [node.schedule.rule.weight for node in made.nodes.values()] == pytest.approx([1.0] * 3)  # type: ignore[attr-defined]
-    assert torch.allclose(mass(made)[0], total, atol=1e-5) and spread(made.nodes) < 1e-5
+    assert torch.allclose(total_mass(made)[0], total, atol=1e-5) and rms_deviation(made.nodes) < 1e-5
 
 
-def test_steps_of_a_node_that_holds_little_weight_are_at_most_twice_as_large() -> None:
+def test_push_sum_enlarges_the_steps_of_a_node_with_little_weight_at_most_twice() -> None:
     steps = []
     for weight in (1.0, 0.8, 0.2):
-        made = stepped("push_sum", 3, lr=0.1)
+        made = make_stepped("push_sum", 3, lr=0.1)
         schedule, model = made.nodes[0].schedule, made.nodes[0].training.model.parameters
         assert isinstance(schedule, AsynchronousPushSum)
         schedule.rule.weight, before = weight, model.clone()
@@ -426,120 +434,121 @@ def test_steps_of_a_node_that_holds_little_weight_are_at_most_twice_as_large() -
     torch.testing.assert_close(steps[2], steps[0] * 2)
 
 
-def test_neighbors_that_got_equal_shares_have_one_sum_together() -> None:
-    """The memory for them does not grow with a node's neighbors; who comes later has one of its own."""
-    made = stepped("push_sum", 3)
+def test_neighbors_that_got_equal_shares_share_one_running_sum() -> None:
+    """The memory for sums does not grow with the number of neighbors. A neighbor that comes later has its own sum."""
+    made = make_stepped("push_sum", 3)
     schedule = made.nodes[0].schedule
     assert isinstance(schedule, AsynchronousPushSum)
     assert schedule._sent[1] is schedule._sent[2] and schedule._sent[1].x.dtype == torch.float64
     del schedule._sent[2], made.nodes[2].schedule._seen[0]  # type: ignore[attr-defined]
-    before, weight = mass(made)
-    make_rounds(made, 5)
-    after, now = mass(made)
+    before, weight_before = total_mass(made)
+    mix_rounds(made, 5)
+    after, weight_after = total_mass(made)
     assert schedule._sent[1] is not schedule._sent[2] and schedule._sent[1].w > schedule._sent[2].w
-    assert torch.allclose(after, before, atol=1e-6) and now == pytest.approx(weight, abs=1e-12)
+    assert torch.allclose(after, before, atol=1e-6) and weight_after == pytest.approx(weight_before, abs=1e-12)
 
 
 @pytest.mark.slow
-def test_push_sum_tells_what_it_mixed_and_how_old_it_was() -> None:
-    """As other rules do: who is slower is heard of less often, and nobody mixes more than its neighbors sent."""
-    made, _ = run("push_sum", slow={2: 6.0}, rounds=40)
-    rounds = [each for each in made.records if each["kind"] == "round"]
+def test_push_sum_records_how_many_copies_it_mixed_and_their_age() -> None:
+    """As other rules do. Copies of a slow node get older, and no node mixes more copies than it has sources."""
+    made, _ = run_world("push_sum", slow={2: 6.0}, rounds=40)
+    rounds = [record for record in made.records if record["kind"] == "round"]
     degree = {uid: len(made.graph.sources(uid, 0)) for uid in range(NODES)}
-    assert all(0 <= each["mixed_copies"] <= degree[each["uid"]] for each in rounds)
-    assert any(each["mixed_copies"] for each in rounds)
-    ages = {uid: max(each["copy_age"] for each in rounds if each["uid"] == uid) for uid in range(NODES)}
-    listeners = [uid for uid in range(NODES) if 2 in made.graph.sources(uid, 0)]
-    assert min(ages[uid] for uid in listeners) > 1 and ages[2] == 0, "the slow node hears of the others in each round"
+    assert all(0 <= record["mixed_copies"] <= degree[record["uid"]] for record in rounds)
+    assert any(record["mixed_copies"] for record in rounds)
+    ages = {uid: max(record["copy_age"] for record in rounds if record["uid"] == uid) for uid in range(NODES)}
+    receivers = [uid for uid in range(NODES) if 2 in made.graph.sources(uid, 0)]
+    assert min(ages[uid] for uid in receivers) > 1 and ages[2] == 0, "its copies are new"
 
 
 @pytest.mark.slow
-def test_push_sum_begins_anew_when_a_node_dies_and_goes_on_when_it_comes_back() -> None:
-    """What the dead one took is made up for: else those that live have ever less to share."""
+def test_push_sum_restores_the_total_weight_after_a_node_dies_and_comes_back() -> None:
+    """The mass of the dead node is replaced: otherwise the living nodes would have ever less to share."""
     plan = (Kill(nodes=(4,), at_round=6), Restart(nodes=(4,), at_seconds=20.0))
-    made, world = run("push_sum", graph=make("complete", nodes=NODES), slow={2: 4.0}, faults=Faults(plan=plan),
+    made, world = run_world("push_sum", graph=make("complete", nodes=NODES), slow={2: 4.0}, faults=Faults(plan=plan),
                       rounds=400, lr=0.0, missing="regroup", limits=Limits(1.0, 20.0, 4, 400),
                       evaluate_every=0)  # fmt: skip
     assert world.happened["kill"] == world.happened["restart"] == 1 and made.nodes[4].round > 0
-    total, weight = mass(made)
-    kinds = [each for each in made.records if each["kind"] == "generation"]
-    assert len(kinds) >= NODES, "generations came about"
+    total, weight = total_mass(made)
+    generations = [record for record in made.records if record["kind"] == "generation"]
+    assert len(generations) >= NODES
     assert weight == pytest.approx(NODES, abs=1e-9)
     models = torch.stack([node.training.model.parameters for node in made.nodes.values()]).double()
-    assert torch.allclose(total / weight, models.mean(0), atol=0.05) and spread(made.nodes) < 0.05
+    assert torch.allclose(total / weight, models.mean(0), atol=0.05) and rms_deviation(made.nodes) < 0.05
 
 
-def test_pairs_of_one_process_come_together_and_keep_the_mean() -> None:
+def test_ad_psgd_pairs_in_one_process_reach_consensus_and_keep_the_mean() -> None:
     made = NodeRun(make("ring", nodes=NODES), RULES["full"], rounds=60, schedule="ad_psgd", lr=0.0, buffers=3,
                 evaluate_every=0).in_process()  # fmt: skip
-    start, end = started(made), sum(node.training.model.parameters.double() for node in made.nodes.values())
-    assert torch.allclose(start, end, atol=1e-5) and spread(made.nodes) < 0.05  # type: ignore[arg-type]
+    start, end = initial_sum(made), sum(node.training.model.parameters.double() for node in made.nodes.values())
+    assert torch.allclose(start, end, atol=1e-5) and rms_deviation(made.nodes) < 0.05  # type: ignore[arg-type]
     buffers = torch.stack([node.training.model.buffers for node in made.nodes.values()])
     assert torch.allclose(buffers.mean(0), torch.full((3,), (NODES - 1) / 2), atol=1e-5) and float(buffers.std()) < 0.1
 
 
-def pairs(made: NodeRun) -> dict[int, ADPSGD]:
-    found = {uid: node.schedule for uid, node in made.nodes.items()}
-    assert all(isinstance(each, ADPSGD) for each in found.values())
-    return found  # type: ignore[return-value]
+def ad_psgd_schedules(made: NodeRun) -> dict[int, ADPSGD]:
+    schedules = {uid: node.schedule for uid, node in made.nodes.items()}
+    assert all(isinstance(schedule, ADPSGD) for schedule in schedules.values())
+    return schedules  # type: ignore[return-value]
 
 
 @pytest.mark.sampled(one=["graph", "seed"])
 @pytest.mark.parametrize(("graph", "seed"), [("ring", 0), ("complete", 1), ("regular", 2), ("line", 3), ("ring", 4)])
-def test_pairs_keep_the_mean_whatever_the_network_does(graph: str, seed: int) -> None:
-    """Odd rings among them: no two sides are needed. A node that is slow or paused makes nobody wait."""
+def test_ad_psgd_keeps_the_mean_on_a_faulty_network(graph: str, seed: int) -> None:
+    """Also on odd rings: the graph need not be bipartite. No node waits for a slow or paused one."""
     nodes = 5 if seed == 4 else NODES
     faults = Faults(links=FAULTY, lossy_seconds=8.0, plan=(Pause(nodes=(1,), at_seconds=2.0, seconds=3.0),))
     options = {"degree": 3} if graph == "regular" else {}
-    made, world = run(graph=make(graph, nodes=nodes, **options), slow={2: 10.0, 4: 3.0}, faults=faults, seed=seed,
+    made, world = run_world(graph=make(graph, nodes=nodes, **options), slow={2: 10.0, 4: 3.0}, faults=faults, seed=seed,
                       rounds=120, lr=0.0, evaluate_every=0, schedule="ad_psgd")  # fmt: skip
     assert not any(process.error for process in world.lives) and world.network.happened["lost"]
     end = torch.stack([node.training.model.parameters for node in made.nodes.values()]).double()
-    assert torch.allclose(started(made), end.sum(0), atol=1e-4), "each pair averaged at both ends, or at neither"
-    found = pairs(made)
+    assert torch.allclose(initial_sum(made), end.sum(0), atol=1e-4), "a pair averaged at one end only"
+    found = ad_psgd_schedules(made)
     for uid, schedule in found.items():
         assert all(schedule.given[other] == found[other].taken[uid] for other in found) and not schedule.given[uid]
         assert not any(pair.is_unsettled for pair in schedule._pairs.values())
     rounds = [node.round for uid, node in made.nodes.items() if uid not in (1, 2, 4)]
-    assert min(rounds) >= 119 and spread(made.nodes) < 0.4
+    assert min(rounds) >= 119 and rms_deviation(made.nodes) < 0.4
     assert sum(schedule.given.total() for schedule in found.values()) > 100
-    assert all(each["wait_seconds"] == 0 for each in made.records if each["kind"] == "round")
+    assert all(record["wait_seconds"] == 0 for record in made.records if record["kind"] == "round")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
-def test_a_pair_averages_at_both_ends_or_at_neither_when_others_die(seed: int) -> None:
-    """A change of generation loses what is under way between two that live: it is said again."""
+def test_ad_psgd_pairs_average_at_both_ends_or_at_neither_when_other_nodes_die(seed: int) -> None:
+    """A change of generation loses messages between two living nodes: they are sent again."""
     plan = (Kill(nodes=(5,), at_round=6 + seed), Restart(nodes=(5,), at_seconds=4.0 + seed / 3),
             Kill(nodes=(4,), at_round=40), Restart(nodes=(4,), at_seconds=15.0))  # fmt: skip
     links = Link(latency_seconds=0.05, jitter_seconds=0.05, queue_messages=20)
-    made, world = run(graph=make("complete", nodes=NODES), slow={2: 5.0}, rounds=300, lr=0.0, missing="regroup",
+    made, world = run_world(graph=make("complete", nodes=NODES), slow={2: 5.0}, rounds=300, lr=0.0, missing="regroup",
                       faults=Faults(plan=plan, links=links), limits=Limits(1.0, 20.0, 4, 300), evaluate_every=0,
                       schedule="ad_psgd", seed=seed)  # fmt: skip
     assert world.happened["kill"] == world.happened["restart"] == 2
-    found = pairs(made)
-    lived = range(4)
-    for uid in lived:
-        for other in lived:
+    found = ad_psgd_schedules(made)
+    never_killed = range(4)
+    for uid in never_killed:
+        for other in never_killed:
             assert found[uid].given[other] == found[other].taken[uid], (uid, other)
-        assert not any(pair.is_unsettled for other, pair in found[uid]._pairs.items() if other in lived)
+        assert not any(pair.is_unsettled for other, pair in found[uid]._pairs.items() if other in never_killed)
         rounds = made.nodes[uid].training.made  # type: ignore[attr-defined]
-        assert rounds == list(range(len(rounds))), f"node {uid} jumps to another round in a new generation"
-    assert spread(made.nodes) < 0.5
+        assert rounds == list(range(len(rounds))), f"node {uid} skipped or repeated a round"
+    assert rms_deviation(made.nodes) < 0.5
 
 
-def test_what_a_stranger_may_say_changes_no_model() -> None:
+def test_malformed_ad_psgd_messages_change_no_model() -> None:
     made = NodeRun(make("ring", nodes=NODES), RULES["full"], rounds=3, schedule="ad_psgd", lr=0.0, evaluate_every=0)
     made.in_process()
-    schedule, whole = pairs(made)[0], torch.ones(made.elements)
+    schedule, right_size = ad_psgd_schedules(made)[0], torch.ones(made.elements)
     before = schedule.model.parameters.clone()
-    for tensor, scalars in ((whole, {"offer": 0}), (whole, {"offer": 1.5}), (whole[:3], {"answer": 1}), (whole, {}),
-                            (whole, {"decline": 1}), (whole, {"answer": 99}), (whole, {"other": 1})):  # fmt: skip
+    for tensor, scalars in ((right_size, {"offer": 0}), (right_size, {"offer": 1.5}), (right_size[:3], {"answer": 1}),
+                            (right_size, {}), (right_size, {"decline": 1}), (right_size, {"answer": 99}),
+                            (right_size, {"other": 1})):  # fmt: skip
         schedule._process_messages([Collected(1, 1, Payload({"x": tensor}, scalars))])
     assert torch.equal(schedule.model.parameters, before) and schedule.communication.counters.faults
 
 
-@pytest.mark.parametrize(("sets", "says"), [
+@pytest.mark.parametrize(("sets", "reason"), [
     (["sharing.name=topk"], r"node.schedule: topk needs its neighbors' payloads of the same round, got gossip_async"),
     (["sharing.name=local_sgd"], r"node.schedule: local_sgd needs"),
     (["sharing={name: push_sum, compression: {name: int8}}"], r"sharing.compression: running sums must arrive"),
@@ -553,59 +562,59 @@ def test_what_a_stranger_may_say_changes_no_model() -> None:
     (["parameters={keep: ['*bias']}"], r"parameters: gossip_async exchanges the whole model"),
     (["node.schedule=sequential", "node.asynchronous={max_age: 3}"], r"asynchronous needs schedule: gossip_async"),
 ])  # fmt: skip
-def test_what_needs_all_nodes_in_one_round_is_refused_by_name(sets: list[str], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
+def test_components_that_need_all_nodes_in_one_round_are_refused_by_name(sets: list[str], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
         load(QUICKSTART, ["node.schedule=gossip_async", *sets])
 
 
-def test_rules_are_fit_for_it_only_where_they_say_so_themselves() -> None:
-    fit = {each.__name__ for each in _subclasses(Sharing) if vars(each).get("ASYNCHRONOUS")}
-    assert fit == {"Full", "PushSum"}
+def test_subclasses_do_not_inherit_support_for_asynchronous_schedules() -> None:
+    supporting = {kind.__name__ for kind in _subclasses(Sharing) if vars(kind).get("ASYNCHRONOUS")}
+    assert supporting == {"Full", "PushSum"}
 
 
 def _subclasses(kind: type) -> list[type]:
-    return [each for sub in kind.__subclasses__() for each in (sub, *_subclasses(sub))]
+    return [found for sub in kind.__subclasses__() for found in (sub, *_subclasses(sub))]
 
 
 @pytest.mark.slow
-def test_a_simulation_in_virtual_time_is_refused_where_rounds_depend_on_others(tmp_path: Path) -> None:
+def test_a_simulation_in_virtual_time_is_refused_for_ad_psgd_only(tmp_path: Path) -> None:
     sets = ["graph={name: ring, nodes: 3}", "mapping.nodes_per_machine=3", "node.rounds=3",
             "node.schedule=gossip_async", "simulate.compute.step_seconds=0.1"]  # fmt: skip
-    for more, told in ([], "virtual_seconds"), (["node.schedule=ad_psgd"], "with node.schedule ad_psgd"):
+    for more, text in ([], "virtual_seconds"), (["node.schedule=ad_psgd"], "with node.schedule ad_psgd"):
         found = CliRunner().invoke(main, ["simulate", str(QUICKSTART), "--run-dir", str(tmp_path),
                                           *(f"--set={each}" for each in [*sets, *more])])  # fmt: skip
         records = "".join(path.read_text() for path in tmp_path.glob("*/latest/nodes/000/metrics.jsonl"))
-        assert told in (found.output if more else records) and (found.exit_code != 0) == bool(more)
+        assert text in (found.output if more else records) and (found.exit_code != 0) == bool(more)
     line = CliRunner().invoke(main, ["timeline", str(QUICKSTART), *(f"--set={each}" for each in sets)])
     assert line.exit_code == 0 and "gossip_async" in line.output
 
 
 @pytest.mark.slow
-def test_a_silence_is_asked_about_long_before_it_counts() -> None:
-    """After two seconds: it was after ten, which is all that a silence may last."""
-    asked: list[float] = []
+def test_a_silent_node_is_probed_long_before_it_is_suspected() -> None:
+    """After two seconds: once it was only after ten, the longest silence that is allowed."""
+    probe_times: list[float] = []
     made = NodeRun(make("complete", nodes=4), RULES["push_sum"], schedule="gossip_async", rounds=250, lr=0.0,
                 missing="regroup", evaluate_every=0)  # fmt: skip
     plan = (Pause(nodes=(1,), at_seconds=2.0, seconds=14.0),)
     world = made.world(faults=Faults(plan=plan), limits=Limits(10.0, 20.0, 3, 250),
                        compute_seconds=lambda _uid, _round: 0.1)  # fmt: skip
-    world.settled = lambda process: asked.append(world.heap.now) if process.facts.long_silent else None
+    world.settled = lambda process: probe_times.append(world.heap.now) if process.facts.long_silent else None
     assert world.run(LIMIT) and not any(process.error for process in world.lives)
-    told = [each for each in made.records if each["kind"] == "generation" and each["uid"] == 0]
-    assert [each["left"] for each in told] == [[1], []] and 3.9 < asked[0] < 4.5
-    assert told[0]["round"] < 100, "in rounds of .1 s, it froze before round 20"
+    generations = [record for record in made.records if record["kind"] == "generation" and record["uid"] == 0]
+    assert [record["left"] for record in generations] == [[1], []] and 3.9 < probe_times[0] < 4.5
+    assert generations[0]["round"] < 100, "it froze before round 20, and rounds take .1 s"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", [
     {"schedule": "ad_psgd"}, {"name": "push_sum"}, {},
 ], ids=["pairs", "push_sum", "gossip"])  # fmt: skip
-def test_a_frozen_node_is_missed_though_nobody_waits_for_it(way: dict[str, Any]) -> None:
-    """And comes back."""
+def test_a_frozen_node_is_excluded_and_rejoins_although_no_node_waits_for_it(way: dict[str, Any]) -> None:
     plan = (Pause(nodes=(1,), at_seconds=2.0, seconds=12.0),)
-    made, world = run(faults=Faults(plan=plan), rounds=250, lr=0.0, missing="regroup", limits=Limits(3.0, 20.0, 4, 250),
-                      evaluate_every=0, suspect_seconds=2.0, **way)  # fmt: skip
+    limits = Limits(3.0, 20.0, 4, 250)
+    made, world = run_world(faults=Faults(plan=plan), rounds=250, lr=0.0, missing="regroup", limits=limits,
+                            evaluate_every=0, suspect_seconds=2.0, **way)  # fmt: skip
     assert not any(process.error for process in world.lives)
-    told = [each for each in made.records if each["kind"] == "generation" and each["uid"] == 0]
-    assert [each["left"] for each in told] == [[1], []] and told[1]["joined"] == [1]
-    assert told[0]["round"] < 20 + 10 * (2.0 + 3.0 + 2.0) and spread(made.nodes) < 0.2
+    generations = [record for record in made.records if record["kind"] == "generation" and record["uid"] == 0]
+    assert [record["left"] for record in generations] == [[1], []] and generations[1]["joined"] == [1]
+    assert generations[0]["round"] < 20 + 10 * (2.0 + 3.0 + 2.0) and rms_deviation(made.nodes) < 0.2

@@ -1,4 +1,4 @@
-"""Float buffers beside the parameters: weighted means of what arrived, whatever happens to what did not."""
+"""Float buffers are averaged with the weights of the payloads that arrived whole."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ COUNT = 6
 
 
 class Exchange:
-    """Slices that a test wrote down; the payloads of `rewritten` change while they are read, one after the other."""
+    """An exchange with given slices. The payloads of the sources in `rewritten` change while they are read, one source
+    after the other."""
 
     def __init__(self, slices: list[Arrival], rewritten: tuple[int, ...] = ()) -> None:
         self.slices, self.rewritten = slices, list(rewritten)
@@ -45,7 +46,7 @@ class Exchange:
 
 
 class Transport:
-    """Takes what is sent, and answers with one exchange."""
+    """Records what is sent, and returns the given exchange."""
 
     history = None
 
@@ -71,7 +72,7 @@ def schedule(
                       averaging_groups=averaging_groups)  # fmt: skip
 
 
-def seen(family: str = "ring", nodes: int = 4) -> RoundView:
+def make_view(family: str = "ring", nodes: int = 4) -> RoundView:
     return view(make(family, nodes=nodes), 0, 3, 1)
 
 
@@ -80,66 +81,66 @@ def payload(value: float) -> Payload:
 
 
 def mixed(exchange: Exchange, **options: Any) -> torch.Tensor:
-    """The buffers of node 0, zeros before, after one exchange on a ring of four (weights of a third)."""
+    """Returns the buffers of node 0, which were zeros, after one exchange on a ring of four nodes (weights 1/3)."""
     transport = Transport(exchange)
     plan, each = schedule(transport, **options), BufferExchange(averaged=True)
-    run_without_waits(each.send(seen(), plan))
-    run_without_waits(each.mix(seen(), plan))
+    run_without_waits(each.send(make_view(), plan))
+    run_without_waits(each.mix(make_view(), plan))
     return plan.model.buffers
 
 
 @pytest.mark.parametrize(("averaged", "buffers"), [(False, COUNT), (True, 0)])
-def test_nothing_is_sent_of_what_stays_local_or_is_not_there(averaged: bool, buffers: int) -> None:
+def test_local_or_absent_buffers_are_not_sent(averaged: bool, buffers: int) -> None:
     transport = Transport()
     plan, each = schedule(transport, buffers), BufferExchange(averaged=averaged)
     plan.model.buffers.fill_(5.0)
-    run_without_waits(each.send(seen(), plan))
-    run_without_waits(each.mix(seen(), plan))
+    run_without_waits(each.send(make_view(), plan))
+    run_without_waits(each.mix(make_view(), plan))
     assert not transport.sent and bool((plan.model.buffers == 5.0).all())
 
 
 def test_one_payload_goes_to_all_neighbors_in_the_phase_after_those_of_the_rule() -> None:
     transport = Transport(Exchange([]))
     plan = schedule(transport)
-    run_without_waits(BufferExchange(averaged=True).send(seen(), plan))
+    run_without_waits(BufferExchange(averaged=True).send(make_view(), plan))
     ((round, outgoing, expected, phase, group),) = transport.sent
     assert (round, expected, phase, group) == (3, (1, 3), plan.sharing.requirements.phases, None)
     assert outgoing.keys() == {1, 3} and len({id(each) for each in outgoing.values()}) == 1
-    assert outgoing[1].tensors["x"] is plan.model.buffers, "full precision, as it is"
+    assert outgoing[1].tensors["x"] is plan.model.buffers, "it is not the tensor itself, in full precision"
 
 
-def test_a_group_that_averages_as_a_whole_says_so() -> None:
-    transport, complete = Transport(Exchange([])), replace(seen("complete"), averaging_group=(0, 1, 2, 3))
+def test_an_averaging_group_is_passed_to_the_exchange() -> None:
+    transport, complete = Transport(Exchange([])), replace(make_view("complete"), averaging_group=(0, 1, 2, 3))
     for allowed in (True, False):
         run_without_waits(BufferExchange(averaged=True).send(complete, schedule(transport, averaging_groups=allowed)))
     (*_, group), (*_, none) = transport.sent
     assert group is not None and group.members == (0, 1, 2, 3) and none is None
 
 
-def test_the_mean_is_that_of_the_round_slice_by_slice() -> None:
+def test_buffers_are_averaged_slice_by_slice_with_the_weights_of_the_round() -> None:
     halves = [Arrival(a, b, {uid: Payload({"x": payload(uid).tensors["x"][a:b]}) for uid in (1, 3)}, frozenset())
               for a, b in ((0, 4), (4, COUNT))]  # fmt: skip
     exchange = Exchange(halves)
     torch.testing.assert_close(mixed(exchange), torch.full((COUNT,), 4 / 3))
-    assert exchange.timeout_seconds == 7.0, "of a rule with one phase: as long as for it"
+    assert exchange.timeout_seconds == 7.0, "not as long as for a rule with one phase"
 
 
-def test_the_weight_of_who_is_missing_is_the_own() -> None:
-    """Own buffers are zeros: a third of what node 1 sent is left, however many others say nothing."""
+def test_the_weight_of_a_missing_source_returns_to_the_node() -> None:
+    """The node's own buffers are zeros: the mean is a third of what node 1 sent, however many others are missing."""
     one = mixed(Exchange([Arrival(0, COUNT, {1: payload(3.0)}, frozenset({3}))]))
     torch.testing.assert_close(one, torch.ones(COUNT))
     assert not mixed(Exchange([Arrival(0, COUNT, {}, frozenset({1, 3}))])).any()
 
 
 @pytest.mark.parametrize(("rewritten", "left"), [((1,), 3.0), ((3,), 1.0), ((1, 3), 0.0), ((1, 1), 3.0)])
-def test_what_changed_while_it_was_read_is_left_out(rewritten: tuple[int, ...], left: float) -> None:
-    """One of the two, or both, one after the other while it is mixed anew: as if they had sent nothing."""
+def test_buffers_that_changed_while_they_were_read_are_left_out(rewritten: tuple[int, ...], left: float) -> None:
+    """One of the two sources or both, the second one while the mean is computed again: as if they had sent nothing."""
     exchange = Exchange([Arrival(0, COUNT, {1: payload(3.0), 3: payload(9.0)}, frozenset())], rewritten)
     torch.testing.assert_close(mixed(exchange), torch.full((COUNT,), left))
 
 
 def test_a_sum_of_a_group_is_divided_by_its_size() -> None:
-    transport, complete = Transport(), replace(seen("complete"), averaging_group=(0, 1, 2, 3))
+    transport, complete = Transport(), replace(make_view("complete"), averaging_group=(0, 1, 2, 3))
     transport.answer = Exchange([Arrival(0, COUNT, {}, frozenset(), torch.full((COUNT,), 8.0))])
     plan, each = schedule(transport, averaging_groups=True), BufferExchange(averaged=True)
     run_without_waits(each.send(complete, plan))
@@ -147,8 +148,8 @@ def test_a_sum_of_a_group_is_divided_by_its_size() -> None:
     torch.testing.assert_close(plan.model.buffers, torch.full((COUNT,), 2.0))
 
 
-class KeepsToAPart(Full):
-    """Mixes one half of the model only, as a rule with shards does."""
+class MixesHalf(Full):
+    """Mixes only one half of the model, as a rule with shards does."""
 
     def mix_sum(self, out: torch.Tensor, model: torch.Tensor, total: torch.Tensor, view: RoundView) -> None:
         half = out.numel() // 2
@@ -156,11 +157,11 @@ class KeepsToAPart(Full):
 
 
 def test_the_sum_of_a_group_is_mixed_without_the_rule() -> None:
-    """On a ring of four with weights of a third: the mean of all three, in slices, for parameters of any rule."""
+    """On a ring of four nodes with weights 1/3 the result is the mean of three, in slices, whatever the rule does."""
     total = torch.arange(6.0)
     slices = [Arrival(a, a + 3, {}, frozenset(), total[a : a + 3]) for a in (0, 3)]
-    plan = schedule(Transport(Exchange(slices)), rule=KeepsToAPart(Full.Config()))
+    plan = schedule(Transport(Exchange(slices)), rule=MixesHalf(Full.Config()))
     each = BufferExchange(averaged=True)
-    run_without_waits(each.send(seen(), plan))
-    run_without_waits(each.mix(seen(), plan))
+    run_without_waits(each.send(make_view(), plan))
+    run_without_waits(each.mix(make_view(), plan))
     torch.testing.assert_close(plan.model.buffers, total / 3)

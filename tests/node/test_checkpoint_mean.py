@@ -1,4 +1,4 @@
-"""The means by which nodes agree on their checkpoints, where a node is gone or the run is stopping."""
+"""The means over nodes by which they agree on checkpoints fail: a node is gone, or the run is stopping."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from decentnode.errors import Interrupted, PeerLost
 from decentnode.node.checkpoints.checkpoint_mean import mean_unless_ending
 
 
-class Pending:
-    """A mean that ends in an error."""
+class FailingMean:
+    """A mean that raises `error`."""
 
     ready = True
 
@@ -24,21 +24,22 @@ class Pending:
         yield
 
 
-def outcome(error: Exception, missing: str) -> Any:
+def agree(error: Exception, missing: str) -> Any:
+    """Returns or raises what `mean_unless_ending` does when its mean raises `error`."""
     node: Any = SimpleNamespace(communication=SimpleNamespace(config=SimpleNamespace(timeout_seconds=1.0)),
                                 config=SimpleNamespace(missing=missing))  # fmt: skip
-    steps: Any = mean_unless_ending(node, Pending(error), "which checkpoint all of them have")  # type: ignore[arg-type]
+    steps: Any = mean_unless_ending(node, FailingMean(error), "which checkpoint all of them have")  # type: ignore[arg-type]
     with pytest.raises(StopIteration) as ended:
         next(steps)
     return ended.value.value
 
 
-def test_the_warning_names_what_nodes_do_not_agree_on(caplog: pytest.LogCaptureFixture) -> None:
-    assert outcome(PeerLost("node 3 is gone"), "return_weight") is None
+def test_a_lost_peer_is_a_warning_or_an_error_depending_on_missing(caplog: pytest.LogCaptureFixture) -> None:
+    assert agree(PeerLost("node 3 is gone"), "return_weight") is None
     assert caplog.messages == ["nodes do not agree which checkpoint all of them have: node 3 is gone"]
     with pytest.raises(PeerLost):
-        outcome(PeerLost("node 3 is gone"), "fail")
+        agree(PeerLost("node 3 is gone"), "fail")
 
 
-def test_a_run_that_stops_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
-    assert outcome(Interrupted("stopping"), "fail") is None and not caplog.messages
+def test_a_stopping_run_causes_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    assert agree(Interrupted("stopping"), "fail") is None and not caplog.messages

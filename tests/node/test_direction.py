@@ -1,4 +1,4 @@
-"""The hook by which a rule gets the gradient of every local step."""
+"""`Sharing.direction`, by which a rule corrects the gradient of every local step."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from decentnode.sharing.full import Full
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 
 
-class Halved(Full):
-    """Full sharing of nodes that go half as far."""
+class HalvesGradients(Full):
+    """Full sharing with halved gradients."""
 
     requirements = replace(Full.requirements, gradient=True)
 
@@ -39,7 +39,7 @@ def run(schedule: str, *sets: str) -> Tensor:
 @pytest.mark.parametrize("schedule", ["sequential", "overlapped"])
 @pytest.mark.parametrize("codec", ["null", "{name: float16}"])
 def test_a_rule_corrects_every_gradient(schedule: str, codec: str) -> None:
-    """Half the gradient is half the learning rate, bit for bit."""
-    rule = f"sharing={{name: 'tests.node.test_direction:Halved', compression: {codec}}}"
+    """A run with halved gradients has the bits of a run with half the learning rate."""
+    rule = f"sharing={{name: 'tests.node.test_direction:HalvesGradients', compression: {codec}}}"
     plain = f"sharing={{name: full, compression: {codec}}}"
     assert torch.equal(run(schedule, rule), run(schedule, plain, "training.optimizer.lr=0.05"))

@@ -1,4 +1,4 @@
-"""Runs that end before their last round: all nodes after the same one, whatever happens to them in between."""
+"""Early stop: all nodes end after the same round, also when nodes die, come back or resume."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from decentnode.node.config import NodeConfig
 from decentnode.node.measuring.early_stopping import Course, reason_for_early_end
 from tests.checkpoint.test_state import states_equal
 from tests.graph.contract import make
-from tests.node.fleet import NODES, Fleet, check_resumed, whole_until
+from tests.node.fleet import NODES, Fleet, check_resumed, remove_checkpoints_after
 from tests.node.test_generations import Run
 from tests.training import small
 
@@ -30,7 +30,7 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def course(**keys: Any) -> Course:
+def make_course(**keys: Any) -> Course:
     config = NodeConfig.model_validate({"early_stop": {"figure": FIGURE, **keys}})
     return Course(config, small.make())
 
@@ -47,15 +47,15 @@ def course(**keys: Any) -> Course:
     ({"patience": 1, "figure": "ema_accuracy_merged"}, [0.1, 0.2, 0.1], 2, (0.2, 1)),
     ({"patience": 3}, [0.1, 0.2, 0.3, 0.4, 0.5], None, (0.5, 4)),
 ], ids=str)  # fmt: skip
-def test_after_which_evaluation_a_run_ends(
+def test_the_values_decide_after_which_evaluation_a_run_ends(
     keys: dict[str, Any], values: list[float], ends: int | None, best: tuple[float, int]
 ) -> None:
-    followed = course(**keys)
+    followed = make_course(**keys)
     found = None
     for round, value in enumerate(values):
         for _ in range(2):  # an evaluation that is made again counts once
             followed.take({keys.get("figure", FIGURE): value}, round)
-        again = course(**keys)
+        again = make_course(**keys)
         again.load_state_dict(followed.state_dict())
         assert again.figures() == followed.figures() and again.over == followed.over
         if followed.over:
@@ -66,7 +66,7 @@ def test_after_which_evaluation_a_run_ends(
     assert (figures["best_value"], figures["best_round"]) == best and figures["stopped_early"] == (ends is not None)
 
 
-def test_without_an_early_stop_a_run_knows_its_best_and_never_ends() -> None:
+def test_without_early_stop_the_best_value_is_known_and_the_run_does_not_end() -> None:
     for config, figure in (({}, "accuracy_merged"), ({"checkpoint": {"best": "loss_mean"}}, "loss_mean")):
         followed = Course(NodeConfig.model_validate(config), small.make())
         for round in range(9):
@@ -78,14 +78,14 @@ def test_without_an_early_stop_a_run_knows_its_best_and_never_ends() -> None:
 
 
 def rounds_of(fleet: Fleet) -> int:
-    """After how many rounds the nodes ended, all after the same."""
+    """Returns after how many rounds the nodes ended: all after the same."""
     assert len({node.round for node in fleet.nodes}) == 1
     return fleet.nodes[0].round
 
 
 def expected(fleet: Fleet, patience: int) -> int:
-    """After which round it has to end, by its own records."""
-    values = {each["round"]: each[FIGURE] for each in fleet.of_kind("evaluation") if each["uid"] == 0}
+    """Returns after which round the run has to end according to its evaluations."""
+    values = {record["round"]: record[FIGURE] for record in fleet.records_of_kind("evaluation") if record["uid"] == 0}
     best, since = -1.0, 0
     for round in sorted(values):
         best, since = (values[round], 0) if values[round] > best else (best, since + 1)
@@ -100,36 +100,36 @@ def test_all_nodes_end_after_the_same_round(tmp_path: Path, patience: int, sched
     fleet = Fleet(tmp_path, **STOP, schedule=schedule, early_stop={"figure": FIGURE, "patience": patience}).run()
     ended = rounds_of(fleet)
     assert ended == expected(fleet, patience) < 60
-    assert {each["round"] for each in fleet.of_kind("early_stop")} == {ended}
-    assert {each["uid"] for each in fleet.of_kind("early_stop")} == {*range(NODES)}
+    assert {record["round"] for record in fleet.records_of_kind("early_stop")} == {ended}
+    assert {record["uid"] for record in fleet.records_of_kind("early_stop")} == {*range(NODES)}
     assert all(node.figures()["stopped_early"] == 1 for node in fleet.nodes)
-    assert ended in {int(place.name.partition("-")[0]) for place in tmp_path.glob("0*")}, "its state is kept"
+    assert ended in {int(folder.name.partition("-")[0]) for folder in tmp_path.glob("0*")}
 
 
 @pytest.mark.slow
-def test_an_early_stop_that_never_comes_changes_no_bit(tmp_path: Path) -> None:
+def test_an_early_stop_that_is_never_reached_changes_no_bit(tmp_path: Path) -> None:
     one = Fleet(tmp_path / "a", evaluate_every=1).run()
     other = Fleet(tmp_path / "b", evaluate_every=1, early_stop={"figure": FIGURE, "patience": 50}).run()
     for before, after in zip(one.states(), other.states(), strict=True):
         assert all(states_equal(x, y) for x, y in zip(before[:3], after[:3], strict=True))
 
 
-def test_a_resumed_run_ends_where_the_uninterrupted_one_does(tmp_path: Path) -> None:
+def test_a_resumed_run_stops_early_after_the_same_round_as_the_uninterrupted_one(tmp_path: Path) -> None:
     keys = {**STOP, "early_stop": {"figure": FIGURE, "patience": 3}, "checkpoint": {"every": 1, "keep": 99}}
     straight = Fleet(tmp_path / "a", **keys).run()
     ended = rounds_of(straight)
-    whole_until(tmp_path / "a", ended - 1)  # in the middle of the patience
+    remove_checkpoints_after(tmp_path / "a", ended - 1)  # in the middle of the patience
     resumed = Fleet(tmp_path / "b", **keys).resume(tmp_path / "a").run()
     assert rounds_of(resumed) == ended
     check_resumed(straight, resumed, ended - 1)
 
 
 @pytest.mark.slow
-def test_a_run_that_ended_early_is_over_when_it_is_resumed_and_goes_on_with_more_patience(tmp_path: Path) -> None:
+def test_an_early_stopped_run_continues_when_resumed_only_with_more_patience(tmp_path: Path) -> None:
     patience = {"figure": FIGURE, "patience": 1}
     first = Fleet(tmp_path / "a", **STOP, early_stop=patience).run()
     again = Fleet(tmp_path / "b", **STOP, early_stop=patience).resume(tmp_path / "a").run()
-    assert rounds_of(again) == rounds_of(first) and not again.of_kind("round")
+    assert rounds_of(again) == rounds_of(first) and not again.records_of_kind("round")
     more = {"figure": FIGURE, "patience": 3}
     straight = Fleet(tmp_path / "c", **STOP, early_stop=more).run()
     longer = Fleet(tmp_path / "d", **STOP, early_stop=more).resume(tmp_path / "a").run()
@@ -145,7 +145,9 @@ def test_a_run_that_ended_early_is_over_when_it_is_resumed_and_goes_on_with_more
 
 
 @pytest.mark.parametrize("without", [(), (0,), (1, 3)])
-def test_members_take_the_view_of_one_that_has_seen_all(tmp_path: Path, without: tuple[int, ...]) -> None:
+def test_members_adopt_the_evaluation_history_of_a_member_that_has_seen_all(
+    tmp_path: Path, without: tuple[int, ...]
+) -> None:
     """Who comes to a generation, or has no checkpoint, has seen no evaluation; of the others one may have missed the
     last."""
     fleet = Fleet(tmp_path, **STOP, early_stop={"figure": FIGURE, "patience": 2})
@@ -157,8 +159,8 @@ def test_members_take_the_view_of_one_that_has_seen_all(tmp_path: Path, without:
     before = fleet.nodes[giver].course.numbers()
     steps = [agree_on_course(node, frozenset(without), "test/course") for node in fleet.nodes]
     for _ in range(4):
-        for each in steps:
-            next(each, None)
+        for agreement in steps:
+            next(agreement, None)
     found = [node.course.numbers() for node in fleet.nodes]
     assert found == [found[0]] * NODES and found[0] == pytest.approx(before, rel=1e-14)
     assert found[0][4:] == [4.0, 0.0, 4.0]
@@ -167,7 +169,7 @@ def test_members_take_the_view_of_one_that_has_seen_all(tmp_path: Path, without:
 @pytest.mark.sampled(one=["lost"])
 @pytest.mark.parametrize("lost", range(4, 12))
 @pytest.mark.parametrize("back", [3, 6])
-def test_who_leaves_and_comes_back_ends_with_the_others(lost: int, back: int) -> None:
+def test_a_node_that_dies_and_comes_back_stops_early_with_the_others(lost: int, back: int) -> None:
     """Without training the distance to consensus only falls: no evaluation is better than the first."""
     stop = {"figure": "consensus_rms", "better": "higher", "patience": 7}
     run = Run(make("regular", nodes=8), rounds=40, early_stop=stop, evaluate_every=1)
@@ -182,18 +184,18 @@ def test_who_leaves_and_comes_back_ends_with_the_others(lost: int, back: int) ->
     assert len({str(node.course.numbers()) for node in run.nodes.values()}) == 1
 
 
-def test_nodes_without_files_end_with_the_others(tmp_path: Path) -> None:
+def test_a_node_without_a_checkpoint_stops_early_with_the_others(tmp_path: Path) -> None:
     keys = {**STOP, "early_stop": {"figure": FIGURE, "patience": 3, "after": 4}}
     Fleet(tmp_path / "a", **{**keys, "rounds": 4}).run()
     for path in (tmp_path / "a").glob("0*/000.*"):
         path.unlink()
     fleet = Fleet(tmp_path / "b", **keys).resume(tmp_path / "a").run()
-    assert {tuple(each["without"]) for each in fleet.of_kind("resumed")} == {(0,)}
+    assert {tuple(record["without"]) for record in fleet.records_of_kind("resumed")} == {(0,)}
     assert 4 < rounds_of(fleet) < 60 and len({str(node.course.numbers()) for node in fleet.nodes}) == 1
 
 
-def test_the_best_checkpoint_of_the_run_before_is_kept_when_it_is_resumed(tmp_path: Path) -> None:
-    """And a later one has to be better than that."""
+def test_a_resumed_run_keeps_the_best_checkpoint_until_a_better_one(tmp_path: Path) -> None:
+    """A later checkpoint must be better than the best one before the resumption."""
     keys = {"every": 2, "keep": 1, "best": {"figure": "loss_mean", "better": "higher"}}  # the first ones
     Fleet(tmp_path / "a", rounds=6, evaluate_every=1, checkpoint=keys).run()
     before = store.read_best(tmp_path / "a", 1)
@@ -206,19 +208,19 @@ def test_the_best_checkpoint_of_the_run_before_is_kept_when_it_is_resumed(tmp_pa
     assert store.read_best(tmp_path / "a", 1) is None
 
 
-@pytest.mark.parametrize(("change", "said"), [
+@pytest.mark.parametrize(("change", "reason"), [
     ("node.early_stop=accuracy", "which all nodes have alike"),
     ("node.early_stop=bleu_mean", "early_stop must be one of accuracy_mean, accuracy_merged"),
     ("node={early_stop: accuracy_mean, evaluate_every: 0}", "early_stop needs evaluate_every of at least 1"),
     ("node.early_stop={figure: loss_mean, patience: 0}", "patience"),
     ("node.early_stop=ema_accuracy_merged", "early_stop must be one of accuracy_mean"),
 ])  # fmt: skip
-def test_what_cannot_be_followed_is_refused(change: str, said: str) -> None:
+def test_figures_that_cannot_be_monitored_are_refused(change: str, reason: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load(QUICKSTART, [change], {})
-    assert said in "\n".join(caught.value.problems)
+    assert reason in "\n".join(caught.value.problems)
 
 
-def test_a_figure_of_a_variant_can_be_followed() -> None:
+def test_a_figure_of_a_model_variant_can_be_monitored() -> None:
     sets = ["training.ema=0.9", "node.early_stop=ema_accuracy_merged", "node.checkpoint={best: ema_loss_mean}"]
     assert load(QUICKSTART, sets, {}).node.early_stop is not None

@@ -1,4 +1,4 @@
-"""Rounds in which nodes expect nobody, and neighbors that they find by what they tell each other."""
+"""The epidemic schedule, whose rounds expect no particular sender, and samplers, by which nodes find neighbors."""
 
 from __future__ import annotations
 
@@ -43,19 +43,19 @@ def experiment(*overrides: str, rounds: int = 6) -> Experiment:
     ])  # fmt: skip
 
 
-def made(*overrides: str, rounds: int = 6) -> tuple[list[Node], list[dict[str, Any]]]:
-    """The nodes of a run, and the records of their rounds."""
+def make_nodes(*overrides: str, rounds: int = 6) -> tuple[list[Node], list[dict[str, Any]]]:
+    """Returns the nodes of a run, which has not begun, and the list of its round records."""
     records: list[dict[str, Any]] = []
 
-    def record(uid: int, each: dict[str, Any]) -> None:
-        if each["kind"] == "round":
-            records.append({"uid": uid, **each})
+    def take_record(uid: int, record: dict[str, Any]) -> None:
+        if record["kind"] == "round":
+            records.append({"uid": uid, **record})
 
-    return build_in_process(experiment(*overrides, rounds=rounds), record), records
+    return build_in_process(experiment(*overrides, rounds=rounds), take_record), records
 
 
-def in_step(nodes: list[Node], rounds: int) -> None:
-    """All nodes finish a round before any begins the next."""
+def run_in_lockstep(nodes: list[Node], rounds: int) -> None:
+    """All nodes finish a round before any node begins the next one."""
     for r in range(rounds):
         for node in nodes:
             node.begin_round(r)
@@ -64,30 +64,31 @@ def in_step(nodes: list[Node], rounds: int) -> None:
             node.round += 1
 
 
-def test_nodes_in_step_mix_what_those_mix_that_know_who_sends() -> None:
-    (waits, _), (goes, rounds) = made(), made("node.schedule=epidemic")
-    for nodes in (waits, goes):
-        in_step(nodes, 6)
-    for one, other in zip(waits, goes, strict=True):
+def test_in_lockstep_epidemic_nodes_mix_the_same_models_as_sequential_ones() -> None:
+    (sequential, _), (epidemic, rounds) = make_nodes(), make_nodes("node.schedule=epidemic")
+    for nodes in (sequential, epidemic):
+        run_in_lockstep(nodes, 6)
+    for one, other in zip(sequential, epidemic, strict=True):
         assert torch.equal(one.training.model.parameters, other.training.model.parameters)
-    graph = goes[0].graph
-    assert {(each["uid"], each["round"]): each["mixed_copies"] for each in rounds} == {
+    graph = epidemic[0].graph
+    assert {(record["uid"], record["round"]): record["mixed_copies"] for record in rounds} == {
         (uid, r): len(graph.sources(uid, r)) for uid in range(6) for r in range(6)
     }
 
 
-def test_a_node_sends_as_many_models_as_it_drew_and_nothing_to_others() -> None:
-    nodes, rounds = made("node.schedule=epidemic")
+def test_a_node_sends_its_model_to_the_neighbors_it_drew_and_nothing_to_others() -> None:
+    nodes, rounds = make_nodes("node.schedule=epidemic")
     step_all(nodes)
     size = nodes[0].training.model.parameters.nbytes
-    assert {(each["round"], each["data_bytes_sent"]) for each in rounds} == {(r, (r + 1) * 2 * size) for r in range(6)}
-    for each in rounds:
-        sent = {int(uid) for uid, edge in each["edges"].items() if edge[0]}
-        assert sent == {*nodes[0].graph.neighbors(each["uid"], each["round"])}
+    sent_until = {(record["round"], record["data_bytes_sent"]) for record in rounds}
+    assert sent_until == {(round, (round + 1) * 2 * size) for round in range(6)}
+    for record in rounds:
+        sent = {int(uid) for uid, edge in record["edges"].items() if edge[0]}
+        assert sent == {*nodes[0].graph.neighbors(record["uid"], record["round"])}
 
 
-def test_who_gets_nothing_waits_for_the_first_to_come() -> None:
-    nodes, _ = made("node.schedule=epidemic", "node.asynchronous={arrivals: 1, deadline_seconds: 5}")
+def test_a_node_without_arrivals_waits_for_the_first_one_and_mixes_its_newest_model() -> None:
+    nodes, _ = make_nodes("node.schedule=epidemic", "node.asynchronous={arrivals: 1, deadline_seconds: 5}")
     nodes[0].begin_round(0)
     own = nodes[0].training.model.parameters.clone()
     other = torch.ones_like(own)
@@ -99,8 +100,8 @@ def test_who_gets_nothing_waits_for_the_first_to_come() -> None:
     torch.testing.assert_close(nodes[0].training.model.parameters, (own + other) / 2, atol=1e-6, rtol=0)
 
 
-def test_the_longest_wait_is_that_of_the_local_steps_within_bounds() -> None:
-    nodes, rounds = made("node.schedule=epidemic", "node.asynchronous={arrivals: 0}")
+def test_the_longest_wait_equals_the_time_of_the_local_steps_within_bounds() -> None:
+    nodes, rounds = make_nodes("node.schedule=epidemic", "node.asynchronous={arrivals: 0}")
     nodes[0].begin_round(0)
     assert next(nodes[0]._finish_round(0), "over") == "over"
     assert rounds[0]["mixed_copies"] == 0
@@ -116,7 +117,7 @@ def test_the_longest_wait_is_that_of_the_local_steps_within_bounds() -> None:
 
 @pytest.mark.sampled(one=["transport"])
 @pytest.mark.parametrize("transport", ["ipc", "shared_memory"])
-def test_nodes_that_know_two_others_come_together_over_every_transport(transport: str) -> None:
+def test_nodes_that_start_with_two_neighbors_meet_others_and_contract_over_every_transport(transport: str) -> None:
     count = 6
     config = NodeConfig.model_validate({
         "rounds": 40, "evaluate_every": 0, "schedule": "epidemic", "sampler": "cyclon",
@@ -140,8 +141,8 @@ def test_nodes_that_know_two_others_come_together_over_every_transport(transport
         edges = {(uid, other) for uid, end in enumerate(ends) for other, edge in end.counters.known()
                  if edge.payload_bytes_received}  # fmt: skip
     assert len({(a, b) for a, b in edges if (a - b) % count not in (1, count - 1)}) > 2
-    assert check_payloads(lives) > 40, "and what they mixed is what others sent"
-    # how near they come depends on how the machine lets them run: the first that has made all rounds ends the run
+    assert check_payloads(lives) > 40
+    # The deviation that remains depends on the scheduling of threads: the first node to finish ends the run
     assert stacked(trainings).std(0).mean() < 0.4 * start.std(0).mean()  # type: ignore[arg-type]
     assert stacked(trainings, "buffers").std(0).max() < 1  # type: ignore[arg-type]
 
@@ -151,14 +152,14 @@ def test_nodes_that_know_two_others_come_together_over_every_transport(transport
     "{name: cyclon, view: 4, exchange: 2, degree: 2}", "{name: knn, view: 4, exchange: 2, degree: 2, refresh: 2}",
     "{name: knn, view: 4, exchange: 2, degree: 2, by: model, sketch: 4, measure: distance, prefer: dissimilar}",
 ])  # fmt: skip
-def test_nodes_of_a_ring_meet_others_and_learn(sampler: str) -> None:
+def test_nodes_of_a_ring_meet_others_and_repeat_bit_for_bit(sampler: str) -> None:
     keys = ["graph={name: ring, nodes: 6}", "node.schedule=epidemic", f"node.sampler={sampler}"]
-    nodes, rounds = made(*keys, rounds=12)
+    nodes, rounds = make_nodes(*keys, rounds=12)
     step_all(nodes)
-    far = {(each["uid"], int(uid)) for each in rounds for uid, edge in each["edges"].items() if edge[0] > 2000}
+    far = {(record["uid"], int(uid)) for record in rounds for uid, edge in record["edges"].items() if edge[0] > 2000}
     assert len({(a, b) for a, b in far if (a - b) % 6 not in (1, 5)}) > 8
     assert all(node.rounds.sampling is not None and len(node.rounds.sampling.sampler.known()) > 1 for node in nodes)
-    again, _ = made(*keys, rounds=12)
+    again, _ = make_nodes(*keys, rounds=12)
     step_all(again)
     for one, other in zip(nodes, again, strict=True):
         assert torch.equal(one.training.model.parameters, other.training.model.parameters)
@@ -166,29 +167,28 @@ def test_nodes_of_a_ring_meet_others_and_learn(sampler: str) -> None:
 
 def _world(faults: Faults, *, slow: int | None = None, graph: str = "el_local", limits: Limits | None = None,
            **node: Any) -> tuple[NodeRun, World]:  # fmt: skip
-    """A run of eight nodes in a world in which a round takes .1 s, and ten times as long for one."""
+    """Runs eight nodes in a world in which a round takes .1 s, and 1 s for the node `slow`."""
     options = {} if graph == "ring" else {"degree": 4}
     made = NodeRun(make(graph, nodes=8, **options), lambda: Full(Full.Config()), schedule="epidemic", evaluate_every=0,
                 **node)  # fmt: skip
     world = made.world(faults=faults, limits=limits, compute_seconds=lambda uid, _: 1.0 if uid == slow else 0.1)
-    assert world.run(1e4), {each.uid: each.node.doing for each in world.processes.values()}
+    assert world.run(1e4), {process.uid: process.node.doing for process in world.processes.values()}
     return made, world
 
 
 @pytest.mark.slow
-def test_a_slow_node_slows_nobody_and_no_node_runs_away() -> None:
+def test_a_slow_node_does_not_slow_the_others_and_no_node_runs_ahead() -> None:
     made, world = _world(Faults(), slow=2, rounds=60)
     assert not any(process.error for process in world.lives)
     rounds = {uid: node.round for uid, node in made.nodes.items()}
     assert rounds.pop(2) < 12 and min(rounds.values()) > 45
-    last = max(each["time"] for each in made.records if each["kind"] == "round" and each["uid"] == 0)
-    first = min(each["time"] for each in made.records if each["kind"] == "round" and each["uid"] == 0)
-    assert last - first < 1.15 * 0.1 * 60
-    assert all(each["wait_seconds"] < 1.01 for each in made.records if each["kind"] == "round")
+    times = [record["time"] for record in made.records if record["kind"] == "round" and record["uid"] == 0]
+    assert max(times) - min(times) < 1.15 * 0.1 * 60
+    assert all(record["wait_seconds"] < 1.01 for record in made.records if record["kind"] == "round")
 
 
 @pytest.mark.slow
-def test_who_dies_is_forgotten_by_those_who_shuffle_over_lossy_links() -> None:
+def test_samplers_forget_a_dead_node_over_lossy_links() -> None:
     lossy = Link(latency_seconds=0.01, jitter_seconds=0.02, queue_messages=20, loss=0.1, duplication=0.1)
     faults = Faults(links=lossy, lossy_seconds=4.0, plan=(Kill(nodes=(5,), at_round=10),))
     made, world = _world(faults, graph="ring", rounds=60, lr=0.0, missing="regroup", limits=Limits(1.0, 20.0, 4, 60),
@@ -196,43 +196,43 @@ def test_who_dies_is_forgotten_by_those_who_shuffle_over_lossy_links() -> None:
     assert world.happened["kill"] == 1 and world.network.happened["lost"]
     alive = {uid: node for uid, node in made.nodes.items() if uid != 5}
     samplings = {uid: node.rounds.sampling for uid, node in alive.items()}
-    known = {uid: set(each.sampler.known()) for uid, each in samplings.items() if each is not None}
-    assert len(known) == 7 and not any(5 in each for each in known.values())
-    assert len({(a, b) for a, each in known.items() for b in each if (a - b) % 8 not in (1, 7)}) > 7
+    known = {uid: set(sampling.sampler.known()) for uid, sampling in samplings.items() if sampling is not None}
+    assert len(known) == 7 and not any(5 in uids for uids in known.values())
+    assert len({(a, b) for a, uids in known.items() for b in uids if (a - b) % 8 not in (1, 7)}) > 7
     models = torch.stack([node.training.model.parameters for node in alive.values()])
     start = torch.stack([node.training.initial for node in alive.values()])  # type: ignore[attr-defined]
     assert models.std(0).max() < 0.1 * start.std(0).mean()
 
 
-def test_what_no_sampler_sends_is_counted_and_dropped() -> None:
-    nodes, _ = made("graph={name: ring, nodes: 6}", "node.schedule=epidemic", "node.sampler=cyclon")
+def test_malformed_shuffles_are_counted_and_dropped() -> None:
+    nodes, _ = make_nodes("graph={name: ring, nodes: 6}", "node.schedule=epidemic", "node.sampler=cyclon")
     sampling, transport = nodes[0].rounds.sampling, nodes[1].communication
     assert sampling is not None
     channel = sampling._channel
     wrong = {"uids": torch.tensor([3, 3]), "ages": torch.tensor([0, 0])}
     transport.publish(1, {0: Payload(wrong, {"kind": 0})}, channel)
-    transport.publish(2, {0: Payload({name: each[:1] for name, each in wrong.items()}, {"kind": 7})}, channel)
+    transport.publish(2, {0: Payload({name: tensor[:1] for name, tensor in wrong.items()}, {"kind": 7})}, channel)
     list(sampling.round(0))
     assert nodes[0].communication.counters.faults["malformed_shuffle"] == 2
     assert transport.schemas[channel].mailbox == MAILBOX_CAPACITY  # type: ignore[attr-defined]
 
 
-def test_who_comes_back_between_two_sketches_tells_of_its_model() -> None:
-    """It had nothing to tell of until the next one was due, and could not send its first message."""
+def test_a_node_that_comes_back_between_two_sketches_makes_one_at_once() -> None:
+    """Once it had no sketch until the next one was due, and could not send its first message."""
     sampler = "node.sampler={name: knn, by: model, view: 3, exchange: 2, degree: 2, sketch: 8, refresh: 10}"
-    nodes, _ = made("graph={name: ring, nodes: 6}", "node.schedule=epidemic", sampler)
+    nodes, _ = make_nodes("graph={name: ring, nodes: 6}", "node.schedule=epidemic", sampler)
     back, other = nodes[0].rounds.sampling, nodes[1].rounds.sampling
     assert back is not None and other is not None
-    for each in nodes[1:]:
-        assert each.rounds.sampling is not None
-        list(each.rounds.sampling.round(0))
+    for node in nodes[1:]:
+        assert node.rounds.sampling is not None
+        list(node.rounds.sampling.round(0))
     list(back.round(3))
     first = back.sampler.profile
     assert first.shape == (8,) and first.any()
     list(other.round(3))
     assert not other._communication.counters.faults
     list(back.round(4))
-    assert back.sampler.profile is first, "the next is told when it is due"
+    assert back.sampler.profile is first, "a second sketch was made before it was due"
 
 
 def test_sketches_keep_distances_and_cosines() -> None:
@@ -240,16 +240,16 @@ def test_sketches_keep_distances_and_cosines() -> None:
     draws = torch.Generator().manual_seed(1)
     base = torch.randn(20_000, generator=draws)
     near, far = base + 0.3 * torch.randn(20_000, generator=draws), torch.randn(20_000, generator=draws)
-    said = [sketch(model) for model in (base, near, far)]
+    sketches = [sketch(model) for model in (base, near, far)]
     for a, b in ((0, 1), (0, 2)):
         x, y = (base, near, far)[a], (base, near, far)[b]
-        assert np.linalg.norm(said[a] - said[b]) == pytest.approx(float((x - y).norm()), rel=0.25)
-        cosine = said[a] @ said[b] / np.linalg.norm(said[a]) / np.linalg.norm(said[b])
+        assert np.linalg.norm(sketches[a] - sketches[b]) == pytest.approx(float((x - y).norm()), rel=0.25)
+        cosine = sketches[a] @ sketches[b] / np.linalg.norm(sketches[a]) / np.linalg.norm(sketches[b])
         assert cosine == pytest.approx(float(torch.nn.functional.cosine_similarity(x, y, dim=0)), abs=0.2)
 
 
 @pytest.mark.parametrize(
-    ("overrides", "says"),
+    ("overrides", "reason"),
     [
         (["node.sampler=cyclon"], "sampler needs schedule: epidemic"),
         (["node.schedule=epidemic", "node.sampler=cyclo"], "did you mean 'cyclon'"),
@@ -258,6 +258,6 @@ def test_sketches_keep_distances_and_cosines() -> None:
           "node.sampler.exchange=30"], "exchange must be at most view"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_refused(overrides: list[str], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
+def test_combinations_that_cannot_work_are_refused(overrides: list[str], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
         experiment(*overrides)

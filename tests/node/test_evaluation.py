@@ -10,8 +10,8 @@ from decentnode.node.measuring.evaluation import squared_distance, steps_until_r
 from decentnode.tensors import BLOCK_ELEMENTS
 
 
-class Slow(Pending):
-    """Ready after so many looks."""
+class ReadyLater(Pending):
+    """A mean that is ready when `ready` was read `looks` times before."""
 
     def __init__(self, looks: int) -> None:
         self.looks = looks
@@ -26,12 +26,12 @@ class Slow(Pending):
         return self.looks < 0
 
     def wait(self, timeout_seconds: float) -> tuple[Tensor, int]:
-        raise AssertionError("nobody waits here")
+        raise AssertionError("steps must not block")
 
 
 @pytest.mark.parametrize(("looks", "steps"), [(0, 1), (1, 2), (2, 3), (9, 4)])
-def test_a_node_waits_for_as_many_steps_as_a_round_has_phases(looks: int, steps: int) -> None:
-    assert len(list(steps_until_ready(Slow(looks), phases=3))) == steps
+def test_a_node_waits_for_a_mean_at_most_one_step_per_phase_and_one_more(looks: int, steps: int) -> None:
+    assert len(list(steps_until_ready(ReadyLater(looks), phases=3))) == steps
 
 
 def test_distances_are_summed_in_double_precision() -> None:

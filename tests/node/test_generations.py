@@ -1,4 +1,4 @@
-"""Runs that go on when members die, freeze and come back; all nodes in one process, stepped in turn."""
+"""Nodes in one process, stepped in turn, continue without a dead member and readmit it when it comes back."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from tests.sharing.contract import requirement_traits
 
 
 class Run:
-    """Nodes in one process, some of which are stepped no more, or again."""
+    """Nodes in one process. A node that is lost is no longer stepped; a restarted one is a new node."""
 
     def __init__(
         self, graph: Graph, rounds: int = 10, lr: float = 0.0, rule: str = "full", **options: object
     ) -> None:
         self.graph, self.lr = graph, lr
-        fixed = {"rounds": rounds, "evaluate_every": 4, "missing": "regroup"}
-        self.config = NodeConfig.model_validate({**fixed, **options})
+        defaults = {"rounds": rounds, "evaluate_every": 4, "missing": "regroup"}
+        self.config = NodeConfig.model_validate({**defaults, **options})
         self.hub = Hub(graph.num_nodes)
         self.records: list[dict[str, Any]] = []
         self.make_rule = self.rule_maker(rule)
@@ -44,13 +44,13 @@ class Run:
 
     @staticmethod
     def rule_maker(name: str) -> Callable[[], Sharing]:
-        def renew() -> Sharing:
+        def make_rule() -> Sharing:
             made: Any = load_class(name, AMONG_EQUALS, "sharing")
             rule: Sharing = make_sharing(made.Config(name=name), [])
             rule.set_parameter_shapes([(8, 5)])
             return rule
 
-        return renew
+        return make_rule
 
     def make(self, uid: int) -> Node:
         training = Quadratic(uid, 40, self.lr)
@@ -78,16 +78,16 @@ class Run:
         self.runs[uid] = node.steps()
 
     def end(self) -> None:
-        left: dict[int, Iterator[None]] = dict(self.runs)
+        running: dict[int, Iterator[None]] = dict(self.runs)
         for _ in range(1000):
-            for uid, steps in sorted(left.items()):
+            for uid, steps in sorted(running.items()):
                 try:
                     next(steps)
                 except StopIteration:
-                    del left[uid]
-            if not left:
+                    del running[uid]
+            if not running:
                 return
-        pytest.fail(f"still at {[(uid, self.nodes[uid].doing) for uid in left]}")
+        pytest.fail(f"still at {[(uid, self.nodes[uid].doing) for uid in running]}")
 
     def models(self) -> np.ndarray:
         return np.stack([node.training.model.parameters.double().numpy() for _, node in sorted(self.nodes.items())])
@@ -95,18 +95,18 @@ class Run:
 
 @pytest.mark.parametrize("schedule", ["sequential", "overlapped"])
 @pytest.mark.parametrize("steps", range(6))
-def test_the_others_go_on_from_their_models_whenever_one_is_lost(schedule: str, steps: int) -> None:
-    """Without training, mixing is all that happens: no coordinate leaves the range of the initial ones."""
+def test_survivors_continue_from_their_models_whenever_a_node_is_lost(schedule: str, steps: int) -> None:
+    """Nodes do not train but only mix: no coordinate leaves the range of the initial ones."""
     run = Run(make("regular", nodes=8), schedule=schedule)
     low, high = run.models().min(0), run.models().max(0)
     run.step(5 + steps)
     before = run.models()
     run.lose(3)
-    kept = np.delete(before, 3, 0)
+    survivors = np.delete(before, 3, 0)
     run.end()
     after = run.models()
     assert ((after >= low - 1e-6) & (after <= high + 1e-6)).all()
-    assert np.abs(after - after.mean(0)).max() < np.abs(kept - kept.mean(0)).max()
+    assert np.abs(after - after.mean(0)).max() < np.abs(survivors - survivors.mean(0)).max()
     assert {node.round for node in run.nodes.values()} == {10}
     assert all(len(node.generation.members) == 7 for node in run.nodes.values())
     assert sorted(run.nodes[0].reports) == [0, 1, 2, 4, 5, 6, 7]
@@ -115,19 +115,20 @@ def test_the_others_go_on_from_their_models_whenever_one_is_lost(schedule: str, 
 @pytest.mark.sampled(one=["steps"])
 @pytest.mark.parametrize("schedule", ["sequential", "overlapped"])
 @pytest.mark.parametrize("steps", range(4, 14))
-def test_no_evaluation_is_lost_to_a_generation_that_begins_when_it_is_due(schedule: str, steps: int) -> None:
+def test_no_evaluation_is_skipped_when_a_generation_begins_in_its_round(schedule: str, steps: int) -> None:
     run = Run(make("regular", nodes=6), schedule=schedule, early_stop={"figure": "loss_mean", "patience": 9})
     run.step(steps)
     run.lose(3)
     run.end()
     for uid in run.nodes:
-        evaluated = [each["round"] for each in run.records if each["kind"] == "evaluation" and each["uid"] == uid]
-        assert sorted({*evaluated}) == [0, 4, 8, 10], "all that were due"
-        assert len(evaluated) <= 5, "made again only where somebody had missed it"
+        evaluated = [record["round"] for record in run.records
+                     if record["kind"] == "evaluation" and record["uid"] == uid]  # fmt: skip
+        assert sorted({*evaluated}) == [0, 4, 8, 10], "an evaluation was skipped"
+        assert len(evaluated) <= 5, "repeated although no node had missed it"
     assert len({tuple(node.course.numbers()) for node in run.nodes.values()}) == 1
 
 
-def test_who_comes_back_as_an_evaluation_is_over_does_not_have_it_made_again() -> None:
+def test_a_node_that_rejoins_after_an_evaluation_does_not_cause_another_one() -> None:
     run = Run(make("regular", nodes=6))
     run.step(3)
     run.lose(3)
@@ -138,9 +139,9 @@ def test_who_comes_back_as_an_evaluation_is_over_does_not_have_it_made_again() -
     run.restart(3)
     run.end()
     for uid in (0, 5):
-        assert [each["round"] for each in run.records if each["kind"] == "evaluation" and each["uid"] == uid] == [
-            0, 4, 8, 10,
-        ]  # fmt: skip
+        evaluated = [record["round"] for record in run.records
+                     if record["kind"] == "evaluation" and record["uid"] == uid]  # fmt: skip
+        assert evaluated == [0, 4, 8, 10]
 
 
 @pytest.mark.sampled(one=["ahead"])
@@ -148,8 +149,10 @@ def test_who_comes_back_as_an_evaluation_is_over_does_not_have_it_made_again() -
     ("sequential", "full"), ("overlapped", "full"), ("sequential", "gradient_tracking"), ("sequential", "choco"),
 ])  # fmt: skip
 @pytest.mark.parametrize("ahead", range(1, 5))
-def test_who_is_behind_as_one_dies_makes_all_of_its_rounds_once(ahead: int, schedule: str, rule: str) -> None:
-    """Nodes of a ring are up to two rounds apart as one dies: the others begin together, and nobody skips a round."""
+def test_every_survivor_makes_every_round_once_although_nodes_are_in_different_rounds(
+    ahead: int, schedule: str, rule: str
+) -> None:
+    """Nodes of a ring are up to two rounds apart when one dies: the others regroup, and no node skips a round."""
     run = Run(make("ring", nodes=6), lr=0.1, rule=rule, schedule=schedule)
     run.step(5)
     for uid in [4, 5, 0, 1, 2][:ahead]:
@@ -157,12 +160,12 @@ def test_who_is_behind_as_one_dies_makes_all_of_its_rounds_once(ahead: int, sche
     for uid in [5, 0, 1][: ahead - 2]:
         next(run.runs[uid])
     rounds = {node.round for node in run.nodes.values()}
-    assert len(rounds) > 1, "all are in one round: nothing is tried"
+    assert len(rounds) > 1, "all nodes are in one round: this test shows nothing"
     run.lose(3)
     run.end()
     for uid, node in run.nodes.items():
         assert node.training.made == list(range(10))  # type: ignore[attr-defined]
-        finished = [each["round"] for each in run.records if each["kind"] == "round" and each["uid"] == uid]
+        finished = [record["round"] for record in run.records if record["kind"] == "round" and record["uid"] == uid]
         assert finished == list(range(10))
 
 
@@ -178,7 +181,7 @@ def test_mixing_among_the_survivors_keeps_their_mean() -> None:
     np.testing.assert_allclose(run.models(), np.tile(mean, (7, 1)), atol=1e-3)
 
 
-def test_who_comes_back_gets_the_mean_of_the_others() -> None:
+def test_a_node_that_rejoins_starts_from_the_mean_of_the_others() -> None:
     run = Run(make("ring", nodes=6), rounds=30)
     run.step(6)
     run.lose(2)
@@ -194,7 +197,7 @@ def test_who_comes_back_gets_the_mean_of_the_others() -> None:
     assert len({tuple(record["members"]) for record in joined}) == 1
 
 
-def test_the_root_may_die_and_the_next_one_reports() -> None:
+def test_the_next_node_collects_the_reports_when_node_0_dies() -> None:
     run = Run(make("complete", nodes=5), rounds=12)
     run.step(5)
     run.lose(0)
@@ -205,7 +208,7 @@ def test_the_root_may_die_and_the_next_one_reports() -> None:
 
 
 @pytest.mark.slow
-def test_several_die_one_after_the_other() -> None:
+def test_survivors_regroup_after_each_of_several_deaths() -> None:
     run = Run(make("exponential", nodes=8), rounds=25)
     for uid in (7, 0, 4):
         run.step(4)
@@ -214,7 +217,7 @@ def test_several_die_one_after_the_other() -> None:
     assert all(node.generation.members == (1, 2, 3, 5, 6) for node in run.nodes.values())
 
 
-def test_a_loss_between_asking_and_going() -> None:
+def test_survivors_regroup_when_more_nodes_die_while_they_agree() -> None:
     run = Run(make("complete", nodes=6), rounds=12)
     run.step(4)
     run.lose(1)
@@ -226,7 +229,7 @@ def test_a_loss_between_asking_and_going() -> None:
     assert all(node.generation.members == (0, 4, 5) for node in run.nodes.values())
 
 
-def test_a_stop_reaches_the_new_generation() -> None:
+def test_a_stop_request_ends_all_nodes_of_a_new_generation() -> None:
     run = Run(make("complete", nodes=4), rounds=500)
     run.step(6)
     run.lose(2)
@@ -236,22 +239,22 @@ def test_a_stop_reaches_the_new_generation() -> None:
     assert all(node.round < 500 for node in run.nodes.values())
 
 
-def test_survivors_that_the_graph_no_longer_joins_are_named(caplog: pytest.LogCaptureFixture) -> None:
+def test_survivors_in_disconnected_parts_of_the_graph_are_named(caplog: pytest.LogCaptureFixture) -> None:
     run = Run(make("ring", nodes=6), rounds=12)
     run.step(4)
     run.lose(1)
     run.lose(4)
     run.end()
     assert "no longer connects nodes 2, 3 to the others; they continue separately" in caplog.text
-    (told,) = [each for each in run.records if each["kind"] == "apart"]
-    assert told["parts"] == [[0, 5], [2, 3]] and told["edges"] == [] and told["uid"] == 0
+    (record,) = [record for record in run.records if record["kind"] == "apart"]
+    assert record["parts"] == [[0, 5], [2, 3]] and record["edges"] == [] and record["uid"] == 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["ring", "random"])
 @pytest.mark.parametrize("rule", ["full", "push_sum", "choco", "d2", "gradient_tracking"])
-def test_survivors_are_joined_again(how: Repair, rule: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Parts of a ring come to one model, their mean, and the edges are gone once the absent nodes are back."""
+def test_repaired_graphs_connect_the_survivors_again(how: Repair, rule: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Without repair edges the two parts of the ring could not agree on the mean of all survivors."""
     graph = make("ring", nodes=6, weights=Laplacian(LaplacianConfig(step=0.3)))
     run = Run(Repaired(graph, how, seed=2, keeps_eigenvalues=rule == "d2"), rounds=300, rule=rule)
     run.step(4)
@@ -262,12 +265,12 @@ def test_survivors_are_joined_again(how: Repair, rule: str, caplog: pytest.LogCa
     mean = run.models().mean(0)
     run.end()
     np.testing.assert_allclose(run.models(), np.tile(mean, (4, 1)), atol=2e-3)
-    (told,) = [each for each in run.records if each["kind"] == "apart"]
-    assert told["parts"] == [[0, 5], [2, 3]] and told["edges"]
+    (record,) = [record for record in run.records if record["kind"] == "apart"]
+    assert record["parts"] == [[0, 5], [2, 3]] and record["edges"]
     assert "edges added: " in caplog.text
 
 
-def test_training_goes_on_to_the_target_of_the_survivors() -> None:
+def test_survivors_converge_to_the_mean_of_their_own_targets() -> None:
     run = Run(make("complete", nodes=5), rounds=120, lr=0.2)
     run.step(30)
     run.lose(4)
@@ -276,14 +279,14 @@ def test_training_goes_on_to_the_target_of_the_survivors() -> None:
     assert np.abs(run.models().mean(0) - targets.mean(0)).max() < 1e-4
 
 
-ONE_GRAPH = {"relaysgd": "line", "hierarchical": "", "leader": "complete", "moshpit": "complete"}
+GRAPHS = {"relaysgd": "line", "hierarchical": "", "leader": "complete", "moshpit": "complete"}
 
 
 @pytest.mark.sampled(of=requirement_traits)
 @pytest.mark.parametrize("rule", sorted(set(AMONG_EQUALS) - {"hierarchical"}))
-def test_every_rule_begins_anew_with_the_others(rule: str) -> None:
-    """A member is lost, and comes back: models stay finite and come together."""
-    run = Run(make(ONE_GRAPH.get(rule, "ring"), nodes=9 if rule == "moshpit" else 8), rounds=24, lr=0.01, rule=rule)
+def test_every_rule_starts_over_in_a_new_generation(rule: str) -> None:
+    """A member is lost and comes back: models stay finite and bounded."""
+    run = Run(make(GRAPHS.get(rule, "ring"), nodes=9 if rule == "moshpit" else 8), rounds=24, lr=0.01, rule=rule)
     run.step(8)
     run.lose(7)
     run.step(8)
@@ -295,7 +298,7 @@ def test_every_rule_begins_anew_with_the_others(rule: str) -> None:
     assert all(node.generation.number == 2 for node in run.nodes.values())
 
 
-def test_regrouping_needs_a_rule_maker() -> None:
+def test_regrouping_needs_a_function_that_makes_rules() -> None:
     run = Run(make("ring", nodes=3))
     with pytest.raises(ValueError, match="needs renew"):
         parts = NodeParts(run.graph, Quadratic(0, 40), Full(Full.Config()), run.nodes[0].communication)

@@ -1,4 +1,4 @@
-"""Runs of tasks other than classification, and test sets other than one of all, from the YAML to the summary."""
+"""Whole runs of other tasks than classification and with sharded, sampled or private test sets."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from tests.data.files import write_pairs
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 
-def ran(config: Path, *overrides: str) -> tuple[Experiment, list[Node], dict[str, Any]]:
-    """The experiment, its nodes after the run, and what summary.json would hold."""
+def run_config(config: Path, *overrides: str) -> tuple[Experiment, list[Node], dict[str, Any]]:
+    """Returns the experiment, its nodes after the run, and the figures of summary.json."""
     torch.set_num_threads(1)
     experiment = load(config, ["communication=inproc", *overrides])
     nodes = build_in_process(experiment)
@@ -32,13 +32,13 @@ def ran(config: Path, *overrides: str) -> tuple[Experiment, list[Node], dict[str
 
 
 @pytest.mark.slow
-def test_a_regression_is_learned_and_told_by_its_own_metrics() -> None:
-    experiment, nodes, found = ran(CONFIGS / "own" / "waves.yaml")
+def test_a_regression_is_learned_and_reported_with_its_own_metrics() -> None:
+    experiment, nodes, found = run_config(CONFIGS / "own" / "waves.yaml")
     assert experiment.measured().task == "regression" and experiment.resolved()["task"] == {"name": "regression"}
     assert found["r2_mean"] > 0.9 and found["mse_min"] <= found["mse_mean"] <= found["mse_max"]
     assert found["own_mse_mean"] == pytest.approx(found["mse_mean"], rel=0.5) and "accuracy_mean" not in found
     assert found["loss_mean"] == pytest.approx(found["mse_mean"], rel=1e-5)
-    # The merged model on the nodes' own parts, which together are the whole test set, in sums that add up exactly.
+    # The nodes' own parts are together the whole test set, and the sums over them add up exactly
     assert found["own_mse_merged"] == pytest.approx(found["mse_merged"], rel=1e-6)
     assert found["own_r2_merged"] == pytest.approx(found["r2_merged"], abs=1e-6)
     model, data = nodes[0].training.model, experiment.open_data()
@@ -50,27 +50,26 @@ def test_a_regression_is_learned_and_told_by_its_own_metrics() -> None:
 
 
 @pytest.mark.slow
-def test_parts_of_the_test_set_give_the_figures_of_all_samples() -> None:
+def test_a_sharded_test_set_gives_the_figures_of_the_whole_one() -> None:
     quick = ["node.rounds=3", "node.evaluate_every=0"]
-    _, _, whole = ran(CONFIGS / "quickstart.yaml", *quick)
-    _, nodes, parts = ran(CONFIGS / "quickstart.yaml", *quick, "data.shard_test=true")
+    _, _, whole = run_config(CONFIGS / "quickstart.yaml", *quick)
+    _, nodes, parts = run_config(CONFIGS / "quickstart.yaml", *quick, "data.shard_test=true")
     assert parts["accuracy_merged"] == pytest.approx(whole["accuracy_merged"], abs=1e-12)
     assert parts["loss_merged"] == pytest.approx(whole["loss_merged"], rel=1e-6)
-    samples = [node.training.evaluate("test") for node in nodes]
-    assert sum(each.samples for each in samples) == 360 and {each.samples for each in samples} == {22, 23}
-    correct = sum(each.sums["correct"] for each in samples)
+    results = [node.training.evaluate("test") for node in nodes]
+    assert sum(result.samples for result in results) == 360 and {result.samples for result in results} == {22, 23}
+    correct = sum(result.sums["correct"] for result in results)
     assert parts["accuracy_mean"] == pytest.approx(correct / 360, abs=1e-12)
-    bytes_of = [each["bytes_data_total"] for each in (whole, parts)]
-    assert bytes_of[0] == bytes_of[1]
+    assert parts["bytes_data_total"] == whole["bytes_data_total"]
 
 
 @pytest.mark.slow
-def test_parts_of_a_sample_give_the_figures_of_the_sample() -> None:
+def test_a_sharded_sample_of_the_test_set_gives_the_figures_of_the_sample() -> None:
     quick = ["node.rounds=3", "node.evaluate_every=0", "data.sample_test=100"]
-    _, nodes, whole = ran(CONFIGS / "quickstart.yaml", *quick)
-    _, parted, parts = ran(CONFIGS / "quickstart.yaml", *quick, "data.shard_test=true")
+    _, nodes, whole = run_config(CONFIGS / "quickstart.yaml", *quick)
+    _, sharded, parts = run_config(CONFIGS / "quickstart.yaml", *quick, "data.shard_test=true")
     assert {node.training.evaluate("test").samples for node in nodes} == {100}
-    assert sum(node.training.evaluate("test").samples for node in parted) == 100
+    assert sum(node.training.evaluate("test").samples for node in sharded) == 100
     assert parts["accuracy_merged"] == pytest.approx(whole["accuracy_merged"], abs=1e-12)
     assert whole["accuracy_merged"] * 100 == pytest.approx(round(whole["accuracy_merged"] * 100), abs=1e-9)
 
@@ -87,13 +86,13 @@ def test_nodes_without_test_samples_are_left_out_of_means(tmp_path: Path) -> Non
         "graph: {name: complete, nodes: 5}\ndata: {name: npz, file: d.npz, test: own, partition: {name: k_classes, "
         "classes: 1}}\nmodel: logistic\ntraining: {local_steps: 3}\nnode: {rounds: 5}\n"
     )
-    _, nodes, found = ran(tmp_path / "a.yaml")
-    told = [node.figures()["accuracy"] for node in nodes if "accuracy" in node.figures()]
-    assert len(told) == 3 and found["accuracy_mean"] == pytest.approx(np.mean(told))  # type: ignore[arg-type]
+    _, nodes, found = run_config(tmp_path / "a.yaml")
+    accuracies = [node.figures()["accuracy"] for node in nodes if "accuracy" in node.figures()]
+    assert len(accuracies) == 3 and found["accuracy_mean"] == pytest.approx(np.mean(accuracies))  # type: ignore[arg-type]
     assert all(math.isfinite(float(node.figures()["accuracy_mean"])) for node in nodes)
 
 
-def test_private_files_train_a_run_together(tmp_path: Path) -> None:
+def test_nodes_with_private_files_train_one_model(tmp_path: Path) -> None:
     for uid in range(3):
         draw = np.random.default_rng(uid)
         targets = draw.integers(0, 3, 40)
@@ -103,7 +102,7 @@ def test_private_files_train_a_run_together(tmp_path: Path) -> None:
     text = ("graph: {name: ring, nodes: 3}\ndata: {name: npz, file: 'private{uid}.npz'%s}\nmodel: logistic\n"
             "training: {local_steps: 5}\nnode: {rounds: 10}\n")  # fmt: skip
     (tmp_path / "a.yaml").write_text(text % ", num_classes: 3")
-    _, nodes, found = ran(tmp_path / "a.yaml")
+    _, nodes, found = run_config(tmp_path / "a.yaml")
     assert found["accuracy_merged"] > 0.7 and [node.training.num_samples for node in nodes] == [30] * 3
     (tmp_path / "b.yaml").write_text(text % "")
     with pytest.raises(ConfigError, match=r"data\.num_classes must be given where each node has private files"):
@@ -130,7 +129,7 @@ def test_a_model_whose_outputs_do_not_suit_the_task_is_refused_before_the_run(tm
 
 @pytest.mark.slow
 def test_a_text_is_learned_character_by_character(tmp_path: Path) -> None:
-    """Far fewer bits than those of the frequencies of its characters, which is the best without looking back."""
+    """The model needs far fewer bits than the entropy of single characters, the least without knowing earlier ones."""
     draw = np.random.default_rng(1)
     words = ["the king ", "my lord ", "and so ", "it was ", "farewell "]
     play = "".join(f"Speaker {number % 4}:\n{''.join(draw.choice(words, 60))}\n\n" for number in range(8))
@@ -140,9 +139,9 @@ def test_a_text_is_learned_character_by_character(tmp_path: Path) -> None:
         "model: {name: lstm, hidden: 32, layers: 1}\ntraining: {local_steps: 5, optimizer: {name: adam, lr: 0.02}}\n"
         "node: {rounds: 16, evaluate_every: 0}\n"
     )
-    experiment, _, found = ran(tmp_path / "a.yaml")
-    said = "".join("".join(parts) for parts in speeches(play).values())
-    shares = np.array([said.count(character) for character in set(said)]) / len(said)
+    experiment, _, found = run_config(tmp_path / "a.yaml")
+    characters = "".join("".join(parts) for parts in speeches(play).values())
+    shares = np.array([characters.count(character) for character in set(characters)]) / len(characters)
     entropy = float(-(shares * np.log2(shares)).sum())
     assert experiment.measured().main.name == "perplexity"
     assert found["bits_per_character_merged"] < 0.6 * entropy and found["own_accuracy_mean"] > 0.4
@@ -153,7 +152,7 @@ NUMBERS = {"eins": "one", "zwei": "two", "drei": "three", "vier": "four", "sechs
 
 
 @pytest.mark.slow
-def test_a_language_is_learned_from_pairs_of_texts(tmp_path: Path) -> None:
+def test_a_translation_is_learned_from_pairs_of_texts(tmp_path: Path) -> None:
     draw = np.random.default_rng(2)
     german = [[*draw.choice([*NUMBERS], draw.integers(4, 8))] for _ in range(600)]
     english = [" ".join(NUMBERS[word] for word in text) for text in german]
@@ -166,17 +165,17 @@ def test_a_language_is_learned_from_pairs_of_texts(tmp_path: Path) -> None:
         "training: {batch_size: 32, local_steps: 10, optimizer: {name: adam, lr: 0.01}}\n"
         "node: {rounds: 20, evaluate_every: 0}\n"
     )
-    experiment, nodes, found = ran(tmp_path / "a.yaml")
+    experiment, nodes, found = run_config(tmp_path / "a.yaml")
     assert experiment.measured().main.name == "bleu"
     assert found["bleu_mean"] > 80 and found["bleu_merged"] > 80 and found["perplexity_merged"] < 2
-    # Of the merged model each node measures a part; BLEU is that of all texts together.
+    # Each node evaluates the merged model on a part; BLEU must be that of all texts together
     assert nodes[0].merged is not None
     model = nodes[0].training.model
     model.parameters.copy_(nodes[0].merged[: model.num_parameters])
     assert nodes[0].training.evaluate("test").metrics["bleu"] == pytest.approx(found["bleu_merged"])
 
 
-def test_an_evaluation_s_loss_that_overflows_is_told_by_its_node_and_the_run_goes_on(
+def test_a_test_loss_that_overflows_is_an_event_of_its_node_and_does_not_end_the_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """One test sample is far beyond what float32 can multiply; only node 1 is tested on it."""
@@ -193,13 +192,13 @@ def test_an_evaluation_s_loss_that_overflows_is_told_by_its_node_and_the_run_goe
         "graph: {name: ring, nodes: 3}\ndata: {name: npz, file: 'private{uid}.npz', num_classes: 3}\nmodel: logistic\n"
         "training: {local_steps: 5, optimizer: {name: sgd, lr: 10}}\nnode: {rounds: 3, evaluate_every: 2}\n"
     )
-    told: list[tuple[int, str, str]] = []
+    events: list[tuple[int, str, str]] = []
     nodes = build_in_process(load(tmp_path / "a.yaml", ["communication=inproc"]))
     for node in nodes:
-        node.communication.counters.on_event = lambda kind, _, text, uid=node.uid: told.append((uid, kind, text))
+        node.communication.counters.on_event = lambda kind, _, text, uid=node.uid: events.append((uid, kind, text))
     step_all(nodes)
     assert [node.round for node in nodes] == [3] * 3 and math.isfinite(nodes[0].figures()["loss"])  # type: ignore[arg-type]
-    late = [each for each in told if "after round 3: " in each[2]]
-    assert [each[:2] for each in late] == [(0, "loss_overflowed"), (1, "loss_overflowed")]
-    assert "loss_merged is" in late[0][2] and "loss is" in late[1][2]
+    last = [event for event in events if "after round 3: " in event[2]]
+    assert [event[:2] for event in last] == [(0, "loss_overflowed"), (1, "loss_overflowed")]
+    assert "loss_merged is" in last[0][2] and "loss is" in last[1][2]
     assert "evaluation after round 3: loss is" in caplog.text

@@ -25,12 +25,12 @@ def run(
     graph: Topology, rounds: int = 8, transport: str = "inproc", elements: int = 40, records: list[Any] | None = None,
     lr: float = 0.1, poison: dict[int, int] | None = None, buffer_elements: int = 0, **options: object,
 ) -> list[Node]:  # fmt: skip
-    """A whole run of quadratics; the finished nodes."""
-    n = graph.num_nodes
+    """Runs nodes that train on quadratics, and returns them. poison: in which round the model of a node becomes NaN."""
+    num_nodes = graph.num_nodes
     config = NodeConfig.model_validate({"rounds": rounds, "evaluate_every": 3, **options})
-    trainings = [Quadratic(u, elements, lr, (poison or {}).get(u, -1), buffer_elements) for u in range(n)]
+    trainings = [Quadratic(u, elements, lr, (poison or {}).get(u, -1), buffer_elements) for u in range(num_nodes)]
     schemas = schemas_of(Full(Full.Config()), trainings[0].model)
-    with open_nodes(transport, n, schemas) as made:
+    with open_nodes(transport, num_nodes, schemas) as made:
 
         def build(uid: int, communication: Communication) -> Node:
             record = (lambda r: records.append({"uid": uid, **r})) if records is not None else (lambda _: None)
@@ -61,7 +61,7 @@ def reference(graph: Topology, rounds: int, lr: float, elements: int = 40, overl
 @pytest.mark.sampled
 @pytest.mark.parametrize("schedule", ["sequential", "overlapped"])
 @pytest.mark.parametrize("family", ["ring", "regular", "one_peer_exponential", "exponential", "random_matching"])
-def test_rounds_follow_the_formula(schedule: str, family: str) -> None:
+def test_rounds_follow_the_formula_of_their_schedule(schedule: str, family: str) -> None:
     graph = make(family, nodes=8)
     built = run(graph, 8, schedule=schedule)
     expected = reference(graph, 8, 0.1, overlapped=schedule == "overlapped")
@@ -71,7 +71,7 @@ def test_rounds_follow_the_formula(schedule: str, family: str) -> None:
 @pytest.mark.sampled
 @pytest.mark.parametrize("transport", NETWORKED)
 @pytest.mark.parametrize("schedule", ["sequential", "overlapped"])
-def test_every_transport_gives_the_bits_of_the_twin(transport: str, schedule: str) -> None:
+def test_every_transport_gives_the_same_bits_as_one_process(transport: str, schedule: str) -> None:
     elements = BLOCK_ELEMENTS + 77
     graph = make("regular", nodes=5, degree=2)
     twin = run(graph, 3, elements=elements, schedule=schedule)
@@ -82,14 +82,14 @@ def test_every_transport_gives_the_bits_of_the_twin(transport: str, schedule: st
 
 @pytest.mark.sampled(one=["transport"])
 @pytest.mark.parametrize("transport", NETWORKED)
-def test_mixing_behind_the_local_steps_gives_the_same_bits(transport: str) -> None:
+def test_mixing_in_the_background_gives_the_same_bits(transport: str) -> None:
     elements = 2 * BLOCK_ELEMENTS + 77
     graph = make("regular", nodes=6, degree=3)
     twin = run(graph, 4, elements=elements, schedule="overlapped")
     assert not any(node.schedule._uses_background_mixing for node in twin)  # type: ignore[attr-defined]
-    behind = run(graph, 4, transport, elements=elements, schedule="overlapped", mix_in_background=True)
-    assert all(node.schedule._uses_background_mixing for node in behind)  # type: ignore[attr-defined]
-    assert np.array_equal(models(twin), models(behind))
+    in_background = run(graph, 4, transport, elements=elements, schedule="overlapped", mix_in_background=True)
+    assert all(node.schedule._uses_background_mixing for node in in_background)  # type: ignore[attr-defined]
+    assert np.array_equal(models(twin), models(in_background))
 
 
 def test_two_runs_give_the_same_bits() -> None:
@@ -97,7 +97,7 @@ def test_two_runs_give_the_same_bits() -> None:
     assert np.array_equal(models(run(graph, transport="ipc")), models(run(graph, transport="ipc")))
 
 
-def test_complete_graph_is_centralized_descent() -> None:
+def test_nodes_on_a_complete_graph_make_centralized_gradient_descent() -> None:
     built = run(make("complete", nodes=5), 20)
     trainings = [node.training for node in built]
     assert all(isinstance(t, Quadratic) for t in trainings)
@@ -108,7 +108,7 @@ def test_complete_graph_is_centralized_descent() -> None:
         np.testing.assert_allclose(model, x.numpy(), atol=1e-5)
 
 
-def test_without_learning_the_mean_is_kept_and_the_distance_shrinks_at_the_rate_of_the_gap() -> None:
+def test_without_training_the_mean_stays_and_the_distance_to_it_shrinks_at_the_rate_of_the_spectral_gap() -> None:
     graph = make("ring", nodes=8)
     before = stacked([Quadratic(u, 400) for u in range(8)]).double().numpy()
     distances = []
@@ -175,7 +175,7 @@ def test_a_stop_ends_all_nodes_with_a_closing_evaluation(transport: str) -> None
             step_all(built)
         else:
             run_on_all(made, lambda communication: built[communication.uid].run())
-    assert all(17 <= node.round <= 26 for node in built)  # node 0, which node 3 only hears of by others, may lag by two
+    assert all(17 <= node.round <= 26 for node in built)  # node 0 is no neighbor of node 3 and may lag by two rounds
     last = {r["uid"]: r for r in records if r["kind"] == "evaluation"}
     assert all(last[uid]["round"] == built[uid].round and last[uid]["contributors"] == n for uid in range(n))
 
@@ -183,14 +183,14 @@ def test_a_stop_ends_all_nodes_with_a_closing_evaluation(transport: str) -> None
 @pytest.mark.sampled
 @pytest.mark.parametrize("transport", ["ipc", "shared_memory"])
 @pytest.mark.parametrize("missing", ["fail", "return_weight"])
-def test_a_neighbor_that_falls_silent(transport: str, missing: str) -> None:
+def test_a_silent_neighbor_fails_the_run_or_returns_its_weight(transport: str, missing: str) -> None:
     graph = make("complete", nodes=3)
     config = NodeConfig.model_validate({"rounds": 3, "evaluate_every": 0, "missing": missing})
     trainings = [Quadratic(u, 10) for u in range(3)]
     schemas = schemas_of(Full(Full.Config()), trainings[0].model)
     with open_nodes(transport, 3, schemas, timeout_seconds=1.5) as made:
         parts = [NodeParts(graph, trainings[u], Full(Full.Config()), c) for u, c in enumerate(made)]
-        built = [Node(u, config, each, seed=1) for u, each in enumerate(parts)]
+        built = [Node(u, config, part, seed=1) for u, part in enumerate(parts)]
 
         def work(communication: Communication) -> None:
             node = built[communication.uid]
@@ -215,15 +215,15 @@ def test_a_neighbor_that_falls_silent(transport: str, missing: str) -> None:
 
 
 @pytest.mark.parametrize("transport", ["ipc", "shared_memory"])
-def test_survivors_go_on_when_weights_return(transport: str) -> None:
-    """Node 2 takes part in round 0 and then falls silent, still holding what it was sent."""
+def test_nodes_continue_without_a_silent_neighbor_when_weights_return(transport: str) -> None:
+    """Node 2 takes part in round 0 and then falls silent while it still holds the payloads that it received."""
     graph = make("complete", nodes=3)
     config = NodeConfig.model_validate({"rounds": 5, "evaluate_every": 0, "missing": "return_weight"})
     trainings = [Quadratic(u, 10) for u in range(3)]
     schemas = schemas_of(Full(Full.Config()), trainings[0].model)
     with open_nodes(transport, 3, schemas, timeout_seconds=0.3) as made:
         parts = [NodeParts(graph, trainings[u], Full(Full.Config()), c) for u, c in enumerate(made)]
-        built = [Node(u, config, each, seed=1) for u, each in enumerate(parts)]
+        built = [Node(u, config, part, seed=1) for u, part in enumerate(parts)]
 
         def work(communication: Communication) -> None:
             node = built[communication.uid]

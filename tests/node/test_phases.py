@@ -25,7 +25,7 @@ from decentnode.sharing.full import Full
 from decentnode.sharing.requirements import Requirements
 from tests.communication.contract import BATCHED, NETWORKED, open_nodes, run_on_all
 from tests.graph.contract import make
-from tests.node.fakes import ENDLESS, Quadratic, stacked, stopped_in_round_7
+from tests.node.fakes import ENDLESS, Quadratic, check_stop_in_round_7, stacked
 
 
 class Twice(Full):
@@ -39,21 +39,22 @@ class Twice(Full):
         return view
 
 
-class Forgetful(Full):
-    """Sends to one neighbor alone."""
+class SendsToOne(Full):
+    """Sends to one neighbor only, although its view has two."""
 
     def outgoing(self, model: Tensor, view: RoundView) -> dict[int, Payload]:
         return dict(list(super().outgoing(model, view).items())[:1])
 
 
 class Relay(Sharing):
-    """Three phases of whole payloads: what a node hears of its next one in one phase, it tells in the following."""
+    """Three phases per round: in each, a node sends its model to its predecessor on a ring and takes that of its
+    successor, so that a model travels on by one node per phase."""
 
     requirements = Requirements(phases=3)
 
     def __init__(self) -> None:
         self.config = component.Config()
-        self.heard: list[tuple[int, int, float]] = []
+        self.received: list[tuple[int, int, float]] = []
 
     def plan(self, view: RoundView) -> RoundView:
         n = len(view.members)
@@ -65,7 +66,7 @@ class Relay(Sharing):
 
     def mix(self, model: Tensor, received: Mapping[int, Payload], view: RoundView) -> None:
         for payload in received.values():
-            self.heard.append((view.round, view.phase, float(payload.scalars["phase"])))
+            self.received.append((view.round, view.phase, float(payload.scalars["phase"])))
             model.copy_(payload.tensors["x"])
 
     def payload_schema(self, elements: int, dtype: torch.dtype) -> dict[str, TensorSpec]:
@@ -77,7 +78,7 @@ def run(
     lr: float = 0.1, buffers: int = 0, records: list[dict[str, Any]] | None = None, silent: int | None = None,
     **options: object,
 ) -> list[Node]:
-    """A run of quadratics; `silent` sends in the first phase of the first round and in none after."""
+    """Runs nodes that train on quadratics; node `silent` sends only in the first phase of the first round."""
     config = NodeConfig.model_validate({"rounds": rounds, "evaluate_every": 0, **options})
     trainings = [Quadratic(u, elements, lr, buffers=buffers) for u in range(graph.num_nodes)]
     rules = [kind() if kind is Relay else kind(Full.Config()) for _ in trainings]  # type: ignore[call-arg]
@@ -85,7 +86,7 @@ def run(
     with open_nodes(transport, graph.num_nodes, schemas_of(rules[0], trainings[0].model), **timeout) as made:
         record = (lambda r: records.append(r)) if records is not None else (lambda _: None)
         parts = [NodeParts(graph, trainings[u], rules[u], c) for u, c in enumerate(made)]
-        built = [Node(u, config, each, seed=1, record=record) for u, each in enumerate(parts)]
+        built = [Node(u, config, part, seed=1, record=record) for u, part in enumerate(parts)]
 
         def work(communication: Communication) -> None:
             node = built[communication.uid]
@@ -128,25 +129,25 @@ def test_two_exchanges_per_round_follow_the_formula(schedule: str, family: str) 
 @pytest.mark.sampled(one=["transport"])
 @pytest.mark.parametrize("transport", [*NETWORKED, BATCHED])
 @pytest.mark.parametrize("schedule", ["sequential", "overlapped"])
-def test_every_transport_gives_the_bits_of_the_twin(transport: str, schedule: str) -> None:
+def test_every_transport_gives_the_same_bits_as_one_process(transport: str, schedule: str) -> None:
     graph = make("regular", nodes=6, degree=3)
     twin = run(Twice, graph, buffers=3, schedule=schedule)
     networked = run(Twice, graph, transport=transport, buffers=3, schedule=schedule)
     assert np.array_equal(models(twin), models(networked))
     both = [stacked([n.training for n in built], "buffers") for built in (twin, networked)]  # type: ignore[misc]
-    assert torch.equal(*both) and both[0].unique().numel() > 1, "buffers take one exchange of the graph's own"
+    assert torch.equal(*both) and both[0].unique().numel() > 1, "buffers were not mixed once"
 
 
 @pytest.mark.parametrize("transport", ["inproc", "shared_memory", "tcp"])
-def test_what_one_phase_brought_leaves_in_the_next(transport: str) -> None:
+def test_a_model_received_in_one_phase_is_sent_in_the_next(transport: str) -> None:
     built = run(Relay, make("ring", nodes=5), 2, transport, lr=0.0)
     start = np.stack([Quadratic(u, 30).initial.numpy() for u in range(5)])
     np.testing.assert_array_equal(models(built), start[[(u + 6) % 5 for u in range(5)]].astype(float))
     for node in built:
-        assert node.sharing.heard == [(r, p, p) for r in range(2) for p in range(3)]  # type: ignore[attr-defined]
+        assert node.sharing.received == [(r, p, p) for r in range(2) for p in range(3)]  # type: ignore[attr-defined]
 
 
-def test_times_are_those_of_all_phases() -> None:
+def test_recorded_times_and_bytes_cover_all_phases() -> None:
     records: list[dict[str, Any]] = []
     run(Twice, make("ring", nodes=4), 2, records=records)
     rounds = [r for r in records if r["kind"] == "round"]
@@ -155,18 +156,18 @@ def test_times_are_those_of_all_phases() -> None:
 
 
 @pytest.mark.parametrize("transport", ["inproc", "ipc", "shared_memory"])
-def test_a_stop_ends_all_nodes_between_rounds(transport: str) -> None:
+def test_a_stop_request_ends_all_nodes_between_rounds(transport: str) -> None:
     graph = make("complete", nodes=4)
     trainings = [Quadratic(u, 10, buffers=2) for u in range(4)]
     rules = [Twice(Full.Config()) for _ in trainings]
-    stopped_in_round_7(transport, schemas_of(rules[0], trainings[0].model), lambda communication, record: Node(
+    check_stop_in_round_7(transport, schemas_of(rules[0], trainings[0].model), lambda communication, record: Node(
         (u := communication.uid), ENDLESS, NodeParts(graph, trainings[u], rules[u], communication), seed=1,
         record=record))  # fmt: skip
 
 
 @pytest.mark.parametrize("missing", ["fail", "return_weight"])
 @pytest.mark.slow
-def test_a_neighbor_that_falls_silent_between_phases(missing: str) -> None:
+def test_a_neighbor_silent_after_the_first_phase_fails_the_run_or_returns_its_weight(missing: str) -> None:
     records: list[dict[str, Any]] = []
     built = run(Twice, make("complete", nodes=3), 1, "ipc", silent=2, missing=missing, records=records)
     if missing == "fail":
@@ -179,6 +180,6 @@ def test_a_neighbor_that_falls_silent_between_phases(missing: str) -> None:
         torch.testing.assert_close(node.training.model.parameters.double(), mean, atol=1e-6, rtol=0)
 
 
-def test_a_rule_that_leaves_a_neighbor_out_is_told_so_before_anybody_waits() -> None:
-    with pytest.raises(UsageError, match=r"Forgetful.outgoing must return .* neighbors \[1, 3\], got those for \[1\]"):
-        run(Forgetful, make("ring", nodes=4))
+def test_a_rule_that_omits_a_neighbor_is_an_error_before_any_node_waits() -> None:
+    with pytest.raises(UsageError, match=r"SendsToOne.outgoing must return .* neighbors \[1, 3\], got those for \[1\]"):
+        run(SendsToOne, make("ring", nodes=4))

@@ -1,6 +1,5 @@
-"""Every rule and codec with every schedule, with and without losses, with every policy for buffers, on every kind of
-graph: a combination is refused before it starts, by a sentence that names what would do, or it keeps what its parts
-promise."""
+"""Combinations of rule, codec, schedule, lost payloads, policy for buffers and kind of graph: each is either refused
+before the run with a sentence that says what is needed, or has the properties that its parts promise."""
 
 from __future__ import annotations
 
@@ -57,16 +56,16 @@ class Normed(Model):
         return nn.Sequential(nn.Linear(data.input_shape[0], 40), nn.BatchNorm1d(40), nn.ReLU(), nn.Linear(40, outputs))
 
 
-# -- a twin whose receivers wait and whose payloads may be lost ---------------------------------------------------
+# -- an in-process transport that waits and may lose payloads ------------------------------------------------------
 
 
 class LossyHub(Hub):
-    """Payloads of one edge are lost in one round; who waits for another one is woken when it comes."""
+    """Loses the payloads from node 2 to odd nodes in one round. `arrival` wakes receivers that wait."""
 
     def __init__(self, num_nodes: int, lost_round: int) -> None:
         super().__init__(num_nodes)
         self.lost_round = lost_round
-        self.came = threading.Condition()
+        self.arrival = threading.Condition()
 
     def loses(self, round: int, source: int, destination: int) -> bool:
         return round == self.lost_round and source == 2 and destination % 2 == 1
@@ -79,14 +78,14 @@ class WaitingExchange(InprocExchange):
         hub, deadline = owner.hub, time.monotonic() + SECONDS
         due = {(self._round, self._phase, source, owner.uid) for source in self._expected
                if not hub.loses(self._round, source, owner.uid)}  # fmt: skip
-        with hub.came:
+        with hub.arrival:
             while not due <= hub.payloads.keys():
-                assert hub.came.wait(deadline - time.monotonic()), f"{due - hub.payloads.keys()} did not come"
+                assert hub.arrival.wait(deadline - time.monotonic()), f"{due - hub.payloads.keys()} did not come"
         yield from super().arrivals(timeout_seconds)
 
 
-class Waiting(Inproc):
-    """Takes in arrivals in any thread, as the transports between processes do."""
+class WaitingInproc(Inproc):
+    """Receives in any thread, as the transports between processes do."""
 
     concurrent: bool = True
 
@@ -96,12 +95,12 @@ class Waiting(Inproc):
     ) -> Exchange:
         hub = self.hub
         assert isinstance(hub, LossyHub)
-        with hub.came:
+        with hub.arrival:
             super().exchange(round, outgoing, expected, phase, group)
             for uid in outgoing:
                 if hub.loses(round, self.uid, uid):
                     del hub.payloads[round, phase, self.uid, uid]
-            hub.came.notify_all()
+            hub.arrival.notify_all()
         return WaitingExchange(self, round, phase, expected)
 
 
@@ -113,15 +112,15 @@ class Case:
     rule: str = "full"
     codec: str = "none"
     schedule: str = "sequential"
-    """background: overlapped, mixed by a thread of its own."""
+    """background: overlapped, and mixed by a thread of its own."""
     missing: str = "fail"
-    """return_weight: and some payloads are lost."""
+    """With return_weight some payloads are lost."""
     buffers: str = "average"
     graph: str = "ring"
 
     def sections(self, lr: float) -> list[str]:
-        of = "{name: zstd, of: {name: int4, unbiased: true}}" if self.codec == "zstd of int4" else self.codec
-        codec = "" if self.codec == "none" else f", compression: {of}"
+        section = "{name: zstd, of: {name: int4, unbiased: true}}" if self.codec == "zstd of int4" else self.codec
+        codec = "" if self.codec == "none" else f", compression: {section}"
         options = f", {OPTIONS[self.rule]}" if self.rule in OPTIONS else ""
         overlapped, momentum = self.schedule != "sequential", 0 if self.rule == "scaffold" else 0.5
         return [
@@ -138,7 +137,7 @@ class Case:
         ]  # fmt: skip
 
     def __str__(self) -> str:
-        return " ".join(getattr(self, each.name) for each in fields(self))
+        return " ".join(getattr(self, field.name) for field in fields(self))
 
 
 VALUES: dict[str, Sequence[str]] = {
@@ -155,8 +154,8 @@ periodic)."""
 
 
 @dataclass(frozen=True)
-class Left:
-    """What a run left."""
+class Results:
+    """The final state of a run."""
 
     models: Tensor
     """[N, P]."""
@@ -167,19 +166,19 @@ class Left:
     before: Tensor
     """[N, P] the models before the first round."""
 
-    def same(self, other: Left) -> bool:
+    def equals(self, other: Results) -> bool:
         return (torch.equal(self.models, other.models) and torch.equal(self.buffers, other.buffers)
                 and torch.equal(self.merged, other.merged) and self.accuracies == other.accuracies)  # fmt: skip
 
 
-def ran(case: Case, lr: float = LR, lossy: bool = False) -> Left:
-    """A whole run in this process, from models that are apart. Raises ConfigError where it is refused."""
-    experiment = loaded(case, lr)
+def run_case(case: Case, lr: float = LR, lossy: bool = False) -> Results:
+    """Runs a case in this process, from different initial models. Raises ConfigError if it is refused."""
+    experiment = load_case(case, lr)
     hub = LossyHub(NODES, lost_round=1 if lossy else -1)
     records: list[dict[str, Any]] = []
 
-    def join(uid: int) -> Callable[[tuple[Schema, ...]], Waiting]:
-        return lambda schemas: Waiting(InprocConfig(name="inproc"), uid=uid, hub=hub, schemas=schemas)
+    def join(uid: int) -> Callable[[tuple[Schema, ...]], WaitingInproc]:
+        return lambda schemas: WaitingInproc(InprocConfig(name="inproc"), uid=uid, hub=hub, schemas=schemas)
 
     nodes = [build(experiment, uid, join(uid), records.append) for uid in range(NODES)]
     draws = torch.Generator().manual_seed(9)
@@ -189,31 +188,32 @@ def ran(case: Case, lr: float = LR, lossy: bool = False) -> Left:
     before = torch.stack([node.training.model.parameters.clone() for node in nodes])
     step_all(nodes)
     assert [node.round for node in nodes] == [ROUNDS] * NODES and len(nodes[0].reports) == NODES
-    assert not hub.payloads, "everything that was sent was taken in"
+    assert not hub.payloads, "a payload was sent and not received"
     assert not any(node.figures()["faults"] for node in nodes)
-    gaps = [(each["round"], each["missing"]) for each in records if each["kind"] == "round" and "missing" in each]
-    assert all(gap == (1, [2]) for gap in gaps) and (lossy or not gaps), "nothing is missing but what was lost"
+    gaps = [(record["round"], record["missing"]) for record in records
+            if record["kind"] == "round" and "missing" in record]  # fmt: skip
+    assert all(gap == (1, [2]) for gap in gaps) and (lossy or not gaps), "a payload is missing that was not lost"
     if case.schedule == "background" and case.rule in ("full", "choco", "push_sum"):
-        for node in nodes:  # a GPU does not need it
+        for node in nodes:  # on a GPU there is no background mixing
             assert node.schedule._uses_background_mixing == node.training.model.parameters.is_cpu  # type: ignore[attr-defined]
     assert nodes[0].merged is not None
-    return Left(
+    return Results(
         torch.stack([node.training.model.parameters.clone() for node in nodes]),
         torch.stack([node.training.model.buffers.clone() for node in nodes]), nodes[0].merged,
-        tuple((each["round"], each["accuracy_mean"], each["accuracy_merged"], each["consensus_rms"])
-              for each in records if each["kind"] == "evaluation"), before,
+        tuple((record["round"], record["accuracy_mean"], record["accuracy_merged"], record["consensus_rms"])
+              for record in records if record["kind"] == "evaluation"), before,
     )  # fmt: skip
 
 
 @functools.lru_cache(8)
-def loaded(case: Case, lr: float, *more: str) -> Experiment:
+def load_case(case: Case, lr: float, *more: str) -> Experiment:
     return load(QUICKSTART, [*case.sections(lr), *more], {}, check=lr > 0)
 
 
 def refusal(case: Case) -> str:
-    """Why the run is refused before it starts; empty where it is not."""
+    """Returns why the run is refused before it starts, or an empty string."""
     try:
-        loaded(case, LR)
+        load_case(case, LR)
     except ConfigError as error:
         return "\n".join(error.problems)
     return ""
@@ -223,50 +223,53 @@ SENTENCE = re.compile(r"must be|needs |works with schedule: sequential|cannot re
 
 
 def check_refusal(text: str) -> None:
-    """A place, what is needed, and no trace of our own errors."""
+    """A refusal says what is needed, and shows no bug of the package."""
     assert SENTENCE.search(text), text
     assert not re.search(r"Traceback|Error\(|object at 0x|None", text), text
 
 
 def check(case: Case) -> None:
     lossy = case.missing == "return_weight"
-    first = ran(case, lossy=lossy)
-    for each in (first.models, first.buffers, first.merged):
-        assert bool(each.isfinite().all())
+    first = run_case(case, lossy=lossy)
+    for tensor in (first.models, first.buffers, first.merged):
+        assert bool(tensor.isfinite().all())
     assert not torch.equal(first.models, first.before)
     again = replace(case, schedule="overlapped") if case.schedule == "background" else case
-    assert first.same(ran(again, lossy=lossy)), "again, bit for bit, whoever mixes"
-    still = ran(case, lr=0.0)
-    assert bool(still.models.isfinite().all())
+    assert first.equals(run_case(again, lossy=lossy)), "a second run, mixed by another thread, has other bits"
+    without_steps = run_case(case, lr=0.0)
+    assert bool(without_steps.models.isfinite().all())
     if case.schedule != "sequential":
-        assert still.same(ran(replace(case, schedule="sequential"), lr=0.0)), "without steps nothing is late"
+        sequential = run_case(replace(case, schedule="sequential"), lr=0.0)
+        assert without_steps.equals(sequential), "without local steps, schedules must not differ"
     if keeps_mean(case):
-        torch.testing.assert_close(still.models.double().mean(0), still.before.double().mean(0), atol=2e-5, rtol=0)
+        mean, mean_before = without_steps.models.double().mean(0), without_steps.before.double().mean(0)
+        torch.testing.assert_close(mean, mean_before, atol=2e-5, rtol=0)
 
 
 def keeps_mean(case: Case) -> bool:
-    """The rule promises it where W is doubly stochastic, as on all graphs here, with codecs that lose nothing; rules
-    that compress by themselves with every codec. push_sum mixes by how many neighbors a node has, and keeps the mean of
-    models weighted by their mass, which differ where nodes have more or fewer neighbors."""
-    within = case.rule in ("choco", "beer", "qsgd", "sign", "deepsqueeze")
+    """Rules promise to keep the mean if W is doubly stochastic, as on all graphs here, with lossless codecs; rules that
+    compress themselves promise it with every codec. push_sum weights models by their mass, which differs between nodes
+    with different numbers of neighbors."""
+    compresses_itself = case.rule in ("choco", "beer", "qsgd", "sign", "deepsqueeze")
     if case.rule == "push_sum" and case.graph == "tree":
         return False
-    return case.rule not in KEEPS_NO_MEAN and (within or case.codec in ("none", *LOSSLESS))
+    return case.rule not in KEEPS_NO_MEAN and (compresses_itself or case.codec in ("none", *LOSSLESS))
 
 
-# -- which of them ------------------------------------------------------------------------------------------------
+# -- choice of combinations ------------------------------------------------------------------------------------------
 
 
 def pairwise(values: Mapping[str, Sequence[str]], seed: int = 0) -> Iterator[Case]:
-    """Cases in which any two values of two keys meet: each the best of some random ones, until no pair is left."""
+    """Yields cases until every pair of values of two keys was in one. Each case is the one of 30 random ones with the
+    most new pairs."""
     draw, keys = random.Random(seed), list(values)
-    left = {pair for a, b in itertools.combinations(keys, 2)
+    missing = {pair for a, b in itertools.combinations(keys, 2)
             for pair in itertools.product(((a, x) for x in values[a]), ((b, y) for y in values[b]))}  # fmt: skip
-    while left:
-        (a, x), (b, y) = min(left)
+    while missing:
+        (a, x), (b, y) = min(missing)
         tried = [{**{key: draw.choice(values[key]) for key in keys}, a: x, b: y} for _ in range(30)]
-        best = max(tried, key=lambda case: len(left & pairs(case)))
-        left -= pairs(best)
+        best = max(tried, key=lambda case: len(missing & pairs(case)))
+        missing -= pairs(best)
         yield Case(**best)
 
 
@@ -276,9 +279,9 @@ def pairs(case: Mapping[str, str]) -> set[Any]:
 
 @pytest.fixture(autouse=True)
 def small_models(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """They are mixed in the background, too. A second thread of torch would cost more than it takes over."""
+    """Lets small models be mixed in the background, too. A second torch thread would cost more time than it saves."""
     monkeypatch.setattr(background, "LEAST_ELEMENTS", 1)
-    # the search of a step has tests of its own, and takes seconds per codec
+    # the search of a step size has tests of its own, and takes seconds per codec
     monkeypatch.setattr(step_size, "largest_step", lambda *_: 0.5)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -287,7 +290,7 @@ def small_models(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def check_all(cases: Iterable[Case]) -> tuple[list[Case], list[Case]]:
-    """(those that ran, those that were refused)."""
+    """Returns the cases that ran and those that were refused."""
     done: list[Case] = []
     refused: list[Case] = []
     for case in cases:
@@ -304,8 +307,8 @@ def check_all(cases: Iterable[Case]) -> tuple[list[Case], list[Case]]:
 
 
 @pytest.mark.slow
-def test_pairs_of_codec_schedule_losses_buffers_and_graph() -> None:
-    """Plain averaging goes with everything. By default four graphs, and half the codecs: of each kind one."""
+def test_all_pairs_of_codec_schedule_losses_buffers_and_graph_run_with_plain_averaging() -> None:
+    """Plain averaging refuses no combination. By default with four graphs and one codec of each kind."""
     plain = {key: values for key, values in VALUES.items() if key != "rule"}
     if not scale(0, 1):
         plain["graph"] = ["ring", "one_peer_exponential", "random_matching", "directed_one_peer_exponential"]
@@ -317,24 +320,23 @@ def test_pairs_of_codec_schedule_losses_buffers_and_graph() -> None:
         assert {getattr(case, key) for case in done} == {*values}
 
 
-def drawn(rule: str, schedule: str, draw: random.Random) -> Iterator[Case]:
-    """Cases with all else at random, without end."""
+def random_cases(rule: str, schedule: str, draw: random.Random) -> Iterator[Case]:
+    """Yields cases with random other values, endlessly."""
     while True:
         chosen = {key: draw.choice(values) for key, values in VALUES.items()}
         yield Case(**{**chosen, "rule": rule, "schedule": schedule})
 
 
 @pytest.mark.slow
-def test_every_rule_runs_or_is_refused() -> None:
-    """With a codec, losses, buffers and a graph as they come: those that are refused first, and one that runs, mixed in
-    the background by every rule that can be."""
+def test_every_rule_runs_in_a_random_case_or_is_refused_with_a_reason() -> None:
+    """Draws cases until one runs, mixed in the background if the rule can be; all refusals before it must be clear."""
     refusals = []
     for number, rule in enumerate(AMONG_EQUALS):
         sequential = load_class(rule, AMONG_EQUALS, "sharing").requirements.sequential
         if sequential:
             check_refusal(refusal(Case(rule, schedule="background")))
         schedule = "sequential" if sequential else "background"
-        for case in itertools.islice(drawn(rule, schedule, random.Random(number)), 60):
+        for case in itertools.islice(random_cases(rule, schedule, random.Random(number)), 60):
             done, refused = check_all([case])
             refusals += refused
             if done:
@@ -347,6 +349,6 @@ def test_every_rule_runs_or_is_refused() -> None:
 @pytest.mark.skipif(not scale(0, 1), reason="a hundred runs for each rule")
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("rule", AMONG_EQUALS)
-def test_every_rule_with_all_pairs_of_the_rest(rule: str) -> None:
-    """Under --stress. The whole product would be 1,764 combinations of each rule."""
+def test_every_rule_runs_or_is_refused_with_all_pairs_of_the_other_values(rule: str) -> None:
+    """Under --stress. The full product would be 1,764 combinations per rule."""
     check_all(pairwise({**VALUES, "rule": [rule]}, seed=len(rule)))

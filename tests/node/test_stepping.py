@@ -1,5 +1,5 @@
-"""Several nodes per process: one thread steps them, and they compute the bits of a thread per node, over every
-transport and schedule, by every rule."""
+"""One thread steps several nodes of a process. With every transport, schedule and rule they compute the same bits as
+nodes in one process."""
 
 from __future__ import annotations
 
@@ -30,16 +30,17 @@ from decentnode.sharing import SHARINGS, WITH_SERVERS
 from decentnode.wire.generation import Limits
 from tests.communication.contract import connected, flat_schema, folder_prefix
 from tests.conftest import scale
-from tests.node.test_product import NODES, Case, loaded, refusal
+from tests.node.test_product import NODES, Case, load_case, refusal
 from tests.sharing.contract import requirement_traits
 
 GROUPS = ((0, 1), (2, 3))
-"""Nodes by process: in a ring each has a neighbor in its own and one in the other."""
+"""Nodes by process. On the ring each node has a neighbor in its own process and one in the other."""
 TRANSPORTS = {"sockets": "zeromq", "memory": "shared_memory"}
 
 
-class Both:
-    """Processes whose nodes this one thread steps, as a test has no other: torch's generators are one per process."""
+class JoinedProcesses:
+    """Several `SharedProcess` objects in this process, whose nodes one thread steps: torch's random generators are
+    global to a process."""
 
     def __init__(self, processes: Sequence[SharedProcess]) -> None:
         self._processes = processes
@@ -56,24 +57,25 @@ class Both:
 def step(
     processes: Sequence[SharedProcess], nodes: Mapping[int, Steps[None]]
 ) -> dict[int, BaseException | None]:
-    """How each node ended."""
+    """Steps all nodes to their end; returns the exception of each node, or None."""
     ends: dict[int, BaseException | None] = {}
-    both = Both(processes)
-    Stepping(both, nodes, lambda uid, error: ends.update({uid: error})).run()  # type: ignore[arg-type]
+    Stepping(JoinedProcesses(processes), nodes, lambda uid, error: ends.update({uid: error})).run()  # type: ignore[arg-type]
     return ends
 
 
 @contextlib.contextmanager
-def built(experiment: Experiment, kind: str, regroup: bool = False) -> Iterator[tuple[list[Node], list[SharedProcess]]]:
-    """The nodes of an experiment by GROUPS, started."""
+def start_nodes(
+    experiment: Experiment, kind: str, regroup: bool = False
+) -> Iterator[tuple[list[Node], list[SharedProcess]]]:
+    """Yields the nodes of an experiment, connected, and their processes according to GROUPS."""
     processes = [SharedProcess(group) for group in GROUPS]
-    of = {uid: process for group, process in zip(GROUPS, processes, strict=True) for uid in group}
+    process_of = {uid: process for group, process in zip(GROUPS, processes, strict=True) for uid in group}
     config = ZeroMQConfig.model_validate({"name": TRANSPORTS[kind], "timeout_seconds": 30})
 
     def join(uid: int, folder: Path) -> Callable[[tuple[Schema, ...]], Communication]:
         return lambda schemas: Hybrid(config, TransportParts(
             uid=uid, machine_of=dict.fromkeys(range(NODES), 0), schemas=schemas, digest="d", bind=BindPlan(folder),
-            process=of[uid], limits=Limits(5.0, 30.0, 2, 99) if regroup else None,
+            process=process_of[uid], limits=Limits(5.0, 30.0, 2, 99) if regroup else None,
         ))  # fmt: skip
 
     with tempfile.TemporaryDirectory(prefix=folder_prefix()) as folder:
@@ -84,14 +86,15 @@ def built(experiment: Experiment, kind: str, regroup: bool = False) -> Iterator[
             process.close()
 
 
-def left(nodes: Sequence[Node]) -> list[Tensor]:
+def final_models(nodes: Sequence[Node]) -> list[Tensor]:
+    """Returns parameters and buffers of each node, and the merged model."""
     assert nodes[0].merged is not None
     models = [torch.cat([node.training.model.parameters, node.training.model.buffers]).clone() for node in nodes]
     return [*models, nodes[0].merged]
 
 
-def spread(nodes: Sequence[Node]) -> None:
-    """Models that are apart, so that mixing shows."""
+def perturb_models(nodes: Sequence[Node]) -> None:
+    """Gives the nodes different models, so that mixing changes them."""
     draws = torch.Generator().manual_seed(9)
     for node in nodes:
         noise = torch.randn(node.training.model.num_parameters, generator=draws).to(node.training.model.device)
@@ -107,16 +110,16 @@ def one_thread() -> Iterator[None]:
 
 
 def cases() -> Iterator[tuple[str, str, str]]:
-    """Each rule once by default, over one transport and in one schedule in turn; under stress all combinations."""
-    every = [(kind, schedule) for kind in TRANSPORTS for schedule in ("sequential", "overlapped")]
+    """Yields each rule with one transport and schedule in turn; under --stress all combinations."""
+    combinations = [(kind, schedule) for kind in TRANSPORTS for schedule in ("sequential", "overlapped")]
     for number, rule in enumerate(SHARINGS):
-        for kind, schedule in every if scale(0, 1) else [every[number % len(every)]]:
+        for kind, schedule in combinations if scale(0, 1) else [combinations[number % len(combinations)]]:
             yield rule, kind, schedule
 
 
 @pytest.mark.sampled(of=requirement_traits)
 @pytest.mark.parametrize(("rule", "kind", "schedule"), list(cases()))
-def test_the_bits_are_those_of_the_twin(rule: str, kind: str, schedule: str) -> None:
+def test_stepped_nodes_compute_the_same_bits_as_nodes_in_one_process(rule: str, kind: str, schedule: str) -> None:
     case = Case(rule=rule, schedule=schedule)
     if schedule == "overlapped" and refusal(case):
         case = Case(rule=rule)
@@ -125,23 +128,23 @@ def test_the_bits_are_those_of_the_twin(rule: str, kind: str, schedule: str) -> 
     elif refusal(case):
         case = Case(rule=rule, graph="tree" if rule == "relaysgd" else "complete")
     assert not refusal(case), refusal(case)
-    experiment = loaded(case, 0.05, "mapping.device=cpu")  # where the payloads of `built` are
+    experiment = load_case(case, 0.05, "mapping.device=cpu")  # where the payloads of `built` are
     twin = build_in_process(experiment)
-    spread(twin)
+    perturb_models(twin)
     step_all(twin)
-    with built(experiment, kind) as (nodes, processes):
-        spread(nodes)
+    with start_nodes(experiment, kind) as (nodes, processes):
+        perturb_models(nodes)
         ends = step(processes, {node.uid: node.steps() for node in nodes})
         assert ends == dict.fromkeys(range(NODES)), ends
-        for ours, theirs in zip(left(nodes), left(twin), strict=True):
+        for ours, theirs in zip(final_models(nodes), final_models(twin), strict=True):
             assert torch.equal(ours, theirs)
         assert len(nodes[0].reports) == NODES
         sent = [node.communication.counters.bytes_sent()["data"] for node in nodes]
         assert sent == [node.communication.counters.bytes_sent()["data"] for node in twin]
 
 
-class Noted:
-    """A wait that is never over, and notes by how much it was postponed."""
+class EndlessWait:
+    """A wait that never ends and records by how much its deadline was postponed."""
 
     deadline = 0.0
 
@@ -155,8 +158,8 @@ class Noted:
         return False
 
 
-def test_time_in_which_others_were_stepped_uses_up_no_time_out() -> None:
-    process, wait = SharedProcess((0, 1)), Noted()
+def test_time_spent_on_other_nodes_does_not_count_for_a_time_out() -> None:
+    process, wait = SharedProcess((0, 1)), EndlessWait()
     guarded = GuardedWait(RunState(process=process), process, wait)
     began = clock.now()
     guarded.step(began + 1000)
@@ -168,8 +171,8 @@ def test_time_in_which_others_were_stepped_uses_up_no_time_out() -> None:
     process.close()
 
 
-def test_neighbors_inside_are_handed_payloads_and_those_beyond_are_sent_them() -> None:
-    with built(loaded(Case(), 0.05), "sockets") as (nodes, processes):
+def test_payloads_go_by_reference_within_a_process_and_over_sockets_between_processes() -> None:
+    with start_nodes(load_case(Case(), 0.05), "sockets") as (nodes, processes):
         step(processes, {node.uid: node.steps() for node in nodes})
         routings = [node.communication.parts.routing for node in nodes]  # type: ignore[attr-defined]
         assert [routing.path(0, 1) for routing in routings[:2]] == ["same_process"] * 2
@@ -177,10 +180,10 @@ def test_neighbors_inside_are_handed_payloads_and_those_beyond_are_sent_them() -
         assert all(process.receivers.keys() == set(group) for process, group in zip(processes, GROUPS, strict=True))
 
 
-def test_what_a_node_raises_ends_it_alone() -> None:
-    """The others lose it as they lose one of another process: by its word."""
-    experiment = loaded(Case(missing="fail"), 0.05)
-    with built(experiment, "sockets") as (nodes, processes):
+def test_an_exception_in_a_node_ends_it_alone() -> None:
+    """The others lose it as a peer, by its failure message, as if it were in another process."""
+    experiment = load_case(Case(missing="fail"), 0.05)
+    with start_nodes(experiment, "sockets") as (nodes, processes):
 
         def breaks() -> Steps[None]:
             yield None
@@ -195,8 +198,8 @@ def test_what_a_node_raises_ends_it_alone() -> None:
             assert isinstance(error, PeerLost) and error.missing == (1,), error
 
 
-def test_a_node_that_does_not_mix_is_handed_no_more_than_a_few_payloads() -> None:
-    """The next go as chunks over the sockets, where they have bounds of their own."""
+def test_only_a_few_payloads_are_passed_by_reference_to_a_node_that_does_not_mix() -> None:
+    """Further payloads go as chunks over the sockets, where queues have bounds of their own."""
     processes = [SharedProcess((0, 1))]
     with tempfile.TemporaryDirectory(prefix=folder_prefix()) as folder:
         made = [
@@ -219,9 +222,9 @@ def test_a_node_that_does_not_mix_is_handed_no_more_than_a_few_payloads() -> Non
     processes[0].close()
 
 
-def test_a_model_is_lent_to_neighbors_inside_until_they_have_mixed_it() -> None:
-    """It goes on in another place meanwhile. A neighbor that has not mixed the last one gets a copy, as it may take
-    long; what is lent to one that is gone comes back."""
+def test_a_model_is_lent_to_a_neighbor_in_the_process_until_it_has_mixed_it() -> None:
+    """Meanwhile the node trains in another slot. A neighbor that has not mixed the last model gets a copy of the next,
+    as it may take long. A slot lent to a neighbor that is gone becomes free."""
     elements, process = 8192, SharedProcess((0, 1))
     with tempfile.TemporaryDirectory(prefix=folder_prefix()) as folder:
         made = [
@@ -232,26 +235,27 @@ def test_a_model_is_lent_to_neighbors_inside_until_they_have_mixed_it() -> None:
             for uid in range(2)
         ]  # fmt: skip
 
-        def place(current: Tensor) -> Tensor:
-            found = made[0].acquire_slot(current, 0.0)
-            assert found is not None
-            return found
+        def next_slot(current: Tensor) -> Tensor:
+            slot = made[0].acquire_slot(current, 0.0)
+            assert slot is not None
+            return slot
 
         with connected(made):
-            first = place(torch.zeros(elements)).fill_(1)
+            first = next_slot(torch.zeros(elements)).fill_(1)
             made[0].exchange(0, {1: Payload({"x": first})}, ())
-            second = place(first).fill_(2)
-            assert place(second).data_ptr() not in (first.data_ptr(), second.data_ptr()), "the neighbor still reads it"
+            second = next_slot(first).fill_(2)
+            third = next_slot(second)  # the neighbor still reads the first one
+            assert third.data_ptr() not in (first.data_ptr(), second.data_ptr())
             made[0].exchange(1, {1: Payload({"x": second})}, ())
-            for round, lies_there in ((0, True), (1, False)):
+            for round, is_lent in ((0, True), (1, False)):
                 (arrival,) = made[1].exchange(round, {}, (0,)).arrivals(30)
                 received = arrival.received[0].tensors["x"]
                 assert received.tolist() == [round + 1.0] * elements
-                assert (received.data_ptr() == (first, second)[round].data_ptr()) is lies_there
+                assert (received.data_ptr() == (first, second)[round].data_ptr()) is is_lent
                 del received, arrival
-            assert place(second).data_ptr() == first.data_ptr()
+            assert next_slot(second).data_ptr() == first.data_ptr()
             made[0].exchange(2, {1: Payload({"x": first})}, ())
             del process.receivers[1]
             made[0].exchange(3, {1: Payload({"x": second})}, ())
-            assert place(second).data_ptr() == first.data_ptr()
+            assert next_slot(second).data_ptr() == first.data_ptr()
     process.close()

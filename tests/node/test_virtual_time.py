@@ -1,4 +1,4 @@
-"""Whole nodes on virtual time: what they record is a function of the experiment and the clock alone, to the byte."""
+"""On a virtual clock, the records of whole nodes are the same bytes in every run."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from decentnode.node.node import Node
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 NODES, ROUNDS, BEGAN = 4, 6, 1_000_000_000.0
-NOT_OF_THE_CLOCK = {"pid"}
-"""Fields of status.json that tell of the process, not of the run. Metrics and events have none."""
+PROCESS_FIELDS = {"pid"}
+"""Fields of status.json that depend on the process. Metrics and events have none."""
 
 
 class Run:
-    """A run of several nodes in this process whose local steps take 1/4 s, 1/2 s, ... of virtual time."""
+    """A run in this process; the local steps of its nodes take 1/4 s, 1/2 s, ... of virtual time."""
 
     def __init__(self, folder: Path, schedule: str, sharing: str) -> None:
         self.folder = folder
@@ -45,43 +45,43 @@ class Run:
         self.events = [EventLog(folder / f"events{node.uid}.jsonl", node.uid) for node in self.nodes]
         for node, log in zip(self.nodes, self.events, strict=True):
             node.communication.counters.on_event = log
-            node.training.local_update = self._timed(node)  # type: ignore[method-assign]
+            node.training.local_update = self._slow_update(node)  # type: ignore[method-assign]
 
     @staticmethod
-    def _timed(node: Node) -> Callable[..., Any]:
+    def _slow_update(node: Node) -> Callable[..., Any]:
         update = node.training.local_update
 
-        def timed(*arguments: Any) -> Any:
+        def sleep_and_update(*arguments: Any) -> Any:
             clock.sleep(0.25 * 2**node.uid)
             return update(*arguments)
 
-        return timed
+        return sleep_and_update
 
-    def to_its_end(self) -> None:
-        """The last node is lost on the way, and a payload of another is spoiled before."""
-        left: dict[int, Iterator[None]] = {node.uid: node.steps() for node in self.nodes}
+    def run_to_end(self) -> None:
+        """Runs all nodes. A payload of node 0 is made malformed, and later the last node is lost."""
+        running: dict[int, Iterator[None]] = {node.uid: node.steps() for node in self.nodes}
         lost = False
         for _ in range(1000):
-            for uid, steps in list(left.items()):
+            for uid, steps in list(running.items()):
                 if next(steps, self) is self:
-                    del left[uid]
+                    del running[uid]
                     self.events[uid]("finished", None, f"{self.nodes[uid].round} rounds")
-            self._spoil()
+            self._damage_payload()
             if not lost and self.nodes[-1].round == 4:
                 lost = True
-                del left[NODES - 1]
+                del running[NODES - 1]
                 hub_of(self.nodes[0]).lose(NODES - 1)
             for node in self.nodes:
                 found = snapshot(node)
-                self.statuses.append(encode({key: found[key] for key in found.keys() - NOT_OF_THE_CLOCK}))
-            if not left:
+                self.statuses.append(encode({key: found[key] for key in found.keys() - PROCESS_FIELDS}))
+            if not running:
                 break
-        assert not left and lost
+        assert not running and lost
         for reporter, events in zip(self.reporters, self.events, strict=True):
             reporter.close()
             events.close()
 
-    def _spoil(self) -> None:
+    def _damage_payload(self) -> None:
         for (round, _, source, destination), payload in hub_of(self.nodes[0]).payloads.items():
             if (round, source, destination) == (1, 0, 1) and "indices" in payload.tensors:
                 payload.tensors["indices"].fill_(-1)
@@ -98,7 +98,7 @@ def hub_of(node: Node) -> Any:
 def run(folder: Path, schedule: str, sharing: str) -> Run:
     with clock.use(clock.VirtualClock(wall=BEGAN)):
         made = Run(folder, schedule, sharing)
-        made.to_its_end()
+        made.run_to_end()
         assert clock.wall() > BEGAN
     return made
 
@@ -106,17 +106,17 @@ def run(folder: Path, schedule: str, sharing: str) -> Run:
 @pytest.mark.sampled
 @pytest.mark.parametrize("schedule", ["sequential", "overlapped"])
 @pytest.mark.parametrize("sharing", ["{name: full}", "{name: topk, fraction: 0.2}"])
-def test_two_runs_leave_the_same_bytes_timestamps_included(tmp_path: Path, schedule: str, sharing: str) -> None:
+def test_two_runs_write_the_same_bytes_including_timestamps(tmp_path: Path, schedule: str, sharing: str) -> None:
     one, two = (run(tmp_path / name, schedule, sharing) for name in ("one", "two"))
     assert one.records() == two.records()
     assert one.statuses == two.statuses
     assert one.sent == two.sent
     assert [node.figures() for node in one.nodes] == [node.figures() for node in two.nodes]
-    models = [torch.stack([node.training.model.parameters for node in each.nodes]) for each in (one, two)]
+    models = [torch.stack([node.training.model.parameters for node in made.nodes]) for made in (one, two)]
     assert torch.equal(*models)
-    kinds = {each["kind"] for log in one.events for each in read(log._writer.path)}
+    kinds = {event["kind"] for log in one.events for event in read(log._writer.path)}
     assert kinds == {"finished", *(["malformed_payload"] if "topk" in sharing else [])}
-    assert {each["kind"] for each in metrics(one, 0)} == {"round", "evaluation", "generation"}
+    assert {record["kind"] for record in metrics(one, 0)} == {"round", "evaluation", "generation"}
 
 
 def metrics(run: Run, uid: int) -> list[dict[str, Any]]:
@@ -127,13 +127,13 @@ def test_recorded_times_are_those_of_the_virtual_clock(tmp_path: Path) -> None:
     made = run(tmp_path / "run", "sequential", "{name: full}")
     per_round = sum(0.25 * 2**uid for uid in range(NODES))
     for uid in range(NODES):
-        found = metrics(made, uid)
-        rounds = [each for each in found if each["kind"] == "round"]
-        assert [each["train_seconds"] for each in rounds] == [0.25 * 2**uid] * len(rounds)
-        assert all(each["wait_seconds"] == each["mix_seconds"] == each["send_seconds"] == 0 for each in rounds)
-        # Nodes are stepped in turn: between its own begin and end of a round, every node has computed once.
+        records = metrics(made, uid)
+        rounds = [record for record in records if record["kind"] == "round"]
+        assert [record["train_seconds"] for record in rounds] == [0.25 * 2**uid] * len(rounds)
+        assert all(record["wait_seconds"] == record["mix_seconds"] == record["send_seconds"] == 0 for record in rounds)
+        # Nodes are stepped in turn: between begin and end of a node's round, every node makes its local steps once
         assert (rounds[0]["seconds"], rounds[0]["time"]) == (per_round, BEGAN + per_round + 0.25 * (2**uid - 1))
-        assert all(BEGAN <= each["time"] < BEGAN + per_round * (ROUNDS + 1) for each in found)
+        assert all(BEGAN <= record["time"] < BEGAN + per_round * (ROUNDS + 1) for record in records)
 
 
 def test_log_lines_have_the_time_of_the_virtual_clock(tmp_path: Path) -> None:
