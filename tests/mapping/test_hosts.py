@@ -126,7 +126,13 @@ def test_a_machine_whose_name_is_loopback_to_itself_is_named(monkeypatch: pytest
     assert "machine 1 is '127.0.0.2' in the mapping: unless a tunnel" in told("there", "127.0.0.2")[1]
 
 
-def test_a_name_that_cannot_be_resolved_is_told_with_its_place_in_the_mapping(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_that_cannot_be_resolved_is_told_with_its_place_in_the_mapping(
+
+
+    monkeypatch: pytest.MonkeyPatch
+
+
+) -> None:
     Names(monkeypatch, a=["10.0.0.1"])
     monkeypatch.setattr(hosts.psutil, "net_if_addrs", lambda: {"eth7": []})
 

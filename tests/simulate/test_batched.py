@@ -1,4 +1,4 @@
-"""The engine `batched` computes what nodes compute that are stepped one by one."""
+"""The engine `batched` computes the same as the engine `stepped`, which runs nodes one by one."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ OPTIONS = {
 }  # fmt: skip
 
 
-class Kept(Sink):
-    """Keeps what a run tells."""
+class RecordingSink(Sink):
+    """Keeps the rounds and records of a run."""
 
     def __init__(self) -> None:
         self.rounds: list[PopulationRound] = []
@@ -98,35 +98,35 @@ def experiment(*overrides: str) -> Experiment:
     ], check=False)  # fmt: skip
 
 
-def stepped(config: Experiment) -> tuple[list[Node], dict[int, list[dict[str, Any]]]]:
+def run_stepped(config: Experiment) -> tuple[list[Node], dict[int, list[dict[str, Any]]]]:
     records: dict[int, list[dict[str, Any]]] = {}
     nodes = build_in_process(config, lambda uid, record: records.setdefault(uid, []).append(record))
     step_all(nodes)
     return nodes, records
 
 
-def batched(config: Experiment, way: str, workers: int = 1) -> tuple[Batched, Kept]:
+def run_batched(config: Experiment, way: str, workers: int = 1) -> tuple[Batched, RecordingSink]:
     population = Population(config, workers)
-    engine, kept = Batched(population, WAYS[way](population)), Kept()
-    engine.run(kept)
+    engine, sink = Batched(population, WAYS[way](population)), RecordingSink()
+    engine.run(sink)
     population.close()
-    return engine, kept
+    return engine, sink
 
 
-def compare(config: Experiment, way: str, workers: int = 1, atol: float = 1e-5) -> Batched:
-    """All models, figures and records of both engines are the same."""
-    nodes, records = stepped(config)
-    engine, kept = batched(config, way, workers)
+def compare_engines(config: Experiment, way: str, workers: int = 1, atol: float = 1e-5) -> Batched:
+    """Runs both engines, asserts that all models, figures and records are the same, and returns the batched engine."""
+    nodes, records = run_stepped(config)
+    engine, sink = run_batched(config, way, workers)
     for node, row in zip(nodes, engine.population.parameters, strict=True):
         torch.testing.assert_close(row, node.training.model.parameters.detach(), rtol=0, atol=atol)
     for node in nodes:
-        close(engine.figures(node.uid), node.figures())
-        own = [record for uid, record in kept.records if uid == node.uid]
+        assert_close(engine.figures(node.uid), node.figures())
+        own = [record for uid, record in sink.records if uid == node.uid]
         theirs = [record for record in records[node.uid] if record["kind"] != "round"]
         for record, wanted in zip(own, theirs, strict=True):
-            close(record, wanted)
+            assert_close(record, wanted)
         rounds = [record for record in records[node.uid] if record["kind"] == "round"]
-        for found, wanted in zip(kept.rounds, rounds, strict=True):
+        for found, wanted in zip(sink.rounds, rounds, strict=True):
             assert found.local.losses[node.uid] == pytest.approx(wanted["loss"], abs=1e-4)
             assert (found.round, found.local.steps[node.uid], found.local.samples[node.uid], found.local.lr) == (
                 wanted["round"], wanted["steps"], wanted["samples"], pytest.approx(wanted["lr"]))
@@ -139,7 +139,7 @@ def compare(config: Experiment, way: str, workers: int = 1, atol: float = 1e-5) 
     return engine
 
 
-def close(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+def assert_close(found: dict[str, Any], wanted: dict[str, Any]) -> None:
     assert found.keys() == wanted.keys()
     for key, value in wanted.items():
         if isinstance(value, str):
@@ -149,48 +149,49 @@ def close(found: dict[str, Any], wanted: dict[str, Any]) -> None:
             assert found[key] == pytest.approx(value, rel=1e-3, abs=6e-3 if "accuracy" in key else 1e-4), key
 
 
-def test_the_rules_with_a_form_for_all_nodes_at_once() -> None:
+def test_the_list_STACKED_names_all_rules_with_a_stacked_form() -> None:
+    """A form that mixes the models of all nodes at once."""
     config = experiment()
     for name in SHARINGS:
-        rule = load_class(name, SHARINGS, "sharing")
-        made = rule(rule.Config.model_validate({"name": name}))
-        assert has_stacked_form(made) == (name in STACKED), name
+        rule_class = load_class(name, SHARINGS, "sharing")
+        rule = rule_class(rule_class.Config.model_validate({"name": name}))
+        assert has_stacked_form(rule) == (name in STACKED), name
     assert config.simulate.engine == "auto"
 
 
 @pytest.mark.sampled(of=lambda rule: {rule.strip("{}").replace("name: ", "").split(",")[0]})
 @pytest.mark.parametrize("rule", RULES)
-def test_every_rule_with_such_a_form_gives_the_models_of_stepped_nodes(rule: str) -> None:
-    engine = compare(experiment(f"sharing={rule}"), "layers")
+def test_every_rule_with_a_stacked_form_gives_the_models_of_stepped_nodes(rule: str) -> None:
+    engine = compare_engines(experiment(f"sharing={rule}"), "layers")
     assert engine.exchange.name == "stacked"
 
 
 @pytest.mark.slow
-def test_the_roundings_of_steps_that_are_filled_up_do_not_add_up() -> None:
-    """d2 once repeated each of them in every later round: 200 rounds came to 7e-5."""
+def test_rounding_errors_of_padded_batches_do_not_accumulate() -> None:
+    """d2 once repeated each error in every later round: after 200 rounds models differed by 7e-5."""
     config = experiment("sharing=d2", "node.rounds=200")
     assert len({each.num_samples for each in Population(config).trainings}) > 1
-    nodes, _ = stepped(config)
-    engine, _ = batched(config, "layers")
+    nodes, _ = run_stepped(config)
+    engine, _ = run_batched(config, "layers")
     for node, row in zip(nodes, engine.population.parameters, strict=True):
         torch.testing.assert_close(row, node.training.model.parameters, rtol=0, atol=1e-5)
 
 
 @pytest.mark.sampled(one=["rule"])
 @pytest.mark.parametrize("rule", ["choco", "leader", "topk", "powergossip"])
-def test_other_rules_are_mixed_row_by_row_in_the_same_run(rule: str) -> None:
-    # A few rounds: what the largest entries are, or the sign of one, turns the last bit of a model into more.
-    engine = compare(experiment(f"sharing={rule}", "node.rounds=6"), "layers")
+def test_rules_without_a_stacked_form_are_mixed_row_by_row(rule: str) -> None:
+    # Few rounds: a difference in the last bit may change which entries are largest, or a sign, and then grows.
+    engine = compare_engines(experiment(f"sharing={rule}", "node.rounds=6"), "layers")
     assert engine.exchange.name == "rows" and rule in engine.rows_reason
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-def test_options_of_a_run(option: str) -> None:
-    compare(experiment(*OPTIONS[option]), "layers")
+def test_batched_equals_stepped_with_other_options(option: str) -> None:
+    compare_engines(experiment(*OPTIONS[option]), "layers")
 
 
-def test_ways_are_checked_in_full_precision() -> None:
-    """A GPU rounds inputs of some convolutions to ten bits by default: no way of those of a model would be right."""
+def test_step_methods_are_checked_without_tf32() -> None:
+    """By default a GPU rounds the inputs of some convolutions to ten bits: then no method would pass the check."""
     seen, before = list[bool](), torch.backends.cudnn.allow_tf32
     module = nn.Sequential(nn.Conv2d(3, 2, 3), nn.Flatten())
     module[0].register_forward_pre_hook(lambda *_: seen.append(torch.backends.cudnn.allow_tf32))
@@ -205,18 +206,18 @@ def test_ways_are_checked_in_full_precision() -> None:
     pytest.param("vmap", "{name: resnet, depth: 50, widths: [2, 2, 2, 2], norm: none, stem: small}",
                  marks=pytest.mark.slow),
 ])  # fmt: skip
-def test_ways_to_make_the_steps(way: str, model: str) -> None:
+def test_every_step_method_equals_stepped(way: str, model: str) -> None:
     images = [IMAGES] if "net" in model else []
-    # Of the deep net an activation that is zero but for its rounding changed a whole step, on some processors.
+    # In the deep net the rounding of an activation that is almost zero changed a whole step, on some processors.
     small = ["training.optimizer.lr=0.001"] if "resnet" in model else []
     config = experiment(f"model={model}", *images, "node.rounds=3", *small)
-    engine = compare(config, way, workers=2 if way == "rows" else 1, atol=1e-6 if small else 1e-5)
+    engine = compare_engines(config, way, workers=2 if way == "rows" else 1, atol=1e-6 if small else 1e-5)
     assert engine.steps.name == way
 
 
-def test_what_draws_in_adapters_draws_the_same() -> None:
+def test_dropout_in_adapters_draws_the_same_numbers() -> None:
     config = experiment("model={name: mlp, hidden: [6], lora: {rank: 2, dropout: 0.5}}", "node.rounds=2")
-    compare(config, "rows", atol=0)
+    compare_engines(config, "rows", atol=0)
 
 
 TRANSFORMERS = {
@@ -227,14 +228,14 @@ TRANSFORMERS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", TRANSFORMERS)
-def test_transformers_row_by_row(model: str, tmp_path: Path) -> None:
+def test_transformers_stepped_row_by_row_equal_stepped(model: str, tmp_path: Path) -> None:
     np.random.default_rng(0).integers(0, 50, 600).astype(np.uint16).tofile(tmp_path / "t.bin")
     write_pairs(tmp_path, ["ein Haus und noch eins", "ein Hund", "kein Hund"] * 9, ["a house", "dogs", "no dog"] * 9)
     tokens = "{name: token_file, file: %s/t.bin, test_file: %s/t.bin, window: 12, vocabulary: 50}"
     pairs = ("{name: parallel_text, source: %s/train.de, target: %s/train.en, test_source: %s/test.de.gz, "
              "test_target: %s/test.en.gz, length: 8}")  # fmt: skip
     data = (tokens if model == "gpt" else pairs).replace("%s", str(tmp_path))
-    engine = compare(experiment(f"data={data}", f"model={TRANSFORMERS[model]}", "node.rounds=3"), "rows")
+    engine = compare_engines(experiment(f"data={data}", f"model={TRANSFORMERS[model]}", "node.rounds=3"), "rows")
     assert engine.steps.name == "rows"
 
 
@@ -245,9 +246,11 @@ def test_transformers_row_by_row(model: str, tmp_path: Path) -> None:
     ("transformer", "{name: parallel_text, source: %s/train.de, target: %s/train.en, test_source: %s/test.de.gz, "
                     "test_target: %s/test.en.gz, length: 8}"),
 ], ids=["windows", "text", "unequal"])
-def test_texts_of_all_nodes_at_once(model: str, data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps of 7 windows, of which an epoch has no whole number; texts of unequal length have unequal numbers of
-    tokens, over which a step's loss is a mean."""
+def test_transformers_stepped_with_vmap_equal_stepped(
+    model: str, data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Batches of 7 windows do not divide an epoch; texts of unequal length have unequal numbers of tokens, over which
+    the loss of a step is a mean."""
     monkeypatch.setenv("DECENTNODE_CACHE", str(tmp_path / "cache"))
     draw = np.random.default_rng(0)
     draw.integers(0, 50, 600).astype(np.uint16).tofile(tmp_path / "t.bin")
@@ -255,57 +258,57 @@ def test_texts_of_all_nodes_at_once(model: str, data: str, tmp_path: Path, monke
     write_pairs(tmp_path, ["ein Haus und noch eins", "ein Hund", "kein Hund"] * 9, ["a house", "dogs", "no dog"] * 9)
     config = experiment(f"data={data}".replace("%s", str(tmp_path)), f"model={TRANSFORMERS[model]}", "node.rounds=4",
                         "training={batch_size: 7, local_steps: 3, optimizer: {name: sgd, lr: 0.05}}")  # fmt: skip
-    engine = compare(config, "vmap")
+    engine = compare_engines(config, "vmap")
     assert engine.steps.name == "vmap"
 
 
 @pytest.mark.slow
-def test_rows_have_the_bits_of_stepped_nodes() -> None:
+def test_the_step_method_rows_has_the_bits_of_stepped_nodes() -> None:
     config = experiment("node.rounds=3", "mapping.device=cpu")  # a GPU adds in another order for all nodes at once
-    nodes, _ = stepped(config)
-    engine, _ = batched(config, "rows", workers=2)
+    nodes, _ = run_stepped(config)
+    engine, _ = run_batched(config, "rows", workers=2)
     for node, row in zip(nodes, engine.population.parameters, strict=True):
         assert torch.equal(row, node.training.model.parameters)
 
 
-def test_blocks_of_nodes_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, _ = batched(experiment("node.rounds=3"), "layers")
+def test_computing_nodes_in_blocks_does_not_change_the_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, _ = run_batched(experiment("node.rounds=3"), "layers")
     for kind in ("CPU", "GPU"):
         monkeypatch.setattr(f"decentnode.simulate.engines.stacked_steps.{kind}_BLOCK_BYTES", 60000)
         monkeypatch.setattr(f"decentnode.simulate.engines.evaluation.{kind}_BYTES", 1)
-    blocks, _ = batched(experiment("node.rounds=3"), "layers")
+    blocks, _ = run_batched(experiment("node.rounds=3"), "layers")
     assert len(blocks.steps._leaves) > 1  # type: ignore[attr-defined]
     torch.testing.assert_close(blocks.population.parameters, whole.population.parameters, rtol=0, atol=1e-6)
     assert whole.found is not None and blocks.found is not None
     for one, other in zip(whole.found.figures, blocks.found.figures, strict=True):
-        close(one, other)
+        assert_close(one, other)
 
 
-def test_a_last_batch_may_be_short_for_all_nodes() -> None:
+def test_batched_equals_stepped_if_the_last_batch_is_short() -> None:
     config = experiment("node.rounds=12", "sharing=d2", "data={name: synthetic, input_shape: [64], "
                         "train_samples: 70, test_samples: 9, partition: iid}")  # fmt: skip
-    nodes, _ = stepped(config)
-    engine, _ = batched(config, "layers")
+    nodes, _ = run_stepped(config)
+    engine, _ = run_batched(config, "layers")
     for node, row in zip(nodes, engine.population.parameters, strict=True):
         torch.testing.assert_close(row, node.training.model.parameters, rtol=0, atol=1e-5)
 
 
-class Peculiar(D2):
+class OverridesAdjust(D2):
     def adjust(self, model: torch.Tensor, view: Any, loss: float) -> None:
         super().adjust(model, view, loss)
 
 
-class Renamed(D2):
+class AddsNothing(D2):
     """Adds nothing."""
 
 
-class Linear(Full):
+class OverridesPlan(Full):
     def plan(self, view: Any) -> Any:
         return view
 
 
-class Damped(Full):
-    """Changes every gradient by the node's number, which a stack of all nodes does not know."""
+class ScalesGradientsByUid(Full):
+    """Scales gradients by a factor that depends on the uid."""
 
     requirements = replace(Full.requirements, gradient=True)
 
@@ -314,15 +317,15 @@ class Damped(Full):
 
 
 @pytest.mark.parametrize("way", ["layers", "rows"])
-def test_a_rule_that_changes_gradients_is_asked_for_every_step_of_every_node(way: str) -> None:
-    engine = compare(experiment(f"sharing={__name__}:Damped", "node.rounds=3"), way)
+def test_the_direction_of_a_rule_is_called_for_every_step_of_every_node(way: str) -> None:
+    engine = compare_engines(experiment(f"sharing={__name__}:ScalesGradientsByUid", "node.rounds=3"), way)
     assert engine.exchange.name == "rows"
 
 
-def test_a_subclass_has_the_form_of_its_parent_only_if_it_adds_nothing() -> None:
+def test_a_subclass_has_the_stacked_form_of_its_parent_unless_it_overrides_a_method_that_the_form_replaces() -> None:
     config = D2.Config.model_validate({"name": "d2"})
-    assert has_stacked_form(Renamed(config)) and not has_stacked_form(Peculiar(config))
-    assert has_stacked_form(Linear(config))
+    assert has_stacked_form(AddsNothing(config)) and not has_stacked_form(OverridesAdjust(config))
+    assert has_stacked_form(OverridesPlan(config))
 
 
 @pytest.mark.parametrize(("module", "reason"), [
@@ -330,7 +333,7 @@ def test_a_subclass_has_the_form_of_its_parent_only_if_it_adds_nothing() -> None
     (nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)), "float buffers"),
     (nn.Sequential(nn.Conv1d(1, 2, 3)), "Conv1d is not a linear layer"),
 ])  # fmt: skip
-def test_what_layers_cannot_compute_is_named(module: nn.Module, reason: str) -> None:
+def test_modules_that_the_step_method_layers_cannot_compute_are_refused(module: nn.Module, reason: str) -> None:
     with pytest.raises(Unsuitable, match=reason):
         Layers(FlatModel(module))
 
@@ -338,22 +341,22 @@ def test_what_layers_cannot_compute_is_named(module: nn.Module, reason: str) -> 
 @pytest.mark.parametrize(("module", "draws"), [
     ("torchvision.models.resnet", ""), ("torchvision.ops.stochastic_depth", "Block"), ("theirs", "Block"),
 ])  # fmt: skip
-def test_modules_of_other_packages_are_known_to_draw_nothing_or_may(module: str, draws: str) -> None:
+def test_modules_of_unknown_packages_count_as_random(module: str, draws: str) -> None:
     kind = type("Block", (nn.Linear,), {"__module__": module})
     assert random_part(nn.Sequential(kind(2, 2))) == draws
     assert random_part(nn.Sequential(kind(2, 2), nn.Dropout(0.5))) == (draws or "Dropout")
 
 
-class Wrong(Vmap):
+class WrongOutputs(Vmap):
     def __call__(self, parameters: Any, inputs: torch.Tensor) -> torch.Tensor:
         return super().__call__(parameters, inputs) + 1
 
 
-def test_a_way_whose_outputs_are_not_the_models_is_refused() -> None:
+def test_a_step_method_whose_outputs_differ_from_the_models_is_refused() -> None:
     model = FlatModel(nn.Linear(4, 3))
     Vmap(model).check(torch.randn(2, 4))
     with pytest.raises(Unsuitable, match="outputs are not those"):
-        Wrong(model).check(torch.randn(2, 4))
+        WrongOutputs(model).check(torch.randn(2, 4))
 
 
 @pytest.mark.parametrize(("overrides", "reason"), [
@@ -362,73 +365,75 @@ def test_a_way_whose_outputs_are_not_the_models_is_refused() -> None:
     (["sharing=choco", "node.schedule=overlapped"], "overlapped"),
     (["simulate.steps=layers", "model={name: lenet}", IMAGES], "Conv2d is not a linear layer"),
 ])  # fmt: skip
-def test_what_batched_cannot_compute_is_stepped_and_named(overrides: list[str], reason: str) -> None:
-    found = choose(experiment("simulate={engine: batched, steps: rows}", *overrides))
-    assert found.name == "stepped" and found.batched is None and reason in found.reason
+def test_experiments_that_batched_cannot_compute_are_stepped_and_the_reason_is_given(
+    overrides: list[str], reason: str
+) -> None:
+    chosen = choose(experiment("simulate={engine: batched, steps: rows}", *overrides))
+    assert chosen.name == "stepped" and chosen.batched is None and reason in chosen.reason
 
 
-def test_auto_takes_the_faster_and_says_what_it_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_chooses_the_fastest_method_and_reports_the_times(monkeypatch: pytest.MonkeyPatch) -> None:
     times = {"layers": 3.0, "vmap": 2.0, "rows": 4.0, "stepped": 5.0}
     monkeypatch.setattr(choice, "time_method", lambda _, name: {choice.StepMethod(name, 1): times[name]})
-    found = choose(experiment())
-    assert found.batched is not None and found.batched.steps.name == "vmap"
-    assert "local steps by vmap" in found.reason and "stepped 5000000 us" in found.reason
+    chosen = choose(experiment())
+    assert chosen.batched is not None and chosen.batched.steps.name == "vmap"
+    assert "local steps by vmap" in chosen.reason and "stepped 5000000 us" in chosen.reason
     times["stepped"] = 1.0
-    found = choose(experiment())
-    assert found.name == "stepped" and "vmap 2000000 us" in found.reason
+    chosen = choose(experiment())
+    assert chosen.name == "stepped" and "vmap 2000000 us" in chosen.reason
     assert choose(experiment("simulate.engine=batched")).name == "batched"
     assert choose(experiment(), resume=True).reason == "batched cannot compute --resume"
 
 
-def test_steps_are_really_timed() -> None:
-    found = choice.time_method(experiment(), "layers")
-    assert all(seconds > 0 and way.name == "layers" for way, seconds in found.items())
+def test_time_method_measures_positive_seconds() -> None:
+    times = choice.time_method(experiment(), "layers")
+    assert times and all(seconds > 0 and method.name == "layers" for method, seconds in times.items())
 
 
-def test_a_stop_ends_the_run_after_the_round_under_way() -> None:
+def test_a_stop_ends_the_run_after_the_current_round() -> None:
     config = experiment("node.rounds=100")
     population = Population(config)
 
-    class Stops(Kept):
+    class Stops(RecordingSink):
         def tick(self) -> None:
             if len(self.rounds) == 2:
                 engine.ask_stop()
 
-    engine, kept = Batched(population, WAYS["layers"](population)), Stops()
-    engine.run(kept)
+    engine, sink = Batched(population, WAYS["layers"](population)), Stops()
+    engine.run(sink)
     assert engine.round == 2 and not engine.over and engine.evaluated == 2
 
 
 def test_a_node_that_diverges_is_named() -> None:
     with pytest.raises(Exception, match=r"node \d: the training loss is nan|holds NaN") as raised:
-        batched(experiment("training.optimizer.lr=1e30", "node.rounds=4"), "layers")
+        run_batched(experiment("training.optimizer.lr=1e30", "node.rounds=4"), "layers")
     assert raised.value.uid in range(5)  # type: ignore[attr-defined]
 
 
-def test_no_transport_is_used_where_rules_have_the_form(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rules_with_a_stacked_form_use_no_transport(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Inproc, "exchange", None)
-    batched(experiment("node.rounds=1"), "layers")
+    run_batched(experiment("node.rounds=1"), "layers")
 
 
 @pytest.mark.parametrize("graph", [
     "{name: el_local, nodes: 40, degree: 6}", "{name: random_regular, nodes: 40, degree: 5}"])
 @pytest.mark.parametrize("rule", ["full", "push_sum"])
-def test_edges_from_a_table_are_those_of_a_view_per_node(
+def test_mixing_with_the_graphs_table_of_targets_equals_mixing_with_a_view_per_node(
     graph: str, rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same bits, and the same bytes of records; of 40 nodes some draw each other."""
+    """Models and records have the same bits. Of 40 nodes some draw each other."""
     options = [f"graph={graph}", "weights=null", f"sharing={rule}", "mapping.nodes_per_machine=40",
                "model={name: logistic}"]  # fmt: skip
     population = Population(load(QUICKSTART, options, {}))
     exchange, why = make_exchange(population)
     assert not why
-    found = []
-    for _ in range(2):
+    results = []
+    for _ in range(2):  # with the table, then without
         population.rows.copy_(torch.randn(population.rows.shape, generator=torch.Generator().manual_seed(1)))
         exchange.begin(3, 0.1)
         exchange.adjust(np.zeros(40))
         sent = exchange.mix()
-        found.append((population.rows.clone(), sent.data.tolist(), sent.metadata.tolist(), sent.edges))
+        results.append((population.rows.clone(), sent.data.tolist(), sent.metadata.tolist(), sent.edges))
         monkeypatch.setattr(type(population.graph), "targets_table", lambda *_: None)
         exchange, _ = make_exchange(population)
-    assert torch.equal(found[0][0], found[1][0]) and found[0][1:] == found[1][1:]
+    assert torch.equal(results[0][0], results[1][0]) and results[0][1:] == results[1][1:]

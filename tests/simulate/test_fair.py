@@ -23,25 +23,31 @@ def networks(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 @given(networks())
-def test_every_flow_is_held_up_by_a_full_resource_on_which_nobody_has_more(
+def test_every_flow_is_limited_by_its_own_maximum_or_a_full_resource_on_which_no_flow_has_more(
     network: tuple[np.ndarray, np.ndarray, np.ndarray]
 ) -> None:
     uses, capacity, most = network
     rates = fair_rates(uses, capacity, most)
     load = np.zeros(capacity.size)
-    for flow, way in enumerate(uses):
-        for r in way[way >= 0]:
+    for flow, resources_of_flow in enumerate(uses):
+        for r in resources_of_flow[resources_of_flow >= 0]:
             load[r] += rates[flow]
     assert (load <= capacity * (1 + 1e-6)).all()
-    for flow, way in enumerate(uses):
+    for flow, resources_of_flow in enumerate(uses):
         held = rates[flow] >= most[flow] * (1 - 1e-6)
-        for r in way[way >= 0]:
+        for r in resources_of_flow[resources_of_flow >= 0]:
             others = rates[(uses == r).any(axis=1)]
             held |= load[r] >= capacity[r] * (1 - 1e-6) and rates[flow] >= others.max() * (1 - 1e-6)
-        assert held or (way < 0).all()
+        assert held or (resources_of_flow < 0).all()
 
 
-def in_small_steps(uses: np.ndarray, capacity: np.ndarray, work: np.ndarray, begins: np.ndarray) -> np.ndarray:
+def ends_in_small_time_steps(
+
+
+    uses: np.ndarray, capacity: np.ndarray, work: np.ndarray, begins: np.ndarray
+
+
+) -> np.ndarray:
     left, ends, now, step = work.copy(), np.full(work.size, np.nan), 0.0, 2e-4
     while np.isnan(ends).any():
         active = np.flatnonzero((begins <= now + 1e-12) & (left > 0))
@@ -55,28 +61,34 @@ def in_small_steps(uses: np.ndarray, capacity: np.ndarray, work: np.ndarray, beg
 
 @pytest.mark.sampled(one=["seed"])
 @pytest.mark.parametrize("seed", range(4))
-def test_flows_that_begin_at_different_times(seed: int) -> None:
+def test_flows_that_begin_at_different_times_end_as_in_a_simulation_in_small_steps(seed: int) -> None:
     draws = np.random.default_rng(seed)
     uses = np.stack([draws.integers(0, 2, 6), draws.integers(2, 4, 6)], axis=1)
     capacity, work, begins = draws.uniform(5, 20, 4), draws.uniform(0.5, 2, 6), draws.uniform(0, 0.3, 6)
     found = FairSharing(uses, capacity, work, np.full(6, np.inf)).ends(begins)
-    assert found == pytest.approx(in_small_steps(uses, capacity, work, begins), abs=3e-3)
+    assert found == pytest.approx(ends_in_small_time_steps(uses, capacity, work, begins), abs=3e-3)
 
 
-def test_two_flows_on_one_resource() -> None:
+def test_two_flows_share_one_resource_while_both_last() -> None:
     sharing = FairSharing(np.array([[0], [0]]), np.array([1.0]), np.array([1.0, 1.0]), np.full(2, np.inf))
     assert sharing.ends(np.array([0.0, 0.5])).tolist() == pytest.approx([1.5, 2.0])
     assert sharing.ends(np.array([7.0, 7.5])).tolist() == pytest.approx([8.5, 9.0])  # as before, later
     assert sharing.ends(np.array([0.0, np.inf])).tolist() == [1.0, np.inf]
 
 
-def test_what_shares_nothing_takes_its_own_time() -> None:
+def test_flows_that_share_no_resource_do_not_delay_each_other() -> None:
     sharing = FairSharing(np.array([[0], [1], [-1]]), np.array([2.0, np.inf]), np.array([4.0, 4.0, 0.0]),
                           np.array([np.inf, 8.0, np.inf]))  # fmt: skip
     assert sharing.ends(np.array([1.0, 1.0, 1.0])).tolist() == [3.0, 1.5, 1.0]
 
 
-def test_large_sets_are_followed_coarsely_and_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_approximation_for_large_sets_of_flows_is_close_to_the_exact_ends(
+
+
+    monkeypatch: pytest.MonkeyPatch
+
+
+) -> None:
     draws = np.random.default_rng(3)
     uses = np.stack([draws.integers(0, 20, 200), 20 + draws.integers(0, 20, 200)], axis=1)
     arguments = uses, draws.uniform(1, 5, 40), np.ones(200), np.full(200, np.inf)
@@ -90,7 +102,7 @@ def test_large_sets_are_followed_coarsely_and_alike(monkeypatch: pytest.MonkeyPa
 @pytest.mark.slow
 @given(networks(), st.lists(st.floats(0.1, 5), min_size=12, max_size=12), st.lists(st.floats(0, 3), min_size=12,
        max_size=12), st.lists(st.floats(0, 6), max_size=4))  # fmt: skip
-def test_flows_end_when_they_would_wherever_one_stops_to_look(
+def test_advancing_in_several_steps_gives_the_same_ends_as_in_one(
     network: tuple[np.ndarray, np.ndarray, np.ndarray], work: list[float], begins: list[float], stops: list[float]
 ) -> None:
     uses, capacity, most = network
@@ -114,8 +126,8 @@ def test_flows_end_when_they_would_wherever_one_stops_to_look(
 
 
 @pytest.mark.parametrize("begin", [0.0, 1e3, 1e4, 1e6])
-def test_short_flows_end_however_late_it_is(begin: float) -> None:
-    """What is left of a flow may take less than the last digit of the clock."""
+def test_short_flows_end_also_at_late_times(begin: float) -> None:
+    """The rest of a flow may take less time than the last digit of the clock."""
     rng, capacity = np.random.default_rng(0), np.full(3, 1.25e9)
     for _ in range(50):
         followed = Fluid(1)

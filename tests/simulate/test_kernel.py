@@ -1,4 +1,4 @@
-"""The loop in C beside NumPy's: the same bits."""
+"""The C kernel of fair sharing gives the same bits as the NumPy code."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def flows(draw: st.DrawFn) -> CallTransfers:
 
 
 @given(flows())
-def test_rates_have_the_same_bits(world: CallTransfers) -> None:
+def test_fair_rates_have_the_same_bits(world: CallTransfers) -> None:
     uses, capacity, most, *_ = world
     assert (kernel.fair_rates(uses, capacity, most) == fair_rates(uses, capacity, most)).all()
 
 
-def ends(world: CallTransfers, pace: float) -> list[tuple[list[int], list[float], float]]:
-    """What every step of the flows tells, in steps of at least `pace` seconds."""
+def steps_of_flows(world: CallTransfers, pace: float) -> list[tuple[list[int], list[float], float]]:
+    """Returns, for every step of at least `pace` seconds, the flows that ended, their ends, and the time."""
     uses, capacity, most, work, begins = world
     made, found = Fluid(uses.shape[1]), []
     made.add(uses, work, most, begins, np.arange(work.size))
@@ -49,17 +49,17 @@ def ends(world: CallTransfers, pace: float) -> list[tuple[list[int], list[float]
 
 @settings(max_examples=20)
 @given(flows(), st.sampled_from([(0, 8), (0, 1000), (1000, 1000), (24, 3)]), st.sampled_from([0.0, 0.3, np.inf]))
-def test_flows_have_the_same_bits(world: CallTransfers, few_and_exact: tuple[int, int], pace: float) -> None:
+def test_ends_of_flows_have_the_same_bits(world: CallTransfers, few_and_exact: tuple[int, int], pace: float) -> None:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in zip(("SINGLE_SET_FLOWS", "EXACT_FLOWS"), few_and_exact, strict=True):
             patch.setattr(fluid, name, value)
-        compiled = ends(world, pace)
+        compiled = steps_of_flows(world, pace)
         patch.setattr(kernel, "library", lambda: None)
-        assert compiled == ends(world, pace)
+        assert compiled == steps_of_flows(world, pace)
 
 
 @given(st.integers(1, 30), st.lists(st.tuples(st.integers(0, 29), st.integers(0, 29)), max_size=40))
-def test_what_is_joined_has_the_same_numbers(count: int, edges: list[tuple[int, int]]) -> None:
+def test_connected_components_have_the_same_numbers(count: int, edges: list[tuple[int, int]]) -> None:
     a, b = np.array(edges, int).reshape(-1, 2).T % count
     compiled = connected_components(count, a, b)
     with pytest.MonkeyPatch.context() as patch:

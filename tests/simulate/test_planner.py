@@ -1,4 +1,4 @@
-"""Plans: consensus against theory and against rules that mix, predictions, ranks, and the command."""
+"""Plans: rounds to consensus compared with theory and with rules that mix, predictions, ranking, and the command."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ def graph_of(text: str, *more: str) -> Any:
     "{name: ring, nodes: 9}", "{name: complete, nodes: 6}", "{name: base_k_plus_1, nodes: 6}",
     "{name: one_peer_exponential, nodes: 16}", "{name: alternating_ring, nodes: 8}",
 ])  # fmt: skip
-def test_consensus_of_graphs_is_that_of_their_products(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_consensus_rate_of_a_graph_is_that_of_the_product_of_its_matrices(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     graph = graph_of(text, "weights=null")
     found = graph_consensus(graph, 1e-3)
     assert found.rate == pytest.approx(contraction(graph)) and not found.measured
@@ -41,7 +43,7 @@ def test_consensus_of_graphs_is_that_of_their_products(text: str, monkeypatch: p
     assert graph_consensus(graph, 1e-3).rate <= found.rate + 0.02
 
 
-def test_graphs_that_are_drawn_anew_and_graphs_in_parts() -> None:
+def test_the_consensus_rate_is_estimated_for_random_graphs_and_one_for_graphs_that_are_not_connected() -> None:
     drawn = graph_consensus(graph_of("{name: random_matching, nodes: 16}", "weights=null"), 1e-3)
     assert drawn.rounds is not None and 10 < drawn.rounds < 80
     assert drawn.rate**drawn.rounds == pytest.approx(1e-3, rel=0.9)
@@ -51,7 +53,7 @@ def test_graphs_that_are_drawn_anew_and_graphs_in_parts() -> None:
 
 
 @pytest.mark.parametrize("text", ["{name: full}", "{name: local_sgd, every: 2}"])
-def test_rules_that_mix_agree_with_the_spectrum(text: str) -> None:
+def test_measured_rounds_to_consensus_of_mixing_rules_agree_with_the_spectrum(text: str) -> None:
     experiment = load(ROOT / "configs" / "quickstart.yaml", ["graph={name: ring, nodes: 8}", f"sharing={text}"],
                       check=False)  # fmt: skip
     found = rule_consensus(experiment.sharing, [tuple(range(8))], experiment.make_graph(), 1e-2, 1)
@@ -62,7 +64,7 @@ def test_rules_that_mix_agree_with_the_spectrum(text: str) -> None:
 
 
 @pytest.mark.slow
-def test_coarse_codecs_agree_slowly_or_never() -> None:
+def test_with_coarse_codecs_consensus_takes_many_rounds_or_is_never_reached() -> None:
     def measured(text: str) -> consensus.Consensus:
         experiment = load(ROOT / "configs" / "quickstart.yaml", ["graph={name: ring, nodes: 8}", f"sharing={text}"],
                           check=False)  # fmt: skip
@@ -76,7 +78,7 @@ def test_coarse_codecs_agree_slowly_or_never() -> None:
 
 
 @pytest.mark.slow
-def test_a_plan_ranks_by_what_links_cost() -> None:
+def test_a_plan_predicts_bytes_and_seconds_of_candidates_and_ranks_them() -> None:
     plan = Plan(TWO_MACHINES, ["simulate.links={machines: [{machines: [0, 1], mbit_per_second: 10}]}"],
                 step_seconds=0.01)  # fmt: skip
     found, skipped = plan.predictions(Choices(("ring", "complete"), compressions=("none", "int8"), local_steps=(1, 4)))
@@ -100,7 +102,7 @@ def test_a_plan_ranks_by_what_links_cost() -> None:
         assert not (star and beaten)
 
 
-def test_what_cannot_run_is_left_out_with_its_reason() -> None:
+def test_candidates_that_cannot_run_are_skipped_with_the_reason() -> None:
     plan = Plan(TWO_MACHINES, step_seconds=0.01)
     found, skipped = plan.predictions(Choices(("own", "{name: regular, degree: 20}"), ("own", "relaysgd")))
     assert [each.graph for each in found] == ["regular"]
@@ -133,11 +135,11 @@ def test_the_command_writes_the_chosen_experiment(tmp_path: Path) -> None:
     assert refused.exit_code == 2 and "--choose must be at most 4" in refused.output
 
 
-def test_rounds_with_a_server_are_not_predicted_and_the_reason_is_said() -> None:
+def test_rounds_with_a_server_are_skipped_with_the_reason() -> None:
     _, skipped = Plan(ROOT / "configs" / "federated.yaml").predictions(Choices(graphs=("own",)))
     assert skipped and all("clients train between two exchanges" in each.reason for each in skipped)
 
 
-def test_schedules_in_which_nobody_waits_are_not_predicted() -> None:
+def test_asynchronous_schedules_are_skipped_with_the_reason() -> None:
     _, skipped = Plan(ROOT / "configs" / "asynchronous.yaml").predictions(Choices(graphs=("own",)))
     assert skipped and all("gossip_async, in which nodes are in different rounds" in each.reason for each in skipped)

@@ -1,4 +1,4 @@
-"""A simulated run leaves what a run with processes leaves, with the same bits."""
+"""The engine `stepped`: a simulated run gives the same files and bits as a run with processes."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ ONE = ["mapping={name: linear, nodes_per_machine: 4, threads: 1}"]
 TWO = ["mapping={name: linear, machines: 2, nodes_per_machine: 2, addresses: [10.1.2.3, 10.1.2.4], threads: 1}"]
 
 
-def ran(folder: Path, *overrides: str, **request: Any) -> Outcome:
+def run(folder: Path, *overrides: str, **request: Any) -> Outcome:
     outcome = supervise(Request(QUICKSTART, [f"run.dir={folder}", *COMMON, *overrides], **request), Observer())
     assert outcome.exit_code == 0 and outcome.run_dir is not None
     return outcome
 
 
-def models(outcome: Outcome) -> dict[str, dict[str, np.ndarray]]:
+def models_of(outcome: Outcome) -> dict[str, dict[str, np.ndarray]]:
     assert outcome.run_dir is not None
     return {path.name: load_file(path) for path in sorted((outcome.run_dir / "models").glob("*.safetensors"))}
 
 
 @pytest.mark.slow
-def test_a_simulated_run_is_the_run_with_processes(tmp_path: Path) -> None:
-    real = ran(tmp_path / "run", *ONE)
-    simulated = ran(tmp_path / "simulated", *ONE, "simulate.engine=stepped", in_process=True, simulate=True)
+def test_a_simulated_run_has_the_models_and_figures_of_a_run_with_processes(tmp_path: Path) -> None:
+    real = run(tmp_path / "run", *ONE)
+    simulated = run(tmp_path / "simulated", *ONE, "simulate.engine=stepped", in_process=True, simulate=True)
     assert simulated.summary["engine"]["name"] == "stepped" and "engine" not in real.summary
     assert simulated.summary["digest"] == real.summary["digest"]
-    found, wanted = models(simulated), models(real)
+    found, wanted = models_of(simulated), models_of(real)
     assert found.keys() == wanted.keys() and len(found) == 5
     for name in wanted:
         for key, value in wanted[name].items():
@@ -54,11 +54,11 @@ def test_a_simulated_run_is_the_run_with_processes(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_mapping_of_several_machines_is_simulated_on_this_one(tmp_path: Path) -> None:
-    outcome = ran(tmp_path, *TWO, in_process=True, simulate=True)
+    outcome = run(tmp_path, *TWO, in_process=True, simulate=True)
     assert len(outcome.summary["nodes"]) == 4
 
 
-def test_data_is_dealt_and_opened_once_for_all_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_is_opened_and_partitioned_once_for_all_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     dealt = []
     split = Iid.split
 

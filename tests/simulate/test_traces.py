@@ -21,14 +21,14 @@ TIMES = {i: {"duration": 9, "inactive": [60, 200], "finish_time": 300, "active":
          for i in range(5)}  # fmt: skip
 
 
-def written(path: Path, what: Any, form: str) -> Path:
+def write_trace(path: Path, what: Any, form: str) -> Path:
     path.write_bytes(json.dumps(what).encode() if form == "json" else pickle.dumps(what, int(form)))
     return path
 
 
 @pytest.mark.parametrize("form", ["json", "2", "3", "4", "5"])
-def test_speeds_and_bandwidths(tmp_path: Path, form: str) -> None:
-    found = traces.devices(written(tmp_path / "t", DEVICES, form), 40, seed=1)
+def test_devices_have_the_speeds_and_bandwidths_of_the_trace(tmp_path: Path, form: str) -> None:
+    found = traces.devices(write_trace(tmp_path / "t", DEVICES, form), 40, seed=1)
     # 10 ms of inference per sample; 800 kbit/s are 100 kB/s
     assert sorted((round(d.inference_seconds, 6), round(d.bytes_per_second)) for d in found) == [
         (round(0.01 + i / 1000, 6), 100_000 * (i + 1)) for i in range(40)
@@ -37,22 +37,22 @@ def test_speeds_and_bandwidths(tmp_path: Path, form: str) -> None:
     assert len(traces.devices(tmp_path / "t", 100, seed=1)) == 100
 
 
-def test_numbers_of_numpy_in_a_pickled_trace(tmp_path: Path) -> None:
+def test_numpy_numbers_in_a_pickled_trace_are_read(tmp_path: Path) -> None:
     devices = {i: {"computation": np.float64(5.5), "communication": np.int64(1 << 40)} for i in range(3)}
-    found = traces.devices(written(tmp_path / "t", devices, "4"), 3, seed=1)
+    found = traces.devices(write_trace(tmp_path / "t", devices, "4"), 3, seed=1)
     assert {(d.inference_seconds, d.bytes_per_second) for d in found} == {(0.0055, 125.0 * (1 << 40))}
 
 
 @pytest.mark.parametrize("form", ["2", "4"])
-def test_short_records_whose_keys_are_longer_than_they(tmp_path: Path, form: str) -> None:
-    """Pickles write a key once; every record then names it in two bytes, and a small number in two."""
+def test_pickled_records_that_are_shorter_than_their_keys_are_read(tmp_path: Path, form: str) -> None:
+    """Pickles write a key once; every record then refers to it in two bytes, and has a small number in two."""
     devices = {i: {"computation": 1 + i, "communication": 200} for i in range(100)}
-    found = traces.devices(written(tmp_path / "t", devices, form), 100, seed=1)
+    found = traces.devices(write_trace(tmp_path / "t", devices, form), 100, seed=1)
     assert sorted(round(1000 * each.inference_seconds) for each in found) == list(range(1, 101))
 
 
-def test_a_step_is_three_times_an_inference_of_its_samples(tmp_path: Path) -> None:
-    path = written(tmp_path / "t", {1: {"computation": 10, "communication": 8}}, "json")
+def test_a_training_step_takes_three_times_as_long_as_inference(tmp_path: Path) -> None:
+    path = write_trace(tmp_path / "t", {1: {"computation": 10, "communication": 8}}, "json")
     config = ComputeConfig(trace=path)
     compute = Compute(config, [0, 0], step_seconds=0.0, local_steps=5, batch_size=4)
     assert compute.seconds(0).tolist() == pytest.approx([3 * 4 * 5 * 0.01] * 2)
@@ -60,23 +60,23 @@ def test_a_step_is_three_times_an_inference_of_its_samples(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("form", ["json", "4"])
-def test_availability(tmp_path: Path, form: str) -> None:
-    found = traces.availability(written(tmp_path / "t", {0: TIMES[0]}, form), 2, seed=1)
+def test_devices_are_available_in_the_intervals_of_the_trace(tmp_path: Path, form: str) -> None:
+    found = traces.availability(write_trace(tmp_path / "t", {0: TIMES[0]}, form), 2, seed=1)
     expected = {30.0: True, 60.0: False, 99.0: False, 100.0: True, 199.0: True, 201.0: False, 330.0: True}
     for time, there in expected.items():
         assert found.present(np.full(2, time)).tolist() == [there] * 2, time
 
 
-def test_a_device_that_goes_first_was_there_from_the_begin(tmp_path: Path) -> None:
+def test_a_device_whose_first_event_is_inactive_was_available_from_the_beginning(tmp_path: Path) -> None:
     times = {0: {"active": [50], "inactive": [20], "finish_time": 100}, 1: {"active": [], "inactive": [],
                                                                              "finish_time": 9}}  # fmt: skip
-    found = traces.availability(written(tmp_path / "t", times, "json"), 3, seed=1)
+    found = traces.availability(write_trace(tmp_path / "t", times, "json"), 3, seed=1)
     assert [bool(found.present(np.full(3, t))[0]) for t in (10.0, 30.0, 60.0, 99.0, 110.0)] == [
         True, False, True, True, True,
     ]  # fmt: skip
 
 
-def test_bandwidths_between_places(tmp_path: Path) -> None:
+def test_a_matrix_of_bandwidths_is_read_and_invalid_ones_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "m.txt"
     path.write_text("0,10,20\n10,0,5\n20,5,0\n")
     found = traces.matrix(path)
@@ -92,32 +92,32 @@ def test_bandwidths_between_places(tmp_path: Path) -> None:
     {1: {"computation": 10**400, "communication": 5}},
 ], ids=["zero", "text", "number", "empty", "list", "beyond floats"])  # fmt: skip
 @pytest.mark.parametrize("form", ["json", "4"])
-def test_other_content_is_refused(tmp_path: Path, what: Any, form: str) -> None:
+def test_traces_with_invalid_content_are_refused(tmp_path: Path, what: Any, form: str) -> None:
     with pytest.raises(DataError, match="t: "):
-        traces.devices(written(tmp_path / "t", what, form), 2, seed=1)
+        traces.devices(write_trace(tmp_path / "t", what, form), 2, seed=1)
 
 
-def test_json_without_an_end_is_refused(tmp_path: Path) -> None:
+def test_deeply_nested_json_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "t"
     path.write_text("[" * 100_000)
     with pytest.raises(DataError, match="cannot be read"):
         traces.devices(path, 2, seed=1)
 
 
-class Evil:
+class RunsCode:
     def __reduce__(self) -> Any:
         return eval, ("1",)
 
 
-def test_a_trace_is_no_program(tmp_path: Path) -> None:
+def test_code_in_a_pickled_trace_is_not_run(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="which is not loaded"):
-        traces.devices(written(tmp_path / "t", {1: {"computation": Evil()}}, "4"), 2, seed=1)
+        traces.devices(write_trace(tmp_path / "t", {1: {"computation": RunsCode()}}, "4"), 2, seed=1)
     with pytest.raises(DataError):
         traces.devices(tmp_path / "nothing", 2, seed=1)
 
 
-def test_long_files_are_read_as_far_as_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = written(tmp_path / "t", {i: DEVICES[i % 40] for i in range(5000)}, "4")
+def test_no_more_records_than_the_limit_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_trace(tmp_path / "t", {i: DEVICES[i % 40] for i in range(5000)}, "4")
     monkeypatch.setattr(pickled, "MAX_RECORDS", 1500)
     assert len(pickled.read_records(path)) == 1500
     monkeypatch.setattr(pickled, "MAX_RECORD_INSTRUCTIONS", 100)

@@ -1,4 +1,4 @@
-"""What a rule is predicted to send, beside what the nodes of a run have sent."""
+"""The predicted bytes of rules, compared with what the nodes of a run send."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CASES = {
 
 @pytest.mark.sampled(one=["name"])
 @pytest.mark.parametrize("name", CASES)
-def test_bytes_are_those_of_a_run(name: str) -> None:
+def test_predicted_bytes_are_those_that_a_run_sends(name: str) -> None:
     text = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
     graph = "{name: complete, nodes: 8}" if "graph=complete" in CASES[name] else "{name: regular, nodes: 8, degree: 4}"
     overrides = [f"graph={graph}", f"node.rounds={ROUNDS}", "communication=inproc", "node.evaluate_every=0",

@@ -78,7 +78,7 @@ def test_a_finished_run_gets_virtual_time_afterwards(tmp_path: Path) -> None:
     assert 0 < json.loads(of_run.output)["compute_seconds"] < 5
 
 
-def test_the_time_line_on_the_command_line(tmp_path: Path) -> None:
+def test_decentnode_timeline_writes_tables_and_pictures(tmp_path: Path) -> None:
     for name in ("times.csv", "new/times.csv", "times.png"):
         result = CliRunner().invoke(main, ["timeline", QUICKSTART, "-o", str(tmp_path / name), *sets([*SMALL, *WORLD])])
         assert result.exit_code == 0, result.output
@@ -91,7 +91,7 @@ def test_the_time_line_on_the_command_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_links_from_files(tmp_path: Path) -> None:
+def test_link_files_are_merged_and_invalid_ones_are_refused(tmp_path: Path) -> None:
     first, second = tmp_path / "a.yaml", tmp_path / "b.yaml"
     first.write_text("links: {jitter: 0.1, machines: [{machines: [0, 1], mbit_per_second: 100}]}")
     second.write_text("jitter: 0.2\nmachines: [{machines: [1, 2], mbit_per_second: 50, interface: eth1}]\n")
@@ -111,7 +111,7 @@ def test_links_from_files(tmp_path: Path) -> None:
     assert refused.exit_code == 2 and "machine" in refused.output
 
 
-def test_steps_are_measured_where_nobody_says() -> None:
+def test_step_seconds_are_measured_if_they_are_not_given() -> None:
     experiment = load(QUICKSTART, SMALL)
     assert 0 < measured_step_seconds(experiment) < 5
     virtual = VirtualTime(make_clock(experiment, step_seconds=0.5))
@@ -119,7 +119,7 @@ def test_steps_are_measured_where_nobody_says() -> None:
     assert virtual.finished(1, uid=2) == pytest.approx(2.5)
 
 
-def test_a_server_makes_no_steps_to_measure() -> None:
+def test_step_seconds_are_measured_on_a_client_if_node_0_is_a_server() -> None:
     served = load(QUICKSTART, [*SMALL, "graph={name: star, nodes: 4}", "sharing=fedavg"])
     assert served.servers() == (0,) and 0 < measured_step_seconds(served) < 5
 
