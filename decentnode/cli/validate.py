@@ -61,7 +61,7 @@ def command(
             raise
         click.echo(json.dumps({"ok": False, "source": config, "problems": error.problems}, indent=1))
         ctx.exit(error.exit_code)
-    from decentnode.launch.reporting.header import default_lr_notice, short_timeout_warning
+    from decentnode.launch.reporting.notices import default_lr_notice, short_timeout_warning
 
     for warning in filter(None, [*experiment.config_warnings, short_timeout_warning(experiment)]):
         click.echo(f"warning: {warning}", err=True)

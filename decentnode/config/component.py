@@ -319,6 +319,7 @@ class Section:
     kind: str
     default: str | None = None
     implied: Mapping[str, str] = field(default_factory=dict)
+    configs: Mapping[str, str] = field(default_factory=dict)
 
     def name_of(self, value: Any) -> Any:
         """Returns the component's name that a raw value gives or implies, or None."""
@@ -328,8 +329,8 @@ class Section:
 
     def config_of(self, name: str) -> type[Config]:
         """Returns the Config of a component. Raises UsageError."""
-        chosen = load_class(name, self.table, self.kind)
-        found = getattr(chosen, "Config", None)
+        found = (imported(self.configs[name], name, self.kind) if name in self.configs
+                 else getattr(load_class(name, self.table, self.kind), "Config", None))  # fmt: skip
         if not (isinstance(found, type) and issubclass(found, Config)):
             raise UsageError(f"{self.kind} {name!r} must name a class whose Config is a component.Config, such as one "
                              "derived from decentnode's own")  # fmt: skip
@@ -400,13 +401,15 @@ def _summary(owner: type[Any]) -> str:
 
 
 def section(
-    table: Mapping[str, str], kind: str, default: str | None = None, implied: Mapping[str, str] | None = None
+    table: Mapping[str, str], kind: str, default: str | None = None, implied: Mapping[str, str] | None = None,
+    configs: Mapping[str, str] | None = None,
 ) -> Section:
     """Returns the annotation of a Config field that holds a component's section: `Annotated[Config, section(TABLE,
     "graph")]`.
 
     The field's value becomes the Config of the class that `name` names, or `default` if there is no name. A bare string
     stands for `{name: string}`. implied: maps a key to the name that it implies, for sections that can be recognized by
-    one of their keys, such as `{file: ...}`. Dumps and the JSON Schema hold every key of the chosen Config.
+    one of their keys, such as `{file: ...}`. configs: maps names to "module:Config", for components whose modules take
+    long to import. Dumps and the JSON Schema hold every key of the chosen Config.
     """
-    return Section(table, kind, default, implied or {})
+    return Section(table, kind, default, implied or {}, configs or {})

@@ -16,6 +16,7 @@ import yaml
 from pydantic import AfterValidator, Field, PrivateAttr
 
 from decentnode.communication import COMMUNICATIONS
+from decentnode.communication import CONFIGS as COMMUNICATION_CONFIGS
 from decentnode.communication.parts import CommunicationConfig
 from decentnode.config.component import ADDED, Config, Settings, load_class, section, unchanged_added_keys
 from decentnode.config.file_digest import content_digest
@@ -100,7 +101,8 @@ class Experiment(Settings):
     parameters: ParametersConfig | None = None
     """Which parameters are shared, and in which fragments. Default: all parameters, exchanged together."""
     communication: Annotated[
-        CommunicationConfig, section(COMMUNICATIONS, "communication", DEFAULT_NAMES["communication"])
+        CommunicationConfig,
+        section(COMMUNICATIONS, "communication", DEFAULT_NAMES["communication"], configs=COMMUNICATION_CONFIGS),
     ] = Field(default={"name": DEFAULT_NAMES["communication"]}, validate_default=True)
     """How payloads move between nodes."""
     node: NodeConfig = Field(default={}, validate_default=True)

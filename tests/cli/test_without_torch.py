@@ -50,3 +50,11 @@ def test_nor_does_what_draws(tmp_path: Path) -> None:
     run = fake_run(tmp_path / "run", graph={"name": "ring", "nodes": 4}, model={"name": "mlp"})
     invoked([["plot", str(run), "--metric", "loss"], ["report", str(run)]])
     assert "graph of" in (run / "report.html").read_text()
+
+
+def test_validate_imports_no_transport(tmp_path: Path) -> None:
+    code = ("import sys\nfrom click.testing import CliRunner\nfrom decentnode.cli import main\n"
+            "done = CliRunner().invoke(main, ['validate', sys.argv[1]])\nassert done.exit_code == 0, done.output\n"
+            "assert 'decentnode.experiment.crosschecks' in sys.modules\n"
+            "assert 'decentnode.communication.zeromq.transport' not in sys.modules\n")  # fmt: skip
+    subprocess.run([sys.executable, "-c", code, str(ROOT / "decentnode" / "quickstart.yaml")], check=True, timeout=200)

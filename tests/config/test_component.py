@@ -6,6 +6,7 @@ import pytest
 import yaml
 from pydantic import ConfigDict, ValidationError
 
+from decentnode.communication import COMMUNICATIONS, CONFIGS
 from decentnode.config.component import Config, load_class, section
 from decentnode.config.key_docs import DocumentedSchema
 from decentnode.errors import UsageError
@@ -153,3 +154,17 @@ def test_an_unknown_default_is_no_crash():
     with pytest.raises(ValidationError):
         fakes.Tree.model_validate({"graph": None})
     assert made.name_of({"x": 1}) is None
+
+
+def test_a_config_can_be_found_without_importing_its_component():
+    table = {"ring": "no.such.module:Ring"}
+    chosen = section(table, "graph", configs={"ring": f"{HERE}.fakes:RingConfig"})
+    assert chosen.config_of("ring") is fakes.RingConfig
+    with pytest.raises(UsageError, match="no module named 'no'"):
+        section(table, "graph").config_of("ring")
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_configs_of_transports_are_those_of_their_classes(name: str):
+    assert section({}, "communication", configs=CONFIGS).config_of(name) is section(
+        COMMUNICATIONS, "communication").config_of(name)  # fmt: skip

@@ -20,6 +20,7 @@ from decentnode.experiment.initial_model import module_without_values
 from decentnode.formatting import names, size
 from decentnode.graph import spectrum
 from decentnode.launch.files.provenance import source_hash
+from decentnode.launch.reporting.notices import default_lr_notice, short_timeout_warning
 from decentnode.mapping.hosts import address
 from decentnode.node.schedules.schedules import payload_schema
 from decentnode.payload import TensorSpec
@@ -27,11 +28,8 @@ from decentnode.sharing.base import Sharing
 from decentnode.sharing.fragments import Fragment
 from decentnode.sharing.parameters import layout_of, named
 from decentnode.sharing.rounds import exchange_rounds, rule_view
-from decentnode.training.optimizers import OptimizerConfig, default_lr
 from decentnode.version import __version__
 
-LEAST_SECONDS = 1.0
-"""Shortest time-out at which no healthy node was missed at a load of 19 on two cores; with .5 s some were."""
 LOOKED_AT = 64
 """How many exchanges are searched for the first one in which node 0 sends a message."""
 
@@ -81,14 +79,6 @@ def _parameters(experiment: Experiment, module: nn.Module) -> list[list[str]]:
     return [["parameters", f"{layout.shared:,} shared{parts}, {kept:,} local to each node"]]
 
 
-def default_lr_notice(experiment: Experiment) -> str:
-    """Returns a text about the default learning rate if the experiment does not set one, else ""."""
-    config = getattr(experiment.training, "optimizer", None)
-    if not isinstance(config, OptimizerConfig) or (rate := default_lr(config)) is None:
-        return ""
-    return f"lr of optimizer {config.name} is {rate:g}, its default: none is given"
-
-
 def _attack_summary(experiment: Experiment) -> str:
     """Returns the attack and its nodes, such as "sign_flip by nodes 3, 7", or "" if all nodes are honest."""
     if experiment.attack is None:
@@ -125,19 +115,6 @@ def exposure_warning(experiment: Experiment) -> str:
         f"nodes listen on {', '.join(open_[:4])}{', ...' if len(open_) > 4 else ''} without security: anyone who can "
         "reach these ports can read the models and disturb the run; create keys with decentnode keygen and set "
         f"communication: {{security: required, keys: ...}}"
-    )
-
-
-def short_timeout_warning(experiment: Experiment) -> str:
-    """Returns a warning if nodes continue without a neighbor after such a short time-out that healthy nodes on a busy
-    machine miss each other, else ""."""
-    config = experiment.communication
-    if experiment.node.missing != "return_weight" or config.name == "inproc" or config.timeout_seconds >= LEAST_SECONDS:
-        return ""
-    return (
-        f"communication.timeout_seconds is {config.timeout_seconds:g}: on a busy machine, healthy nodes can be silent "
-        f"for that long, and with missing: return_weight, rounds then continue without them; use {LEAST_SECONDS:g} or "
-        "more"
     )
 
 
