@@ -38,8 +38,10 @@ class NotAdmittedYet(Exception):
     """The reason why the newcomer has not been admitted so far."""
 
 
-def make_node(uid: int, port: int, control: dict[int, str], keys: Path | None = None, granted: Granted | None = None,
-         newcomers: int = 1, secret: bytes = b"", experiment: tuple[bytes, str] = (CONFIG, "d")) -> ZeroMQ:  # fmt: skip
+def make_node(
+    uid: int, port: int, control: dict[int, str], keys: Path | None = None, granted: Granted | None = None,
+    newcomers: int = 1, secret: bytes = b"", experiment: tuple[bytes, str] = (CONFIG, "d"),
+) -> ZeroMQ:
     """Returns a node that is not bound: a member (uid 0 or 1), or a newcomer with the seat that it was granted.
 
     control: uid -> control address of the members. newcomers: number of uids beyond the mapping. secret: the run's
@@ -52,10 +54,10 @@ def make_node(uid: int, port: int, control: dict[int, str], keys: Path | None = 
         keyring = None
     else:
         keyring = load_newcomer(keys, uid) if granted is not None else load_keyring(keys, uid, 2)
+    bind = BindPlan(None, host="127.0.0.1" if uid < 2 else "127.0.0.2", port=port)
     return ZeroMQ(config, TransportParts(
         uid=uid, machine_of={machine: machine for machine in range(2 + newcomers)}, schemas=flat_schema(8),
-        digest=experiment[1],
-        bind=BindPlan(None, host="127.0.0.1" if uid < 2 else "127.0.0.2", port=port), limits=LIMITS,
+        digest=experiment[1], bind=bind, limits=LIMITS,
         growth=Growth(2, experiment[0], control, token, seats, secret if granted is None else b""),
     ), keyring)  # fmt: skip
 

@@ -83,7 +83,6 @@ class MemoryNode:
         return InboxExchange(self.inbox, (round, 0), sources, frozenset())
 
 
-
 def open_nodes(n: int, schemas: tuple[Schema, ...], folder: Path) -> list[MemoryNode]:
     """Returns n nodes, each of which has mapped the publish buffers of all others."""
     nodes = [MemoryNode(uid, n, schemas, folder) for uid in range(n)]
