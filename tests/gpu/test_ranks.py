@@ -75,8 +75,11 @@ def test_the_scripts_grad_scaler_has_the_bits_of_one_that_the_wrapper_steps(unsc
 @pytest.mark.parametrize(("n", "backend"), BACKENDS)
 @pytest.mark.parametrize("name", ["EASGD+", "LSGD", "DDP"])
 def test_comm_optimizers_start_from_the_mean_and_train(n: int, backend: str, name: str) -> None:
-    for result in on_gpus(n, backend, comm_optimizer.exchange_and_train, name, {"dist_pulling_strength": 0.2}):
+    results = on_gpus(n, backend, comm_optimizer.exchange_and_train, name, {"dist_pulling_strength": 0.2})
+    for result in results:
         assert result["unchanged_at_start"] and result["center_is_mean"]
+    first, last = (sum(result["losses"][k] for result in results) for k in (0, 1))
+    assert last < first
 
 
 @pytest.mark.parametrize("name", ["EASGD+", "LSGD"])

@@ -30,8 +30,9 @@ def models_after_rounds(name: str, device: str) -> list[Tensor]:
 def test_every_rule_gives_the_models_of_the_cpu(name: str) -> None:
     codec = codec_of(RULES[name]())
     on_cpu, on_gpu = models_after_rounds(name, "cpu"), models_after_rounds(name, "cuda")
-    if codec is not None and codec.unbiased:
-        return  # the devices draw different random numbers
+    if codec is not None and codec.unbiased:  # the devices draw different random numbers
+        assert all(bool(model.isfinite().all()) for model in on_gpu)
+        return
     for a, b in zip(on_cpu, on_gpu, strict=True):
         torch.testing.assert_close(a, b, atol=0.05 if codec is not None else 1e-3, rtol=0)
 

@@ -250,7 +250,12 @@ def test_a_backward_pass_that_steps_two_wrapped_modules_is_logged_once(
 
 
 def test_one_rank_trains_with_the_shared_memory_transport(single_rank_group: None) -> None:
-    ddp_interface.train_step(wrap(transport="shared_memory"), 0, 0)
+    wrapped, plain = wrap(transport="shared_memory"), model()
+    ddp_interface.train_step(wrapped, 0, 0)
+    x, y = batch(0, 0)
+    (plain(x) - y).square().mean().backward()
+    SGD(plain.parameters()).step()
+    assert wrapped.steps == 1 and torch.equal(flat(wrapped.module), flat(plain))
 
 
 def test_a_backward_pass_in_eval_mode_is_a_step(single_rank_group: None) -> None:

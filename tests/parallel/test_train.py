@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 from threading import Timer
 
@@ -205,7 +206,7 @@ def test_an_elastic_job_is_recorded_and_resumed_with_fewer_ranks(tmp_path: Path)
     with JobProcesses() as job:
         job.start_founders(3, free_ports(1), members.record_training, runs, None, False, None)
         addresses = [job.receive(rank) for rank in range(3)]
-        job.wait_for_exit(1)
+        assert job.wait_for_exit(1) == -signal.SIGKILL
         job.start(members.record_training, {}, runs, addresses[0], False, None)
         job.receive(3)
         results = [job.receive(number) for number in (0, 2, 3)]
