@@ -19,7 +19,7 @@ RATE, LOCAL, STRENGTH, PERIOD, STEPS = 0.1, 0.2, 0.3, 4, 10
 def train(rank: int, n: int) -> dict[str, Any]:
     """Trains with every method from the rank's start towards its goal, then again from a state saved at step 6. Returns
     method -> the parameters of both."""
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name in ("EASGD", "EASGD+", "LSGD", "LSGD+"):
         ends = []
         saved: Any = None
@@ -41,8 +41,8 @@ def train(rank: int, n: int) -> dict[str, Any]:
                 (0.5 * ((x - goals[rank]).square().sum() + (y - goals[rank - 1]).square().sum())).backward()
                 comm.step()
             ends.append([*x.tolist(), *y.tolist()])
-        found[name] = ends
-    return found
+        results[name] = ends
+    return results
 
 
 def simulate(name: str, n: int = 3) -> list[list[float]]:

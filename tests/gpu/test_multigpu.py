@@ -51,10 +51,10 @@ def test_batched_exchanges_give_the_bits_of_one_process(tmp_path: Path, device: 
     # use_collectives: false, as all_reduce adds in another order
     options = "use_collectives: false, " + ("batched: true" if backend == "gloo" else "backend: nccl")
     communication = f"communication={{name: collective, {options}}}"
-    found, summary = run_experiment(tmp_path / "batches", *common, communication)
+    tensors, summary = run_experiment(tmp_path / "batches", *common, communication)
     expected, _ = run_experiment(tmp_path / "one", *common, "communication=inproc")
-    assert summary["rounds"] == 6 and found.keys() == expected.keys() and len(found) >= nodes
-    assert all(torch.equal(found[name], expected[name]) for name in found)
+    assert summary["rounds"] == 6 and tensors.keys() == expected.keys() and len(tensors) >= nodes
+    assert all(torch.equal(tensors[name], expected[name]) for name in tensors)
 
 
 @pytest.mark.gpu
@@ -65,9 +65,9 @@ def test_two_nodes_per_gpu_give_the_bits_of_one_process(tmp_path: Path) -> None:
     devices = "[" + ", ".join(f"'cuda:{n // 2}'" for n in range(nodes)) + "]"
     common = (f"graph={{name: ring, nodes: {nodes}}}", "node.rounds=6", "node.evaluate_every=0",
               f"mapping={{name: linear, nodes_per_machine: {nodes}, device: {devices}}}")  # fmt: skip
-    found, _ = run_experiment(tmp_path / "auto", *common, "communication=auto")
+    tensors, _ = run_experiment(tmp_path / "auto", *common, "communication=auto")
     expected, _ = run_experiment(tmp_path / "one", *common, "communication=inproc")
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert all(torch.equal(tensors[name], expected[name]) for name in expected)
 
 
 @pytest.mark.gpu

@@ -129,11 +129,11 @@ def test_a_rule_with_state_is_resumed_with_another_bucket_size(size: float, sing
     for t in range(3):
         ddp_interface.train_step(first, 0, t)
     other, same = wrap(1, sharing=rule, bucket_size_in_mb=size), wrap(1, sharing=rule, bucket_size_in_mb=0)
-    for each in (other, same):
-        each.load_state_dict(first.state_dict())
+    for resumed in (other, same):
+        resumed.load_state_dict(first.state_dict())
     for t in range(3, 9):
-        for each in (first, other, same):
-            ddp_interface.train_step(each, 0, t)
+        for wrapped in (first, other, same):
+            ddp_interface.train_step(wrapped, 0, t)
     assert torch.equal(flat(first.module), flat(same.module))
     assert flat(other.module).tolist() == pytest.approx(flat(first.module).tolist(), abs=1e-6)
 
@@ -154,7 +154,7 @@ ADAM = partial(torch.optim.Adam, lr=0.01)
     (ADAM, SGD, True, "optimizer must be Adam, which was saved, with .*betas.*, got SGD with .*momentum"),
     (SGD, ADAM, False, "optimizer must be the saved one, with .*momentum.*, got Adam with .*betas"),
     (partial(torch.optim.Adamax, lr=0.01), ADAM, True, "must be Adamax, which was saved, with no other option, got A"),
-    (SGD, lambda params: SGD([{"params": each} for each in params]), True, r"the saved one, \[6\], got \[1, 1, 1"),
+    (SGD, lambda params: SGD([{"params": p} for p in params]), True, r"the saved one, \[6\], got \[1, 1, 1"),
     (ADAM, partial(torch.optim.AdamW, lr=0.01), True, None),
 ], ids=["sgd", "adam", "an older file", "adamax", "groups", "adamw"])  # fmt: skip
 def test_a_state_of_another_optimizer_is_refused_by_name_and_nothing_is_loaded(

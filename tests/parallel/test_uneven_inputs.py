@@ -39,10 +39,10 @@ def gradients(module: torch.nn.Module, rank: int, t: int | None) -> list[Tensor]
 def test_easgd_with_uneven_inputs_equals_easgd_without_the_missing_updates() -> None:
     results = run_ranks(N, uneven_inputs.train_with_uneven_inputs, "EASGD", {}, timeout_seconds=60)
     modules = [model() for _ in range(N)]
-    optimizers = [SGD(each.parameters()) for each in modules]
+    optimizers = [SGD(module.parameters()) for module in modules]
     center, steps = flat(modules[0]), [uneven_inputs.batch_numbers(rank, N) for rank in range(N)]
     for number, batches in enumerate(zip(*steps, strict=True)):
-        pulls = [flat(each) - center for each in modules]
+        pulls = [flat(module) - center for module in modules]
         for rank, (module, optimizer, t) in enumerate(zip(modules, optimizers, batches, strict=True)):
             if t is not None:
                 for p, gradient in zip(module.parameters(), gradients(module, rank, t), strict=True):

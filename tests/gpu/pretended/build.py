@@ -42,7 +42,7 @@ def library() -> Path:
     from decentnode import user_cache
 
     torch = torch_folder()
-    sources = b"".join(each.read_bytes() for each in SOURCES)
+    sources = b"".join(source.read_bytes() for source in SOURCES)
     key = hashlib.sha256(sources + (torch / "version.py").read_bytes() + str(torch).encode()).hexdigest()
     path = user_cache.folder() / f"pretended-cuda-{key[:16]}.so"
     with (path.parent / "pretended-cuda.lock").open("w") as lock:

@@ -1,10 +1,10 @@
-// Communication between processes that have pretended GPUs: what torch's builds with CUDA have of NCCL and of gloo.
+// Communication between processes with pretended GPUs: what builds of torch with CUDA have of NCCL and of gloo.
 //
-// A GPU's memory is the host's, and gloo moves it. NCCL's operations run one after the other on a thread of their own,
-// as on a stream: they read and write tensors some time after they were asked for, ranks that ask in another order hang.
-// Refused is what NCCL refuses: two ranks on one GPU, tensors of the CPU, with gaps, or of types that it lacks, and a
-// communicator that is made by an operation of some ranks only. Gloo's collectives take tensors of a GPU, its send and
-// recv do not: the system finds no memory at their addresses.
+// A GPU's memory is the host's, and gloo transfers it. NCCL's operations run in order on a thread of their own, as on
+// a stream: they read and write tensors some time after they were started, and ranks that start them in different
+// orders hang. Refused is what NCCL refuses: two ranks on one GPU; tensors that are on the CPU, not contiguous or of a
+// type that NCCL lacks; and an operation of only some ranks that would make a communicator. Gloo's collectives take GPU
+// tensors; its send and recv refuse them, as the system finds no host memory at their addresses.
 #include <ATen/ATen.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/library.h>
@@ -17,14 +17,14 @@
 
 at::Tensor on_host(const at::Tensor& given);  // device.cpp
 std::string bus_of(c10::Device device);
-void written();  // what the GPU was asked for is done
+void written();  // the operations that the GPU was asked for are done
 
 namespace {
 
 using namespace c10d;
 using Tensors = std::vector<at::Tensor>;
 using WorkPtr = c10::intrusive_ptr<Work>;
-using Moved = std::function<std::vector<WorkPtr>(Backend&)>;  // asks gloo for something; what to wait for
+using Moved = std::function<std::vector<WorkPtr>(Backend&)>;  // starts operations of gloo
 
 Tensors on_host(const Tensors& given) {
   Tensors made;
@@ -37,7 +37,7 @@ struct Queued final : Work {
   void over(std::exception_ptr error) { finish(error); }
   bool isCompleted() override { std::lock_guard<std::mutex> held(mutex_); return completed_; }
   void synchronize() override { wait(kNoTimeout); }
-  bool wait(std::chrono::milliseconds timeout) override {  // a real one lets the stream wait, and the host go on
+  bool wait(std::chrono::milliseconds timeout) override {  // a real one makes the stream wait and not the host
     std::unique_lock<std::mutex> held(mutex_);
     if (timeout <= std::chrono::milliseconds::zero()) {
       cv_.wait(held, [&] { return completed_; });
@@ -49,7 +49,7 @@ struct Queued final : Work {
   }
 };
 
-struct Begun final : Work {  // of gloo, which ranks ask for what lies on a GPU and on the CPU in one order
+struct Begun final : Work {  // an operation of gloo; ranks start those for GPU and CPU tensors in one common order
   Begun(int rank, OpType type, WorkPtr work, Tensors tensors)
       : Work(rank, type), work_(std::move(work)), tensors_(std::move(tensors)) {}
   bool isCompleted() override { return work_->isCompleted(); }
@@ -59,7 +59,7 @@ struct Begun final : Work {  // of gloo, which ranks ask for what lies on a GPU 
   Tensors tensors_;
 };
 
-struct Line {  // the operations of one communicator, one after the other
+struct Line {  // runs the operations of one communicator one after the other
   std::mutex lock;
   std::condition_variable changed;
   std::deque<std::pair<Moved, c10::intrusive_ptr<Queued>>> jobs;
@@ -80,7 +80,7 @@ struct Line {  // the operations of one communicator, one after the other
       } catch (...) {
         error = std::current_exception();
       }
-      job = nullptr;  // tensors go before anybody is told
+      job = nullptr;  // frees the tensors before the waiters are notified
       work->over(error);
       work.reset();
       held.lock();
@@ -259,7 +259,7 @@ class OnGpu final : public Backend {
   std::shared_ptr<Line> line_;
 };
 
-// Gives a group whose CPU has gloo a backend for GPUs.
+// Adds a backend for GPUs to a group that has gloo for the CPU.
 void join(const c10::intrusive_ptr<ProcessGroup>& group, bool nccl) {
   auto type = nccl ? ProcessGroup::BackendType::NCCL : ProcessGroup::BackendType::CUSTOM;
   group->setBackend(at::kCUDA, type, c10::make_intrusive<OnGpu>(group->getBackend(at::kCPU), nccl));

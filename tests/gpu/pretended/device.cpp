@@ -1,10 +1,11 @@
-// A CUDA device that is pretended: its memory is the host's, and its operators are those of the CPU.
+// A pretended CUDA device: its memory is the host's, and its operators are those of the CPU.
 //
-// Tensors say `cuda:0`, or one of as many devices as PRETENDED_CUDA_COUNT says, and go by the dispatcher's CUDA keys, so
-// that what a real GPU refuses is refused: an operation on tensors of two devices, a CPU generator for a GPU tensor,
-// `numpy()` of a GPU tensor. What makes the host wait for a real GPU is counted. A copy that need not be waited for comes late: until an event behind it is waited for, pinned
-// memory does not have it, and what is written into pinned memory before is what the GPU gets. A device has one
-// stream; kernels written for a GPU are not pretended.
+// Tensors are on `cuda:0`, or on one of PRETENDED_CUDA_COUNT devices, and use the dispatcher's CUDA keys. So the device
+// refuses what a real GPU refuses: an operation on tensors of two devices, a CPU generator for a GPU tensor, `numpy()`
+// of a GPU tensor. It counts the operations that make the host wait for a real GPU. Asynchronous copies are made late:
+// until the host waits for an event that was recorded after a copy, pinned memory does not have the copied values, and
+// a copy to the GPU gets what is written into pinned memory before then. Each device has one stream; kernels written
+// for GPUs do not run.
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
@@ -33,7 +34,7 @@
 #include <set>
 #include <string>
 
-at::Tensor on_host(const at::Tensor& given) {  // the same memory, as a tensor of the CPU that keeps it
+at::Tensor on_host(const at::Tensor& given) {  // a CPU tensor that shares, and keeps alive, the memory of `given`
   if (!given.defined() || given.device().is_cpu()) return given;
   auto options = given.options().device(c10::DeviceType::CPU);
   if (given.numel() == 0) return at::empty_strided(given.sizes(), given.strides(), options);
@@ -53,7 +54,7 @@ c10::Device here() { return c10::Device(c10::DeviceType::CUDA, current); }
 
 void check_index(c10::DeviceIndex index) { TORCH_CHECK(0 <= index && index < COUNT, "CUDA error: invalid device ordinal"); }
 
-struct On {  // a device is the current one while this lives
+struct On {  // makes a device the current one during its lifetime
   explicit On(std::optional<c10::Device> device) : before(current) {
     if (device && device->is_cuda() && device->has_index()) {
       check_index(device->index());
@@ -64,27 +65,27 @@ struct On {  // a device is the current one while this lives
   c10::DeviceIndex before;
 };
 
-// ---- what makes the host wait for the GPU
+// ---- operations that make the host wait for the GPU
 
 std::mutex waits_lock;
 std::map<std::string, long> waits;
-thread_local int inside = 0;  // operators that an operator calls are that operator's
+thread_local int inside = 0;  // depth of nested operators; only the outermost one is counted
 
 void wait_for(const std::string& why) {
   std::lock_guard<std::mutex> held(waits_lock);
   waits[why]++;
 }
 
-// Operators whose result has a size or a value that the host must know.
+// Operators that always wait, as the host must know the size or a value of their result.
 const std::set<std::string> WAITS = {
     "aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal", "aten::is_nonzero",
     "aten::_unique", "aten::_unique2", "aten::unique_consecutive", "aten::unique_dim", "aten::bincount",
     "aten::argwhere", "aten::multinomial"};
 
-// The same of operators that need not wait, by what they are given.
+// Whether an operator waits that does so only with some arguments.
 bool given_to_wait(const std::string& name, const torch::jit::Stack& stack, size_t first) {
-  if (name == "aten::repeat_interleave") return stack[first + 1].isNone();  // the size of the result
-  if (name == "aten::segment_reduce") return !stack[first + 6].toBool();    // unsafe: lengths are not checked
+  if (name == "aten::repeat_interleave") return stack[first + 1].isNone();  // reads the size of the result
+  if (name == "aten::segment_reduce") return !stack[first + 6].toBool();    // unsafe=True does not check lengths
   if (name != "aten::index_put_" && name != "aten::_index_put_impl_" && name != "aten::index_put") return false;
   int masks = 0, given = 0;
   for (const std::optional<at::Tensor>& each : stack[first + 1].toOptionalTensorVector()) {
@@ -97,7 +98,7 @@ bool given_to_wait(const std::string& name, const torch::jit::Stack& stack, size
   return from_host ? !(masks == 1 && given == 1) : masks > 0;  // x[mask] = 1 becomes masked_fill
 }
 
-// ---- what a fork of a process that used the GPU cannot do
+// ---- forks of a process that has used the GPU, which cannot use it
 
 std::atomic<bool> asked{false}, used{false}, forked{false};
 
@@ -113,16 +114,16 @@ constexpr size_t PAGE = 4096;
 
 size_t in_pages(size_t bytes) { return (bytes + PAGE - 1) / PAGE * PAGE; }
 
-void* taken(size_t bytes) {  // pages of its own, so that they can be lent to other processes
+void* taken(size_t bytes) {  // allocates whole pages, so that other processes can map them
   void* found = std::aligned_alloc(PAGE, in_pages(bytes));
   TORCH_CHECK(found, "no memory for ", bytes, " bytes");
   return found;
 }
 
 std::mutex lent_lock;
-std::map<const void*, std::pair<int, size_t>> lent;  // begin: file, bytes
+std::map<const void*, std::pair<int, size_t>> lent;  // address -> (file, bytes)
 
-void given_back(void* data) {  // what other processes may have mapped is never used for anything else
+void given_back(void* data) {  // frees memory; what other processes may have mapped is never reused
   std::lock_guard<std::mutex> held(lent_lock);
   if (lent.count(data) == 0) std::free(data);
 }
@@ -139,7 +140,7 @@ struct Memory final : c10::Allocator {
 Memory memory;
 
 std::mutex pinned_lock;
-std::map<const char*, size_t> pinned;  // begin: bytes
+std::map<const char*, size_t> pinned;  // address -> bytes
 
 struct Pinned final : c10::Allocator {
   static void release(void* data) {
@@ -245,7 +246,7 @@ struct CUDAHooks final : at::CUDAHooksInterface {
   const at::Generator& getDefaultGenerator(c10::DeviceIndex index) const override {
     return default_generator(index < 0 ? current : index);
   }
-  at::Generator getNewGenerator(c10::DeviceIndex given) const override {  // the first is the device's own: Python keeps it
+  at::Generator getNewGenerator(c10::DeviceIndex given) const override {  // the first one of a device is its default
     static std::vector<std::atomic_flag> made(COUNT);
     auto index = given < 0 ? current : given;
     check_index(index);
@@ -275,7 +276,7 @@ at::Tensor empty_strided(c10::SymIntArrayRef size, c10::SymIntArrayRef stride, s
                                            c10::DispatchKeySet(c10::DispatchKey::CUDA), at::dtype_or_default(dtype));
 }
 
-// Copies between the GPU and pinned memory that nobody has waited for yet, in the order of their numbers.
+// Copies between the GPU and pinned memory for which the host has not waited yet, in the order of their numbers.
 struct LateCopy {
   uint64_t number;
   at::Tensor to, from;
@@ -309,7 +310,7 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& from, bool non_blocking) {
   if (inside == 0 && self.device().type() != from.device().type()) {
     const auto& host = self.is_cpu() ? self : from;
     bool pinned_host = host.numel() == 0 || is_pinned_pointer(host.const_data_ptr());
-    // CUDA stages pageable memory on its way to the GPU before it returns, and waits for the stream only the other way
+    // from pageable memory, CUDA has staged the data when it returns; to pageable memory, it waits for the stream
     if (!non_blocking || (self.is_cpu() && !pinned_host)) wait_for(self.is_cpu() ? "copy to the host" : "copy from the host");
     if (non_blocking && pinned_host && host.numel() > 0 && self.is_contiguous() && self.sizes() == from.sizes()) {
       if (self.is_cpu()) {
@@ -317,7 +318,7 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& from, bool non_blocking) {
         std::memset(self.mutable_data_ptr(), 0xAB, self.nbytes());
         copy_late(self, as_it_is);
       } else {
-        arrive(last_copy, false);  // what the GPU itself wrote there before
+        arrive(last_copy, false);  // earlier copies by the GPU to this memory come first
         copy_late(self, from);
       }
       return self;
@@ -345,7 +346,7 @@ at::Tensor copy_from_and_resize(const at::Tensor& self, const at::Tensor& to) {
 
 const at::Tensor& resize_(const at::Tensor& self, c10::SymIntArrayRef given, std::optional<at::MemoryFormat> format) {
   auto size = C10_AS_INTARRAYREF_SLOW(given);
-  if (self.sizes() == size && !format) return self;  // strides stay as they are
+  if (self.sizes() == size && !format) return self;  // strides must not change
   auto* made = self.unsafeGetTensorImpl();
   made->set_sizes_contiguous(size);
   auto needed = made->storage_offset() * self.itemsize() + self.numel() * self.itemsize();
@@ -387,7 +388,7 @@ bool is_pinned(const at::Tensor&, std::optional<at::Device>) { return false; }
 
 void check(const c10::OperatorHandle& op, const torch::jit::Stack& stack, size_t first) {
   const auto& schema = op.schema();
-  static const std::set<std::string> either = {  // where a real GPU takes indices, or anything, from the host
+  static const std::set<std::string> either = {  // operators that also take CPU tensors, such as indices
       "aten::index", "aten::index_put_", "aten::_index_put_impl_", "aten::index_put", "aten::_to_copy"};
   const at::Tensor *on_gpu = nullptr, *elsewhere = nullptr;
   auto look = [&](const at::Tensor& each) {
@@ -458,7 +459,7 @@ at::Tensor reshape_alias(const at::Tensor& self, c10::SymIntArrayRef size, c10::
   return at::native::_reshape_alias(self, C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride));
 }
 
-// Its schema does not say that the running statistics change, so that the CPU's would be changed in copies.
+// Its schema does not say that it changes the running statistics, so that a CPU fallback would change copies of them.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm(
     const at::Tensor& given, const std::optional<at::Tensor>& weight, const std::optional<at::Tensor>& bias,
     const std::optional<at::Tensor>& mean, const std::optional<at::Tensor>& variance, bool training, double momentum,
@@ -493,12 +494,12 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("set_.source_Storage", &set_source);
   m.impl("record_stream", &record_stream);
   m.impl("is_pinned", &is_pinned);
-  // These choose a kernel by the device, and a GPU has some that the CPU lacks
+  // these operators choose a kernel by the device, and a GPU has kernels that the CPU lacks
   m.impl("convolution", torch::CppFunction::makeFromBoxedFunction<&by_the_cpu>());
   m.impl("convolution_backward", torch::CppFunction::makeFromBoxedFunction<&by_the_cpu>());
 }
 
-// Memory of another process that `lend` made a file of; CUDA's interprocess memory has no other form here.
+// Maps memory of another process that `lend` has put into a file. It stands for memory that CUDA IPC maps.
 at::Tensor borrow(int64_t pid, int64_t file, int64_t bytes, int64_t index) {
   auto path = "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(file);
   int opened = open(path.c_str(), O_RDWR | O_CLOEXEC);
@@ -512,7 +513,7 @@ at::Tensor borrow(int64_t pid, int64_t file, int64_t bytes, int64_t index) {
                        at::TensorOptions().dtype(at::kByte).device(device), device);
 }
 
-// (file, bytes) of a tensor's whole memory, which other processes map from then on.
+// Returns (file, bytes) of a tensor's whole memory, which other processes can then map.
 std::tuple<int64_t, int64_t> lend(const at::Tensor& given) {
   arrive(last_copy, true);
   const auto& storage = given.storage();
@@ -548,13 +549,13 @@ int count() { return COUNT; }
 
 int current_device() { return current; }
 
-int set_device(int index) {  // 1 where there is no such device
+int set_device(int index) {  // returns 1 if there is no such device
   if (index < 0 || index >= COUNT) return 1;
   current = static_cast<c10::DeviceIndex>(index);
   return 0;
 }
 
-int install() {  // 1 where this torch has a CUDA of its own
+int install() {  // returns 1 if this torch was built with CUDA
   if (c10::impl::hasDeviceGuardImpl(c10::DeviceType::CUDA)) return 1;
   c10::impl::registerDeviceGuard(c10::DeviceType::CUDA, &guard);
   c10::SetAllocator(c10::DeviceType::CUDA, &memory);
@@ -565,21 +566,21 @@ int install() {  // 1 where this torch has a CUDA of its own
   return 0;
 }
 
-// Whether there is a GPU was asked by what initializes the driver; the GPU is used; it is not; whether it is; whether it
-// cannot be.
+// ask: records a query that initializes the driver. begin, end: record that this process uses the GPU, or does not.
+// is_used, is_forked: whether this process uses it, and whether it cannot, as a fork of a process that did.
 void ask() { asked = true; }
 void begin() { used = asked = true; }
 void end() { used = asked = false; }
 int is_used() { return used; }
 int is_forked() { return forked; }
 
-// The number of the last copy so far, and: all copies up to a number have been made.
+// copies_so_far: the number of the last copy. copies_made: makes all copies up to a number.
 uint64_t copies_so_far() { return last_copy; }
 void copies_made(uint64_t upto) { arrive(upto, false); }
 
 void waited_for(const char* why) { wait_for(why); }
 
-// How often the host waited for the GPU since the last call, as lines "operator count", cut at `room` bytes.
+// Writes how often the host has waited for the GPU since the last call, as lines "operator\tcount", in `room` bytes.
 void waited(char* out, int room) {
   std::lock_guard<std::mutex> held(waits_lock);
   std::string text;

@@ -227,7 +227,7 @@ def job() -> Iterator[Job]:
 
 
 @pytest.mark.slow
-def test_a_newcomer_is_told_that_the_job_is_over(job: Job) -> None:
+def test_a_newcomer_fails_with_the_reason_that_the_job_is_over(job: Job) -> None:
     job._join_addresses = [f"127.0.0.1:{free_ports(1)}"]
     with pytest.raises(AssemblyError, match="the job is over: nothing listens at 127"):
         job._knock_again()

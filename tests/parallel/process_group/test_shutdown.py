@@ -23,7 +23,7 @@ def run_cases(folder: Path, *cases: str) -> tuple[dict[str, list[int]], dict[str
         [sys.executable, "-m", "tests.parallel.script_ends", str(folder), str(free_ports(len(cases))), *cases],
         cwd=ROOT, capture_output=True, text=True, timeout=200, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
-    return json.loads(done.stdout), {each.name: each.read_text() for each in folder.iterdir()}
+    return json.loads(done.stdout), {file.name: file.read_text() for file in folder.iterdir()}
 
 
 @pytest.mark.slow

@@ -64,7 +64,7 @@ def exchange_and_train(rank: int, n: int, name: str, options: dict[str, Any]) ->
     total = start.clone()
     if n > 1:
         dist.all_reduce(total)
-    found: dict[str, Any] = {"unchanged_at_start": torch.equal(start, parameter),
+    results: dict[str, Any] = {"unchanged_at_start": torch.equal(start, parameter),
                              "center_is_mean": torch.allclose(comm.center, total / n)}  # fmt: skip
     exchange_steps = []
     for step in range(9):
@@ -76,10 +76,10 @@ def exchange_and_train(rank: int, n: int, name: str, options: dict[str, Any]) ->
     after = parameter.detach().clone()
     if n > 1:
         dist.all_reduce(after)
-    found["exchange_steps"] = exchange_steps
-    found["conserved"] = float((after + comm.center - total - total / n).abs().max())
-    found["leader"] = getattr(comm.dist_optimizer, "leader", None)
-    found["parameter"] = parameter.detach().tolist()
+    results["exchange_steps"] = exchange_steps
+    results["conserved"] = float((after + comm.center - total - total / n).abs().max())
+    results["leader"] = getattr(comm.dist_optimizer, "leader", None)
+    results["parameter"] = parameter.detach().tolist()
     module = model()
     local = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9, nesterov=True)
     trained = CommOptimizer(local, name, world_size=n, comm_period=4, **options)
@@ -99,9 +99,9 @@ def exchange_and_train(rank: int, n: int, name: str, options: dict[str, Any]) ->
                                     world_size=n, comm_period=4, **options)  # fmt: skip
             trained.load_state_dict(state)
             schedule.optimizer = trained
-    found["losses"] = (sum(losses[:3]), sum(losses[-3:]))
-    found["lr"] = trained.param_groups[0]["lr"]
-    return found
+    results["losses"] = (sum(losses[:3]), sum(losses[-3:]))
+    results["lr"] = trained.param_groups[0]["lr"]
+    return results
 
 
 def compare_compiled_step(rank: int, n: int, name: str) -> tuple[bool, int]:
@@ -113,14 +113,14 @@ def compare_compiled_step(rank: int, n: int, name: str) -> tuple[bool, int]:
         loss.backward()
         comm.step(loss=loss)
 
-    found = []
-    for each in (step, torch.compile(step, backend="eager")):
+    results = []
+    for take_step in (step, torch.compile(step, backend="eager")):
         module = model()
         comm = CommOptimizer(torch.optim.SGD(module.parameters(), lr=0.05), name, n, comm_period=2)
         for t in range(5):
-            each(module, comm, t)
-        found.append(flat(module))
-    return torch.equal(*found), comm.steps
+            take_step(module, comm, t)
+        results.append(flat(module))
+    return torch.equal(*results), comm.steps
 
 
 def exchange_with_overlap(rank: int, n: int, name: str, period: int) -> dict[str, Any]:

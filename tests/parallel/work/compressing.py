@@ -55,7 +55,7 @@ def simulate(topology: Any, sharing: Any, n: int, steps: int, delayed: bool) -> 
         if coding is None:
             return step, x
         if not coding.differences:
-            return step, [_decode(coding, each, sizes) for each in x]
+            return step, [_decode(coding, vector, sizes) for vector in x]
         phase = plans[0].phase(step)
         known = public.get(phase)
         public[phase] = x if known is None else [
@@ -66,7 +66,7 @@ def simulate(topology: Any, sharing: Any, n: int, steps: int, delayed: bool) -> 
     for t in range(steps):
         no_exchange_due = delayed and rule.exchange_number(t + 1) is None
         for rank, m in enumerate(models):
-            x, y = (each.cpu() for each in batch(rank, t))
+            x, y = (tensor.cpu() for tensor in batch(rank, t))
             m.zero_grad()
             (m(x) - y).square().mean().backward()
         for rank, m in enumerate(models):
@@ -89,9 +89,9 @@ def train(
     for t in range(steps):
         x, y = batch(rank, t)
         (wrapped(x) - y).square().mean().backward()
-    found = flat(wrapped.module)
+    results = flat(wrapped.module)
     expected = simulate(topology, sharing, n, steps, bool(options.get("delayed")))[rank]
-    return float((found - expected).abs().max()), wrapped.metrics, found.numel()
+    return float((results - expected).abs().max()), wrapped.metrics, results.numel()
 
 
 def mix_without_gradients(
@@ -100,7 +100,7 @@ def mix_without_gradients(
     """For each (topology, rule, options), gives the ranks different models and takes 160 steps whose gradients are
     zero. Returns by case (distance from the mean before, after, distance by which the mean moved), all relative to the
     norm of the mean, the first two averaged over the ranks."""
-    found = []
+    results = []
     for topology, sharing, options in cases:
         wrapped = DecentralizedDataParallel(
             nn.Linear(40, 50), optimizer=lambda params: torch.optim.SGD(params, lr=0.1), topology=topology,
@@ -125,10 +125,10 @@ def mix_without_gradients(
         for _ in range(160):
             (0.0 * wrapped(x)).sum().backward()
         after, last = distance_and_mean()
-        found.append((before, after, float((last - first).norm() / first.norm())))
+        results.append((before, after, float((last - first).norm() / first.norm())))
         wrapped.close()
         dist.barrier()
-    return found
+    return results
 
 
 def resume_and_compare(rank: int, n: int, sharing: Any, options: dict[str, Any], at: int) -> bool:

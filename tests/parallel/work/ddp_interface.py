@@ -27,32 +27,32 @@ def average_join_and_load(rank: int, n: int, transport: str) -> dict[str, Any]:
     Returns averaged_output: of the mean model in train mode; steps and distance: after the join; same_after_load:
     whether a wrapper that loaded the state takes a step with the same bits; refusal: the error where rank 1 loads a
     state of another step."""
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     wrapped = DecentralizedDataParallel(model(), optimizer=SGD, transport=transport)  # type: ignore[arg-type]
     for t in range(3):
         train_step(wrapped, rank, t)
     wrapped.global_avg()
     with torch.no_grad():
-        found["averaged_output"] = wrapped(batch(0, 9)[0]).tolist()  # still in train mode
+        results["averaged_output"] = wrapped(batch(0, 9)[0]).tolist()  # still in train mode
     wrapped.revert_global_avg()
     with Join([wrapped]):
         for t in range(2 + 3 * rank):
             train_step(wrapped, rank, t)
-    found["steps"] = wrapped.steps
-    found["distance"] = wrapped.consensus_distance()
+    results["steps"] = wrapped.steps
+    results["distance"] = wrapped.consensus_distance()
     state = wrapped.state_dict()
     other = DecentralizedDataParallel(model(), optimizer=SGD, transport=transport)  # type: ignore[arg-type]
     other.load_state_dict(state)
     train_step(other, rank, 9)
     train_step(wrapped, rank, 9)
-    found["same_after_load"] = torch.equal(flat(other.module), flat(wrapped.module))
+    results["same_after_load"] = torch.equal(flat(other.module), flat(wrapped.module))
     if rank == 1:
         state["_extra_state"]["steps"] += 1
     try:
         other.load_state_dict(state)
     except AssemblyError as error:
-        found["refusal"] = str(error)
-    return found
+        results["refusal"] = str(error)
+    return results
 
 
 def load_state_on_rank_0_only(rank: int, n: int) -> None:

@@ -101,8 +101,8 @@ def measure_complex_distances(rank: int, n: int) -> tuple[float, float, float, f
     total = squares.clone()
     dist.all_reduce(total)
     expected = float((total / n / mean.abs().square().sum()).sqrt())
-    found = wrapped.consensus_distance()
-    return found, expected, wrapped.global_avg(return_d2c=True) or 0.0, float(squares) ** 0.5
+    results = wrapped.consensus_distance()
+    return results, expected, wrapped.global_avg(return_d2c=True) or 0.0, float(squares) ** 0.5
 
 
 BUFFER_DTYPES = [torch.bool, torch.int16, torch.uint8, torch.int64, torch.complex64, torch.float64, torch.bfloat16]
@@ -141,14 +141,14 @@ def load_bad_state_on_rank_1(rank: int, n: int, transport: Any) -> tuple[str, in
     if rank == 1:
         del state["module.0.weight"]
         state["_extra_state"]["steps"] = 7
-    told = ""
+    error_text = ""
     try:
         wrapped.load_state_dict(state)
     except (DecentnodeError, RuntimeError) as error:
-        told = str(error)
+        error_text = str(error)
     for t in range(2, 6):
         train_step(wrapped, rank, t)
-    return told, wrapped.steps
+    return error_text, wrapped.steps
 
 
 def resume_from_distributed_checkpoint(rank: int, n: int, folder: str) -> bool:
@@ -212,9 +212,9 @@ def average_gradients_of_different_heads(rank: int, n: int) -> float:
         (module(x) - y).square().mean().backward()
         comm.step()
         comm.zero_grad()
-        for each in range(n):
-            whole.which = (each + t) % 2
-            x, y = batch(each, t)
+        for other in range(n):
+            whole.which = (other + t) % 2
+            x, y = batch(other, t)
             ((whole(x) - y).square().mean() / n).backward()
         plain.step()
         plain.zero_grad()
@@ -305,13 +305,13 @@ def compare_easgd_with_one_process(rank: int, n: int, kind: Any) -> float:
     mine = make()
     comm = make_comm_optimizer("EASGD", n, mine, comm_period=2)
     others = [make() for _ in range(n)]
-    plain = [torch.optim.SGD(each.parameters(), lr=0.05) for each in others]
-    center = sum(flat_complex(each) for each in others) / n
+    plain = [torch.optim.SGD(module.parameters(), lr=0.05) for module in others]
+    center = sum(flat_complex(module) for module in others) / n
     for t in range(6):
         loss(mine, rank, t).backward()
         comm.step()
         comm.zero_grad()
-        before = [flat_complex(each) for each in others]
+        before = [flat_complex(module) for module in others]
         for r, (module, optimizer) in enumerate(zip(others, plain, strict=True)):
             loss(module, r, t).backward()
             optimizer.step()
@@ -321,9 +321,9 @@ def compare_easgd_with_one_process(rank: int, n: int, kind: Any) -> float:
                 if t % 2:
                     p.data.sub_(0.1 * (pull if p.is_complex() else pull.real).view(p.shape).to(p.dtype))
         if t % 2:
-            center = center + 0.1 * sum(each - center for each in before)
-    (*_, found), (*_, expected) = mine.parameters(), others[rank].parameters()
-    return max(float((found - expected).abs().max()), float((comm.center[-3:] - center[-3:]).abs().max()))
+            center = center + 0.1 * sum(model_before - center for model_before in before)
+    (*_, results), (*_, expected) = mine.parameters(), others[rank].parameters()
+    return max(float((results - expected).abs().max()), float((comm.center[-3:] - center[-3:]).abs().max()))
 
 
 def join_without_inputs_after_average(rank: int, n: int) -> tuple[int, bool]:

@@ -159,7 +159,7 @@ def leave_and_ask_presence(rank: int, n: int, how: str, folder: str) -> str:
     own = Segment.create(paths[rank], 2 * PAGE, PAGE, watched=True)
     dist.barrier()
     segments = [own if r == rank else Segment.attach(p, 2 * PAGE, PAGE, watched=True) for r, p in enumerate(paths)]
-    presence: Presence | None = Presence(segments, [each.words(0, WORDS) for each in segments], rank)
+    presence: Presence | None = Presence(segments, [segment.words(0, WORDS) for segment in segments], rank)
     del own, segments
     assert presence is not None
     presence.at_step(3 + rank)
@@ -195,8 +195,8 @@ def report_ends(rank: int, n: int, how: str) -> Any:
     text = "bad\x1b file " + "x" * 1000
     if how != "own store":
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-    for each in range(n):
-        if each == rank:
+    for reporter in range(n):
+        if reporter == rank:
             if how == "error":
                 sys.last_value = ValueError(text) if rank == 0 else PeerLost(text)
             rank_status.report_end()

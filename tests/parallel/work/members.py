@@ -284,7 +284,7 @@ def abort_operations_in_flight(rank: int, n: int) -> bool:
     """Rank 1 aborts groups over which rank 0 has sent tensors that it does not receive. Returns whether rank 0's sends
     exist; that the processes survive is the test."""
     groups = [dist.new_group([0, 1]) for _ in range(20)]
-    sends = [dist.isend(torch.zeros(1000), 1, group=each) for each in groups] if rank == 0 else []
+    sends = [dist.isend(torch.zeros(1000), 1, group=group) for group in groups] if rank == 0 else []
     dist.barrier()
     if rank == 1:
         generation_groups._abort_operations(list(groups))
@@ -383,7 +383,7 @@ def load_state_with_unfrozen_layer(pipe: Connection) -> tuple[int, int, bool]:
     rank, _ = initialize_dist(missing="regroup", min_ranks=1, timeout_seconds=300)
     model = wrap_half_frozen_model(0.01)
     state = copy.deepcopy(model.state_dict())
-    trained = nn.Sequential(*(copy.deepcopy(each) for each in model.module))
+    trained = nn.Sequential(*(copy.deepcopy(layer) for layer in model.module))
     trained.requires_grad_(True)
     saved = torch.optim.Adam(trained.parameters(), lr=0.01)
     trained(torch.ones(2, 6)).sum().backward()

@@ -99,4 +99,4 @@ class Checkpointed(nn.Module):
         x = self.layers[0](x)
         for part in (self.layers[1:3], self.layers[3:]):
             x = checkpoint(part, x, use_reentrant=self.reentrant)
-        return {"found": [Output(x)]}
+        return {"outputs": [Output(x)]}

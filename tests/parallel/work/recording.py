@@ -222,7 +222,7 @@ class EmbeddingModel(nn.Module):
 def accumulate_across_epochs(rank: int, n: int, runs: str) -> list[tuple[list[float], int]]:
     """Trains four epochs of four passes, where three passes make a step, so that epochs end with gradients that no step
     has used yet. Returns (parameters, steps) of a run without a stop, and of one that is resumed after each epoch."""
-    found = []
+    results = []
     for name, parts in (("whole", [4]), ("parts", [1, 2, 3, 4])):
         for epochs in parts:
             torch.manual_seed(0)
@@ -234,8 +234,8 @@ def accumulate_across_epochs(rank: int, n: int, runs: str) -> list[tuple[list[fl
                         model.set_accumulate_grad(number % 3 != 2)
                         (model(number) * (1 + rank)).backward()
             model.close()
-        found.append((flat(model.module).tolist(), model.steps))
-    return found
+        results.append((flat(model.module).tolist(), model.steps))
+    return results
 
 
 def train_while_another_records(rank: int, n: int, runs: str, seconds: float) -> list[int] | str:

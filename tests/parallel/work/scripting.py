@@ -26,7 +26,7 @@ def use_every_feature(rank: int, n: int) -> dict[str, Any]:
     same as global_avg returns it; reverted: whether the own model came back bit for bit; still_averaged: whether
     evaluation leaves the average in place; went_on: steps after that; stays: how far a step of rate 0 moves a kept
     average; written: least and greatest parameter two steps after all ranks wrote 7."""
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     wrapped = DecentralizedDataParallel(model(), optimizer=SGD, topology="ring", bucket_size_in_mb=25)
 
     def step(t: int) -> None:
@@ -35,35 +35,35 @@ def use_every_feature(rank: int, n: int) -> dict[str, Any]:
 
     for t in range(4):
         step(t)
-    found["distance"] = wrapped.consensus_distance()
+    results["distance"] = wrapped.consensus_distance()
     local = flat(wrapped.module)
     with wrapped.averaged():
-        found["averaged"] = flat(wrapped.module).tolist()
-        found["off_center"] = float((flat(wrapped.module) - local).norm())
+        results["averaged"] = flat(wrapped.module).tolist()
+        results["off_center"] = float((flat(wrapped.module) - local).norm())
         assert wrapped.global_avg(return_d2c=True) == 0.0
-    found["reverted"] = torch.equal(local, flat(wrapped.module))
-    found["d2c"] = wrapped.global_avg(return_d2c=True)
+    results["reverted"] = torch.equal(local, flat(wrapped.module))
+    results["d2c"] = wrapped.global_avg(return_d2c=True)
     wrapped.revert_global_avg()
     wrapped.global_avg()
     wrapped.eval()
     wrapped(batch(rank, 0)[0])
-    found["still_averaged"] = not torch.equal(local, flat(wrapped.module))
+    results["still_averaged"] = not torch.equal(local, flat(wrapped.module))
     wrapped.train()
     step(4)
-    found["went_on"] = wrapped.steps
+    results["went_on"] = wrapped.steps
     wrapped.global_avg(will_revert=False)
     mean = flat(wrapped.module)
     for group in wrapped.optimizer.param_groups:
         group["lr"] = 0.0
     step(5)
-    found["stays"] = float((flat(wrapped.module) - mean).abs().max())
+    results["stays"] = float((flat(wrapped.module) - mean).abs().max())
     with torch.no_grad():
         for p in wrapped.module.parameters():
             p.fill_(7.0)
     step(6)
     step(7)
-    found["written"] = (float(flat(wrapped.module).min()), float(flat(wrapped.module).max()))
-    return found
+    results["written"] = (float(flat(wrapped.module).min()), float(flat(wrapped.module).max()))
+    return results
 
 
 class RaisesInBackward(torch.autograd.Function):
@@ -91,8 +91,8 @@ def raise_in_backward(rank: int, n: int, where: int) -> tuple[int, float]:
                 layers[2:](RaisesInBackward.apply(layers[:2](x))).sum().backward()
             except ArithmeticError:
                 wrapped.zero_grad()
-        for each in (wrapped, plain):
-            (each(x) - y).square().mean().backward()
+        for trained in (wrapped, plain):
+            (trained(x) - y).square().mean().backward()
     return wrapped.steps, float((flat(wrapped.module) - flat(plain.module)).abs().max())
 
 TRANSPORT_OF_WRITE = {"element": "auto", "data": "collective", "numpy": "auto", "swap": "auto", "copy": "auto",
@@ -146,11 +146,11 @@ def train_with_checkpoints(rank: int, n: int) -> tuple[list[int], float]:
                for kind in (False, True)]  # fmt: skip
     for t in range(3):
         x, y = batch(rank, t)
-        for each in wrapped:
-            (each(x)["found"][0].logits - y).square().mean().backward()
+        for checkpointed in wrapped:
+            (checkpointed(x)["outputs"][0].logits - y).square().mean().backward()
         x.requires_grad_()
-        torch.autograd.grad(wrapped[0](x)["found"][0].logits.sum(), x)
-    return [each.steps for each in wrapped], float((flat(wrapped[0]) - flat(wrapped[1])).abs().max())
+        torch.autograd.grad(wrapped[0](x)["outputs"][0].logits.sum(), x)
+    return [checkpointed.steps for checkpointed in wrapped], float((flat(wrapped[0]) - flat(wrapped[1])).abs().max())
 
 
 def run_script(rank: int, n: int, path: str, arguments: list[str]) -> str:

@@ -27,7 +27,7 @@ def simulate(graph: Graph, n: int, steps: int, factors: Sequence[float] = ()) ->
     optimizers = [SGD(m.parameters()) for m in models]
     for t in range(steps):
         for rank, m in enumerate(models):
-            x, y = (each.cpu() for each in batch(rank, t))
+            x, y = (tensor.cpu() for tensor in batch(rank, t))
             m.zero_grad()
             (m(x) - y).square().mean().backward()
         before = [flat(m).double() for m in models]
@@ -65,7 +65,7 @@ def simulate_rule(graph: Graph, section: Any, n: int, steps: int) -> list[Tensor
         rule.begin(flat(models[rank]), Plan(graph, rule, rank).view(0))
     for t in range(steps):
         for rank, m in enumerate(models):
-            x, y = (each.cpu() for each in batch(rank, t))
+            x, y = (tensor.cpu() for tensor in batch(rank, t))
             m.zero_grad()
             (m(x) - y).square().mean().backward()
         before = [flat(m) for m in models]

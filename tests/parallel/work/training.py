@@ -38,8 +38,8 @@ def train_with_rule(rank: int, n: int, topology: Any, section: Any, transport: s
             wrapped.load_state_dict(state)
         x, y = batch(rank, t)
         (wrapped(x) - y).square().mean().backward()
-    found, expected = flat(wrapped.module), simulate_rule(make_topology(topology, n, n), section, n, 7)[rank]
-    return float((found - expected).abs().max()), float((found - start).abs().max())
+    results, expected = flat(wrapped.module), simulate_rule(make_topology(topology, n, n), section, n, 7)[rank]
+    return float((results - expected).abs().max()), float((results - start).abs().max())
 
 
 def train(
@@ -60,7 +60,7 @@ def train_with_and_without_regroup(
     rank: int, n: int, topology: Any, transport: str, sharing: Any, delayed: bool = False
 ) -> tuple[list[float], list[float]]:
     """Returns the parameters after a training with an average in it, without missing="regroup" and with it."""
-    found = []
+    results = []
     for missing in ("fail", "regroup"):
         own_transport = "collective" if transport == "sockets" and missing == "fail" else transport
         wrapped = DecentralizedDataParallel(
@@ -73,9 +73,9 @@ def train_with_and_without_regroup(
             x, y = batch(rank, t)
             (wrapped(x) - y).square().mean().backward()
         wrapped.consensus_distance()
-        found.append(flat(wrapped.module).tolist())
+        results.append(flat(wrapped.module).tolist())
         dist.barrier()
-    return found[0], found[1]
+    return results[0], results[1]
 
 
 def train_with_adaptive_factor(rank: int, n: int, topology: str, transport: str) -> float:
@@ -133,8 +133,8 @@ def step_by_parts(rank: int, n: int, name: str, transport: str, compiled: bool) 
             made[way].optimizer.step = counted  # type: ignore[method-assign]
     for t in range(5):
         x, y = batch(rank, t)
-        for each in made:
-            (each(x) - y).square().mean().backward()
+        for wrapped in made:
+            (wrapped(x) - y).square().mean().backward()
     parts = [part for bucket in made[0]._gossip.buckets for part in bucket.parts]
     same = torch.equal(flat(made[0].module), flat(made[1].module))
     return same, len(parts), calls
@@ -221,9 +221,9 @@ def train_kind_of_model(rank: int, n: int, what: str) -> tuple[float, bool]:
             if what == "mixed":
                 nn.utils.clip_grad_norm_(other.parameters(), 1.0)
         with torch.no_grad():
-            for each in zip(*(m.parameters() for m in others), strict=True):
-                mean = torch.stack([p.float() for p in each]).mean(0)
-                for p in each:
+            for by_rank in zip(*(m.parameters() for m in others), strict=True):
+                mean = torch.stack([p.float() for p in by_rank]).mean(0)
+                for p in by_rank:
                     p.copy_(mean)
         for optimizer in optimizers:
             optimizer.step()

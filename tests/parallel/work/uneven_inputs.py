@@ -39,17 +39,17 @@ def train_with_uneven_inputs(rank: int, n: int, name: str, options: dict[str, An
     gradients, else of the center; model and center: the final values."""
     module = model()
     comm = CommOptimizer(SGD(module.parameters()), name, world_size=n, comm_period=2, **options)
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     with Join([comm]):
         train(module, comm, rank, 0, STEPS * rank)
     with Join([comm]):
         train(module, comm, rank, 20, 22 + STEPS * (n - 1 - rank))
-    found["leader"] = getattr(comm.dist_optimizer, "leader", None)
+    results["leader"] = getattr(comm.dist_optimizer, "leader", None)
     train(module, comm, rank, 40, 44)
-    found["steps"] = comm.steps
-    found["apart"] = difference_from_rank_0(flat(module) if name == "DDP" else comm.center)
-    found["model"], found["center"] = flat(module).numpy(), comm.center.numpy()
-    return found
+    results["steps"] = comm.steps
+    results["apart"] = difference_from_rank_0(flat(module) if name == "DDP" else comm.center)
+    results["model"], results["center"] = flat(module).numpy(), comm.center.numpy()
+    return results
 
 
 def batch_numbers(rank: int, n: int) -> list[int | None]:
