@@ -57,16 +57,23 @@ class RunRecorder(Observer):
 
 
 class SignalsAfterFirstRound(RunRecorder):
-    """Sends this process a signal when the first record of a node arrives: the first round may take any time."""
+    """Sends this process a signal with the first record of a node after all have joined: the first round may take any
+    time. Before all have joined, a signal kills the run; a quick node may report a round by then."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
         self.number = number
+        self._have_joined = self._is_sent = False
+
+    def joined(self, seconds: float) -> None:
+        super().joined(seconds)
+        self._have_joined = True
 
     def progress(self, uid: int, record: dict[str, Any]) -> None:
-        if not self.records:
-            os.kill(os.getpid(), self.number)
         super().progress(uid, record)
+        if self._have_joined and not self._is_sent:
+            self._is_sent = True
+            os.kill(os.getpid(), self.number)
 
 
 def run_tiny(folder: Path, recorder: RunRecorder | None = None, dry_run: bool = False, **sections: Any) -> Outcome:
