@@ -127,7 +127,7 @@ def test_lost_and_left_nodes_of_other_machines_are_in_the_summary() -> None:
     assert found["left"] == {"2": 6}, "node 3 rejoined, and departed only as it had finished"
     assert found["elsewhere"] == [2, 4]
     lines = closing(found)
-    assert any("sent by 2 nodes" in line for line in lines), "the bytes of nodes elsewhere are not known"
+    assert any("sent by 2 nodes" in line for line in lines), "what nodes on other machines sent is not known here"
     assert "left     node 2 after round 6, on request" in lines
 
 

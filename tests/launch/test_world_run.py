@@ -102,7 +102,7 @@ def test_faults_that_cannot_be_simulated_are_refused_before_the_run(
 @pytest.mark.slow
 @pytest.mark.parametrize("factor", [300, 800])
 def test_an_ad_psgd_run_ends_although_a_node_takes_long_for_its_round(tmp_path: Path, factor: int) -> None:
-    """The offers that it gets meanwhile do not push the last sent of the others out of its mailbox."""
+    """The offers that it gets meanwhile do not push the last messages of the others out of its mailbox."""
     slow = {"do": "slow", "nodes": [1], "factor": factor, "at_round": 0}
     node = {"rounds": 6, "evaluate_every": 2, "schedule": "ad_psgd"}
     training = {"name": "supervised", "batch_size": 8, "local_steps": 1}

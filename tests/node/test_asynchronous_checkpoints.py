@@ -111,11 +111,12 @@ def test_a_killed_run_is_resumed_with_every_node_in_its_own_round(tmp_path: Path
         end = torch.stack([node.training.model.parameters for node in second.nodes.values()]).double()
         assert torch.allclose(initial_sum(second), end.sum(0), atol=1e-4), "a pair averaged at one end only"
         found = ad_psgd_schedules(second)
-        assert all(each.given[other] == found[other].taken[uid] for uid, each in found.items() for other in found)
+        assert all(schedule.given[other] == found[other].taken[uid]
+                   for uid, schedule in found.items() for other in found)  # fmt: skip
     # The second run has ended: a third one resumes from its last checkpoint
     third = CheckpointedRun(tmp_path / "c", second.folder, **{**OPTIONS[way], "rounds": 130})
     third.until(LIMIT)
-    assert {uid: each["round"] for uid, each in resumed_records(third).items()} == \
+    assert {uid: record["round"] for uid, record in resumed_records(third).items()} == \
         {uid: node.round for uid, node in second.nodes.items()}  # fmt: skip
     assert max(node.round for node in third.nodes.values()) == 130
     if way == "push_sum":
@@ -168,8 +169,8 @@ def test_a_node_without_a_checkpoint_starts_from_the_mean_of_the_others(tmp_path
     world = second.until(LIMIT)
     assert not any(process.error for process in world.lives)
     begun = resumed_records(second)
-    assert all(each["without"] == [3] and each["rule"] == "anew" for each in begun.values())
-    assert begun[3]["round"] == max(each["round"] for each in begun.values())
+    assert all(record["without"] == [3] and record["rule"] == "anew" for record in begun.values())
+    assert begun[3]["round"] == max(record["round"] for record in begun.values())
     assert max(node.round for node in second.nodes.values()) == 120 and rms_deviation(second.nodes) < 0.4
     if way == "push_sum":
         assert 0.5 * NODES < total_mass(second)[1] < 1.5 * NODES
@@ -194,7 +195,7 @@ def test_nodes_write_checkpoints_after_a_node_has_died_and_come_back(tmp_path: P
     world = first.until(20.0, faults=Faults(plan=plan), **setting)
     assert world.happened["kill"] == world.happened["restart"] == 1 and first.nodes[4].round > 6
     numbers = {int(cut[:8]): uids for cut, uids in nodes_by_cut(first.folder).items() if len(uids) == NODES}
-    assert max(numbers) > max(each["round"] for each in first.records if each["kind"] == "generation")
+    assert max(numbers) > max(record["round"] for record in first.records if record["kind"] == "generation")
     second = CheckpointedRun(tmp_path / "b", first.folder, **given)
     world = second.until(LIMIT, faults=Faults(), **setting)
     assert not any(process.error for process in world.lives)
@@ -209,8 +210,8 @@ def test_a_malformed_checkpoint_number_is_counted_as_a_fault_of_its_source(tmp_p
     schedule = made.nodes[0].schedule
     assert isinstance(schedule, AsynchronousPushSum)
     for number in (0, -1, 1.5, True, 1 << 60):
-        each = Collected(1, 1, Payload({"x": torch.ones(40)}, {"w": 1.0, NUMBER_SCALAR: number}))
-        assert list(schedule._unmark_or_hold(each, 0)) == []
+        collected = Collected(1, 1, Payload({"x": torch.ones(40)}, {"w": 1.0, NUMBER_SCALAR: number}))
+        assert list(schedule._unmark_or_hold(collected, 0)) == []
     assert schedule.cuts.highest_known < 5 and schedule.communication.counters.faults["malformed_payload"] == 5
     plain, = schedule._unmark_or_hold(Collected(1, 1, Payload({"x": torch.ones(40)}, {"w": 1.0, NUMBER_SCALAR: 1})), 0)
     assert plain.payload.scalars == {"w": 1.0}
@@ -313,7 +314,7 @@ def test_false_checkpoint_numbers_neither_fill_disks_nor_use_up_the_numbers(
         rounds = checkpoint_rounds_of(made, uid)
         most = MOST_UNASKED + 3 * (600 // 150) + 2
         assert 4 <= len(rounds) <= most, rounds
-        assert sum(each > 300 for each in rounds) >= 2, rounds
+        assert sum(round > 300 for round in rounds) >= 2, rounds
         assert made.nodes[uid].schedule.cuts.number < 1 << 20
 
 

@@ -135,8 +135,9 @@ def test_a_node_leaves_on_request_and_the_others_continue(way: str, uid: int) ->
     world.heap.at(5.0, lambda: made.nodes[uid].ask_leave())
     run_to_end(world)
     others = sorted({*range(6)} - {uid})
-    told = [each["members"] for each in made.records if each["kind"] == "generation" and each["uid"] == 0]
-    assert told == [[*range(6)], others] and made.nodes[uid].left and 0 < made.nodes[uid].round < 90
+    members_over_time = [record["members"] for record in made.records
+                         if record["kind"] == "generation" and record["uid"] == 0]  # fmt: skip
+    assert members_over_time == [[*range(6)], others] and made.nodes[uid].left and 0 < made.nodes[uid].round < 90
     assert max(node.round for node in made.nodes.values()) == 90 and made.nodes[0].reports.keys() == {*others}
     if way == "push_sum":
         assert total_mass(made, frozenset({uid}))[1] == pytest.approx(5, abs=1e-9)
@@ -179,7 +180,7 @@ def test_a_run_that_admitted_a_newcomer_is_resumed_without_it(tmp_path: Path, wa
         assert all(5 not in schedule_of(second, uid)._sent for uid in range(NODES))
         assert total_mass(second)[1] == pytest.approx(NODES, abs=1e-9)
     if way == "pairs":
-        assert all(5 not in each._pairs for each in ad_psgd_schedules(second).values())
+        assert all(5 not in schedule._pairs for schedule in ad_psgd_schedules(second).values())
 
 
 @pytest.mark.slow
@@ -195,8 +196,9 @@ def test_the_death_of_a_newcomer_is_noticed_although_no_node_waits_for_it(way: s
     world.heap.at(5.0, lambda: world.processes[5].kill())
     world.settled = lambda process: at.setdefault(process.node.generation.number, world.heap.now) and None
     run_to_end(world)
-    told = [each["members"] for each in made.records if each["kind"] == "generation" and each["uid"] == 0]
-    assert told == [[*range(6)], [*range(5)]]
+    members_over_time = [record["members"] for record in made.records
+                         if record["kind"] == "generation" and record["uid"] == 0]  # fmt: skip
+    assert members_over_time == [[*range(6)], [*range(5)]]
     assert at[2] < 5 + 2 + 3 + 2, "silent for so long, then without an answer for as long as is borne, and two rounds"
     assert all(made.nodes[uid].round > 30 for uid in range(NODES)) and rms_deviation(
         {uid: made.nodes[uid] for uid in range(NODES)}) < 0.01  # fmt: skip

@@ -148,8 +148,8 @@ def test_an_early_stopped_run_continues_when_resumed_only_with_more_patience(tmp
 def test_members_adopt_the_evaluation_history_of_a_member_that_has_seen_all(
     tmp_path: Path, without: tuple[int, ...]
 ) -> None:
-    """Who comes to a generation, or has no checkpoint, has seen no evaluation; of the others one may have missed the
-    last."""
+    """A node that joins a generation or has no checkpoint has seen no evaluation; another one may have missed the last
+    one. without: the nodes that have seen none."""
     fleet = Fleet(tmp_path, **STOP, early_stop={"figure": FIGURE, "patience": 2})
     for node in fleet.nodes:
         for round in range(1, 4 if node.uid == 2 else 5):
@@ -196,7 +196,8 @@ def test_a_node_without_a_checkpoint_stops_early_with_the_others(tmp_path: Path)
 
 def test_a_resumed_run_keeps_the_best_checkpoint_until_a_better_one(tmp_path: Path) -> None:
     """A later checkpoint must be better than the best one before the resumption."""
-    keys = {"every": 2, "keep": 1, "best": {"figure": "loss_mean", "better": "higher"}}  # the first ones
+    best = {"figure": "loss_mean", "better": "higher"}  # an early checkpoint is the best, as training lowers the loss
+    keys = {"every": 2, "keep": 1, "best": best}
     Fleet(tmp_path / "a", rounds=6, evaluate_every=1, checkpoint=keys).run()
     before = store.read_best(tmp_path / "a", 1)
     resumed = Fleet(tmp_path / "b", rounds=8, evaluate_every=1, checkpoint=keys).resume(tmp_path / "a").run()

@@ -232,10 +232,10 @@ def test_every_transport_gives_the_same_bits_as_one_process(transport: str, sche
         if make_rule is not RULES["choco"]:
             specs = [specs[0], Spec(specs[1].stop, 2, 1, pairs), specs[2]]
         options = {"elements": specs[-1].stop + 3, "rounds": 4, "schedule": schedule, "buffers": 3}
-        twin = QuadraticRun(make_rule, graph, specs, **options)  # type: ignore[arg-type]
+        in_process = QuadraticRun(make_rule, graph, specs, **options)  # type: ignore[arg-type]
         networked = QuadraticRun(make_rule, graph, specs, transport=transport, **options)  # type: ignore[arg-type]
-        assert torch.equal(twin.models, networked.models)
-        assert twin.bytes_sent() == networked.bytes_sent()
+        assert torch.equal(in_process.models, networked.models)
+        assert in_process.bytes_sent() == networked.bytes_sent()
         assert not networked.made[0].counters.faults
 
 
@@ -244,9 +244,9 @@ def test_every_transport_gives_the_same_bits_as_one_process(transport: str, sche
 def test_a_round_may_have_more_fragments_than_a_queue_holds_payloads(transport: str) -> None:
     """All 20 are in flight before the first one is mixed: the bounds of queues must not block them."""
     graph, specs = make("ring", nodes=4), [Spec(1000 * (i + 1)) for i in range(20)]
-    twin = QuadraticRun(FULL, graph, specs, elements=20_000, rounds=3)
+    in_process = QuadraticRun(FULL, graph, specs, elements=20_000, rounds=3)
     networked = QuadraticRun(FULL, graph, specs, elements=20_000, rounds=3, transport=transport)
-    assert torch.equal(twin.models, networked.models)
+    assert torch.equal(in_process.models, networked.models)
     assert not networked.made[0].counters.faults
 
 

@@ -74,10 +74,10 @@ def test_rounds_follow_the_formula_of_their_schedule(schedule: str, family: str)
 def test_every_transport_gives_the_same_bits_as_one_process(transport: str, schedule: str) -> None:
     elements = BLOCK_ELEMENTS + 77
     graph = make("regular", nodes=5, degree=2)
-    twin = run(graph, 3, elements=elements, schedule=schedule)
+    in_process = run(graph, 3, elements=elements, schedule=schedule)
     networked = run(graph, 3, transport, elements=elements, schedule=schedule)
-    assert np.array_equal(models(twin), models(networked))
-    assert all(torch.equal(a.merged, b.merged) for a, b in zip(twin, networked, strict=True))  # type: ignore[arg-type]
+    assert np.array_equal(models(in_process), models(networked))
+    assert all(torch.equal(a.merged, b.merged) for a, b in zip(in_process, networked, strict=True))  # type: ignore[arg-type]
 
 
 @pytest.mark.sampled(one=["transport"])
@@ -85,11 +85,11 @@ def test_every_transport_gives_the_same_bits_as_one_process(transport: str, sche
 def test_mixing_in_the_background_gives_the_same_bits(transport: str) -> None:
     elements = 2 * BLOCK_ELEMENTS + 77
     graph = make("regular", nodes=6, degree=3)
-    twin = run(graph, 4, elements=elements, schedule="overlapped")
-    assert not any(node.schedule._uses_background_mixing for node in twin)  # type: ignore[attr-defined]
+    in_process = run(graph, 4, elements=elements, schedule="overlapped")
+    assert not any(node.schedule._uses_background_mixing for node in in_process)  # type: ignore[attr-defined]
     in_background = run(graph, 4, transport, elements=elements, schedule="overlapped", mix_in_background=True)
     assert all(node.schedule._uses_background_mixing for node in in_background)  # type: ignore[attr-defined]
-    assert np.array_equal(models(twin), models(in_background))
+    assert np.array_equal(models(in_process), models(in_background))
 
 
 def test_two_runs_give_the_same_bits() -> None:

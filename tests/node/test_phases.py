@@ -131,10 +131,10 @@ def test_two_exchanges_per_round_follow_the_formula(schedule: str, family: str) 
 @pytest.mark.parametrize("schedule", ["sequential", "overlapped"])
 def test_every_transport_gives_the_same_bits_as_one_process(transport: str, schedule: str) -> None:
     graph = make("regular", nodes=6, degree=3)
-    twin = run(Twice, graph, buffers=3, schedule=schedule)
+    in_process = run(Twice, graph, buffers=3, schedule=schedule)
     networked = run(Twice, graph, transport=transport, buffers=3, schedule=schedule)
-    assert np.array_equal(models(twin), models(networked))
-    both = [stacked([n.training for n in built], "buffers") for built in (twin, networked)]  # type: ignore[misc]
+    assert np.array_equal(models(in_process), models(networked))
+    both = [stacked([n.training for n in built], "buffers") for built in (in_process, networked)]  # type: ignore[misc]
     assert torch.equal(*both) and both[0].unique().numel() > 1, "buffers were not mixed once"
 
 

@@ -1,5 +1,4 @@
-"""One round of one node: what is waited for how long, what becomes of payloads that are late, spoiled or refused, and
-where its seconds are booked."""
+"""One round of one node: time-outs, late, changed and malformed payloads, and the recorded times."""
 
 from __future__ import annotations
 

@@ -129,18 +129,18 @@ def test_stepped_nodes_compute_the_same_bits_as_nodes_in_one_process(rule: str, 
         case = Case(rule=rule, graph="tree" if rule == "relaysgd" else "complete")
     assert not refusal(case), refusal(case)
     experiment = load_case(case, 0.05, "mapping.device=cpu")  # where the payloads of `built` are
-    twin = build_in_process(experiment)
-    perturb_models(twin)
-    step_all(twin)
+    in_process = build_in_process(experiment)
+    perturb_models(in_process)
+    step_all(in_process)
     with start_nodes(experiment, kind) as (nodes, processes):
         perturb_models(nodes)
         ends = step(processes, {node.uid: node.steps() for node in nodes})
         assert ends == dict.fromkeys(range(NODES)), ends
-        for ours, theirs in zip(final_models(nodes), final_models(twin), strict=True):
+        for ours, theirs in zip(final_models(nodes), final_models(in_process), strict=True):
             assert torch.equal(ours, theirs)
         assert len(nodes[0].reports) == NODES
         sent = [node.communication.counters.bytes_sent()["data"] for node in nodes]
-        assert sent == [node.communication.counters.bytes_sent()["data"] for node in twin]
+        assert sent == [node.communication.counters.bytes_sent()["data"] for node in in_process]
 
 
 class EndlessWait:
