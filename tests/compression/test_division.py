@@ -1,4 +1,4 @@
-"""Blocks that end where tensors do: no tensor's scale is another one's."""
+"""Division of a vector into blocks that end where its tensors end, so that no two tensors share a scale."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from decentnode.compression.division import Division
 from decentnode.errors import PeerFault
-from tests.compression.contract import DTYPES, Make, codec, draws
+from tests.compression.contract import DTYPES, CodecFactory, codec, seeded_generator
 
 SIZES = [5, 64, 70_000, 1, 1, 1, 0, 200_000, 63, 29_866]
 """300,001 values: tensors that end within blocks, on their borders, and several in one block."""
@@ -26,8 +26,8 @@ ERRORS = {"sign": 0.7, "int8": 0.02, "int4": 0.2, "qsgd": 1.2, "zlib": 0.02}
 """Largest norm of the error relative to that of Gaussian values of any scale."""
 
 
-def block_of_each(sizes: list[int], size: int) -> list[int]:
-    """The number of every value's block, one value after the other."""
+def block_numbers(sizes: list[int], size: int) -> list[int]:
+    """Returns the number of the block of every value."""
     found: list[int] = []
     block = -1
     for tensor in sizes:
@@ -37,16 +37,16 @@ def block_of_each(sizes: list[int], size: int) -> list[int]:
     return found
 
 
-def unequal(sizes: list[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Tensors with scales of 1 and 1e-4 in turn."""
-    values = torch.cat([torch.randn(size, generator=draws().manual_seed(k)) * (1e-4 if k % 2 else 1.0)
+def values_of_unequal_scales(sizes: list[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Returns random values of tensors with these sizes, of scales 1 and 1e-4 in turn."""
+    values = torch.cat([torch.randn(size, generator=seeded_generator().manual_seed(k)) * (1e-4 if k % 2 else 1.0)
                         for k, size in enumerate(sizes)])  # fmt: skip
     return values.to(dtype)
 
 
 @given(sizes=st.lists(st.integers(0, 40), max_size=12), size=st.sampled_from([8, 16, 32]), start=st.integers(0, 4))
-def test_every_value_is_in_the_block_that_it_is_in_by_hand(sizes: list[int], size: int, start: int) -> None:
-    expected, count = block_of_each(sizes, size), sum(sizes)
+def test_blocks_contain_the_values_that_a_loop_assigns_to_them(sizes: list[int], size: int, start: int) -> None:
+    expected, count = block_numbers(sizes, size), sum(sizes)
     division = Division.of(sizes, size)
     assert division.count == count and division.num_blocks() == len({*expected})
     begin = min(start * size, count // size * size)
@@ -54,7 +54,7 @@ def test_every_value_is_in_the_block_that_it_is_in_by_hand(sizes: list[int], siz
         return
     blocks, here = division.blocks(begin, count), np.asarray(expected[begin:]) - expected[begin]
     assert np.repeat(np.arange(len(blocks)), blocks.sizes).tolist() == here.tolist()
-    values = torch.randn(count - begin, generator=draws())
+    values = torch.randn(count - begin, generator=seeded_generator())
     each = [values[torch.from_numpy(here == block)] for block in range(len(blocks))]
     torch.testing.assert_close(blocks.sums(values), torch.stack([part.sum() for part in each]))
     assert torch.equal(blocks.largest(values), torch.stack([part.max() for part in each]))
@@ -64,15 +64,15 @@ def test_every_value_is_in_the_block_that_it_is_in_by_hand(sizes: list[int], siz
 
 @pytest.mark.parametrize("name", BLOCKWISE)
 @pytest.mark.parametrize("sizes", [SIZES, [1024, 700, 1348, 2048, 10]], ids=["many", "few"])
-def test_a_small_tensor_beside_a_large_one_is_as_exact_as_alone(name: str, sizes: list[int]) -> None:
-    values = unequal(sizes)
+def test_tensors_of_small_scale_beside_others_are_coded_as_precisely_as_alone(name: str, sizes: list[int]) -> None:
+    values = values_of_unequal_scales(sizes)
     each = BLOCKWISE[name]().divided(sizes)
-    back = each.decode(each.encode(values, draws()), len(values), torch.float32)
+    back = each.decode(each.encode(values, seeded_generator()), len(values), torch.float32)
     bound = ERRORS[name.split()[0]]
     for part, found in zip(values.split(sizes), back.split(sizes), strict=True):
         assert float((found - part).norm()) <= bound * float(part.norm())
     together = BLOCKWISE[name]()
-    if not together.unbiased:  # as it would be without the division: rounded to zero, or as large as its neighbor
+    if not together.unbiased:  # without the division small values become zero, or as large as those of the next tensor
         spoiled = together.decode(together.encode(values), len(values), torch.float32).split(sizes)
         worst = max(float((found - part).norm() / part.norm())
                     for part, found in zip(values.split(sizes), spoiled, strict=True) if len(part))  # fmt: skip
@@ -81,10 +81,10 @@ def test_a_small_tensor_beside_a_large_one_is_as_exact_as_alone(name: str, sizes
 
 @pytest.mark.parametrize("make", [codec("sign"), codec("int8"), codec("int4", block=64),
                                   codec("zlib", of={"name": "int4"})])  # fmt: skip
-def test_what_one_tensor_holds_changes_nothing_in_another(make: Make) -> None:
-    """Numbers, NaN and infinity alike; a tensor that begins with a block is coded as it is alone."""
+def test_values_of_one_tensor_do_not_affect_the_coding_of_another(make: CodecFactory) -> None:
+    """Also NaN and infinity. A tensor that begins with a block is coded to the same values as alone."""
     sizes = [1024, 700, 1348, 2048, 10]
-    values = unequal(sizes)
+    values = values_of_unequal_scales(sizes)
     each = make().divided(sizes)
     back = each.decode(each.encode(values), len(values), torch.float32)
     for odd in (1e30, float("nan"), -float("inf")):
@@ -99,11 +99,11 @@ def test_what_one_tensor_holds_changes_nothing_in_another(make: Make) -> None:
 
 
 @pytest.mark.parametrize("name", BLOCKWISE)
-def test_divided_vectors_have_the_announced_sizes(name: str) -> None:
+def test_coded_sizes_of_divided_vectors_fit_the_schema(name: str) -> None:
     each = BLOCKWISE[name]().divided(SIZES)
     for dtype in DTYPES:
-        values = unequal(SIZES, dtype)
-        coded = each.encode(values, draws())
+        values = values_of_unequal_scales(SIZES, dtype)
+        coded = each.encode(values, seeded_generator())
         for part, spec in each.schema(len(values), dtype).items():
             size = coded[part].numel()
             assert coded[part].dtype == spec.dtype
@@ -118,8 +118,8 @@ def test_divided_vectors_have_the_announced_sizes(name: str) -> None:
 @pytest.mark.sampled(one=["name"])
 @pytest.mark.parametrize("name", ["sign", "int4", "qsgd", "zlib of int8", "int8 unbiased"])
 @given(sizes=st.lists(st.integers(0, 300), min_size=1, max_size=20), seed=st.integers(0, 99))
-def test_no_choice_of_entries_takes_more_room_than_announced(name: str, sizes: list[int], seed: int) -> None:
-    """largest_schema follows from the model alone; what a message chooses of it stays below."""
+def test_no_choice_of_entries_exceeds_largest_schema(name: str, sizes: list[int], seed: int) -> None:
+    """largest_schema depends on the model alone, not on which entries a payload has."""
     each, random = BLOCKWISE[name](), np.random.default_rng(seed)
     chosen = [int(random.integers(size + 1)) for size in sizes]
     count = sum(chosen) + int(random.integers(sum(sizes) - sum(chosen) + 1))
@@ -128,24 +128,23 @@ def test_no_choice_of_entries_takes_more_room_than_announced(name: str, sizes: l
         assert spec.max_elements <= bounds[part].max_elements and not bounds[part].exact
 
 
-def test_a_tensor_costs_one_more_scale_at_most() -> None:
-    """4 bytes; a model of many tiny tensors has no more scales than values, and each of one value is exact."""
+def test_the_division_costs_at_most_one_scale_per_tensor() -> None:
+    """Of 4 bytes. A model of many tiny tensors has no more scales than values, and tensors of one value are exact."""
     sizes = [1] * 50 + [10_000, 3] * 20
     plain, cut = (c.schema(sum(sizes), torch.float32)["scale"].max_elements
                   for c in (codec("sign")(), codec("sign")().divided(sizes)))  # fmt: skip
     assert plain == -(-sum(sizes) // 1024) and plain < cut < plain + len(sizes)
-    each, values = codec("sign")().divided([1] * 500), unequal([1] * 500)
+    each, values = codec("sign")().divided([1] * 500), values_of_unequal_scales([1] * 500)
     assert each.schema(500, torch.float32)["scale"].max_elements == 500
     assert torch.equal(each.decode(each.encode(values), 500, torch.float32), values)
 
 
-def test_blocks_meet_at_tensor_ends_across_pieces() -> None:
-    """Pieces of the vector are coded one after the other: the scales of all follow each other in its order."""
+def test_scales_are_in_the_order_of_the_vector_although_it_is_coded_in_pieces() -> None:
     sizes = [99_999, 1, 65_536, 31]
     each = codec("sign", block=256)().divided(sizes)
-    values = unequal(sizes)
+    values = values_of_unequal_scales(sizes)
     scale = each.encode(values)["scale"]
-    blocks = np.asarray(block_of_each(sizes, 256))
+    blocks = np.asarray(block_numbers(sizes, 256))
     ends = [*np.flatnonzero(np.diff(blocks, prepend=-1)), len(values)]
     by_hand = torch.stack([values[a:b].abs().mean() for a, b in pairwise(ends)])
     torch.testing.assert_close(scale, by_hand, rtol=1e-5, atol=0)

@@ -16,7 +16,7 @@ from tests.conftest import scale
 
 
 @given(st.integers(1, 300).flatmap(lambda n: st.tuples(st.just(n), st.sets(st.integers(0, n - 1)))))
-def test_round_trip(case: tuple[int, set[int]]) -> None:
+def test_decode_returns_the_encoded_indices(case: tuple[int, set[int]]) -> None:
     elements, chosen = case
     at = torch.tensor(sorted(chosen), dtype=torch.int64)
     stream = indices.encode(at, elements)
@@ -26,7 +26,7 @@ def test_round_trip(case: tuple[int, set[int]]) -> None:
 
 @pytest.mark.parametrize("density", [0.001, 0.003, 0.01, 0.03, 0.1, 0.2, 0.3, 0.36, 0.38, 0.42, 0.45, 0.5,
                                      0.51, 0.6, 0.7, 0.9, 0.97, 0.99, 0.999])  # fmt: skip
-def test_within_five_percent_of_the_entropy(density: float) -> None:
+def test_encoded_indices_take_at_most_five_percent_more_bytes_than_their_entropy(density: float) -> None:
     elements = 1 << 20
     at = select.random_positions(density, elements, np.random.default_rng(1))
     p = at.numel() / elements
@@ -34,7 +34,7 @@ def test_within_five_percent_of_the_entropy(density: float) -> None:
     assert indices.encode(at, elements).numel() <= 1.05 * entropy
 
 
-def test_large_gaps() -> None:
+def test_gaps_beyond_32_bits_are_encoded() -> None:
     at = torch.tensor([0, 5, (1 << 33) + 7, (1 << 34) - 1])
     assert torch.equal(indices.decode(indices.encode(at, 1 << 34), 1 << 34), at)
 
@@ -46,8 +46,8 @@ def test_large_gaps() -> None:
     ([3, 4, 70], 100, "0204" "030000000000" "43" "0301"),
     ([i for i in range(100) if i not in (3, 4, 70)], 100, "0304" "610000000000" "43" "0301"),
 ])  # fmt: skip
-def test_the_format(positions: list[int], elements: int, stream: str) -> None:
-    """Kind, Rice parameter, number of indices; then bits, lowest first. What is sent today is read tomorrow."""
+def test_the_byte_format_does_not_change(positions: list[int], elements: int, stream: str) -> None:
+    """Kind, Rice parameter, number of indices; then bits, lowest first. Other versions must be able to read it."""
     at = torch.tensor(list(positions), dtype=torch.int64)
     assert bytes(indices.encode(at, elements).tolist()).hex() == stream
     assert torch.equal(indices.decode(torch.tensor(list(bytes.fromhex(stream)), dtype=torch.uint8), elements), at)
@@ -57,8 +57,8 @@ def test_the_format(positions: list[int], elements: int, stream: str) -> None:
     "0201000000000000", "0228000000000000ff", "0300000000000000", "0328010000000000", "03010000000000000000",
     "02080a0000000000" + "00" * 20, "0229000000000000", "0400000000000000", "02",
 ])  # fmt: skip
-def test_bytes_that_are_no_indices(stream: str) -> None:
-    """Gaps with a parameter but without a gap, parameters beyond all sense, kinds that there are not."""
+def test_malformed_bytes_are_refused_or_decode_to_no_indices(stream: str) -> None:
+    """Gaps with a parameter but without a gap, parameters that are too large, unknown kinds."""
     raw = torch.tensor(list(bytes.fromhex(stream)), dtype=torch.uint8)
     try:
         assert indices.decode(raw, 2000).numel() == 0
@@ -89,13 +89,13 @@ def test_any_bytes_are_decoded_or_refused() -> None:
 
 
 @given(st.lists(st.booleans(), max_size=600))
-def test_a_gpu_packs_flags_as_a_cpu_does(flags: list[bool]) -> None:
+def test_flags_are_packed_to_the_same_bytes_by_the_code_for_gpus(flags: list[bool]) -> None:
     given = torch.tensor(flags, dtype=torch.bool)
     assert torch.equal(bits._pack_on_device(given), bits.pack(given))
 
 
 @given(st.integers(1, 17), st.lists(st.integers(0, 2**17 - 1), max_size=50))
-def test_numbers_of_any_width(width: int, numbers: list[int]) -> None:
+def test_numbers_of_any_bit_width_are_packed_and_unpacked(width: int, numbers: list[int]) -> None:
     given = torch.tensor([n & ((1 << width) - 1) for n in numbers], dtype=torch.int64)
     packed = bits.pack_numbers(given, width)
     assert packed.numel() == bits.packed_bytes(len(numbers), width)
@@ -104,7 +104,7 @@ def test_numbers_of_any_width(width: int, numbers: list[int]) -> None:
 
 @given(st.lists(st.sampled_from([0.0, 1.0, 2.0, 3.5, float("inf"), float("nan")]), min_size=1, max_size=60),
        st.integers(0, 70))  # fmt: skip
-def test_the_largest_are_chosen_the_first_of_equal_ones(scores: list[float], count: int) -> None:
+def test_the_largest_scores_are_chosen_and_of_equal_ones_the_first(scores: list[float], count: int) -> None:
     key = [math.inf if math.isnan(s) else s for s in scores]
     expected = sorted(sorted(range(len(key)), key=lambda i: (-key[i], i))[:count])
     assert select.largest(torch.tensor(scores), count).tolist() == expected
@@ -112,7 +112,7 @@ def test_the_largest_are_chosen_the_first_of_equal_ones(scores: list[float], cou
 
 @pytest.mark.sampled(one=["kind"])
 @pytest.mark.parametrize("kind", ["normal", "zeros", "few", "equal", "front"])
-def test_the_largest_of_many_equal_a_full_sort(kind: str) -> None:
+def test_the_largest_of_a_million_scores_are_those_of_a_full_sort(kind: str) -> None:
     generator, elements = torch.Generator().manual_seed(1), 1_000_003
     scores = torch.randn(elements, generator=generator).abs()
     scores = {"normal": scores, "zeros": scores * 0, "few": scores * (scores > 3.5), "equal": scores.round(),

@@ -21,7 +21,7 @@ def test_filters_are_orthonormal_with_vanishing_moments(name: str) -> None:
 
 @pytest.mark.parametrize("name", WAVELETS)
 @pytest.mark.parametrize("elements", [1, 2, 15, 16, 17, 1000])
-def test_inverse_and_norm(name: str, elements: int) -> None:
+def test_the_transform_is_invertible_and_keeps_the_norm(name: str, elements: int) -> None:
     x = torch.randn(elements, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     dwt = DWT(name, 4)
     c = dwt.forward(x)
@@ -30,15 +30,15 @@ def test_inverse_and_norm(name: str, elements: int) -> None:
     torch.testing.assert_close(c.norm(), x.norm(), atol=1e-8, rtol=1e-8)
 
 
-def test_polynomials_vanish_in_the_fine_half() -> None:
+def test_fine_coefficients_of_a_polynomial_are_zero() -> None:
     x = torch.linspace(-1, 1, 64, dtype=torch.float64)
     fine = DWT("db3", 1).forward(3 * x * x - x + 2)[32:]
-    assert float(fine[:-2].abs().max()) < 1e-8, "all but those around the end"
+    assert float(fine[:-2].abs().max()) < 1e-8, "only those that wrap around the end may differ from zero"
 
 
 @pytest.mark.parametrize("name", ["haar", "sym2", "sym3", "db4", "db8"])
-def test_against_pywavelets(name: str) -> None:
-    """The same numbers as its periodic transform, which counts from half a filter further on."""
+def test_coefficients_are_those_of_pywavelets(name: str) -> None:
+    """Of its periodic transform, which is shifted by half a filter."""
     pywt = pytest.importorskip("pywt")
     x = np.random.default_rng(1).standard_normal(256)
     ours = DWT(name, 1).forward(torch.from_numpy(np.roll(x, WAVELETS[name] - 1))).numpy()

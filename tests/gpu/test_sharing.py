@@ -8,7 +8,7 @@ from torch import Tensor
 
 from decentnode.compression import indices, select
 from decentnode.compression.division import Division
-from tests.compression.contract import CODECS, values
+from tests.compression.contract import CODECS, random_values
 from tests.graph.contract import make
 from tests.sharing.contract import RULES, codec_of, random_models, run_round, set_up_rules
 
@@ -39,15 +39,15 @@ def test_every_rule_gives_the_models_of_the_cpu(name: str) -> None:
 
 @pytest.mark.parametrize("name", CODECS)
 def test_every_codec_encodes_and_decodes_on_the_gpu(name: str) -> None:
-    codec, given = CODECS[name](), values(5000).cuda()
+    codec, given = CODECS[name](), random_values(5000).cuda()
     coded = codec.encode(given, torch.Generator("cuda").manual_seed(1))
-    assert all(tensor.is_cuda for tensor in coded.values())
+    assert all(tensor.is_cuda for tensor in coded.random_values())
     decoded = codec.decode(coded, 5000, given.dtype)
     assert decoded.is_cuda and bool(decoded.isfinite().all())
 
 
 def test_the_largest_entries_and_their_coded_indices_are_those_of_the_cpu() -> None:
-    scores = values(1_000_003).abs()
+    scores = random_values(1_000_003).abs()
     for count in (10, 10_000, 400_000):
         on_cpu, on_gpu = select.largest(scores, count), select.largest(scores.cuda(), count)
         assert torch.equal(on_cpu, on_gpu.cpu())
@@ -59,7 +59,7 @@ def test_the_largest_entries_and_their_coded_indices_are_those_of_the_cpu() -> N
 @pytest.mark.parametrize("sizes", [(4096,), (5000,), (700, 1024, 3276)], ids=["equal", "the last shorter", "divided"])
 def test_sums_of_blocks_are_those_of_the_cpu(sizes: tuple[int, ...]) -> None:
     count, division = sum(sizes), Division.of(sizes, 1024)
-    blocks, given = division.blocks(0, count), values(count)
+    blocks, given = division.blocks(0, count), random_values(count)
     for actual, expected in ((blocks.sums(given.cuda()), blocks.sums(given)),
                           (blocks.largest(given.cuda()), blocks.largest(given)),
                           (blocks.times(given.cuda(), torch.arange(len(blocks)).float().cuda()),

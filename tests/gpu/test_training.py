@@ -30,7 +30,7 @@ from decentnode.training.supervised_config import SupervisedConfig
 from tests.gpu.waits import count_waits
 from tests.models.test_models import CHECKED, OF_IDS
 from tests.models.test_models import make as model_of
-from tests.simulate.test_batched import OPTIONS, batched, compare, experiment
+from tests.simulate.test_batched import OPTIONS, compare_engines, experiment, run_batched
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.gpu
@@ -332,12 +332,12 @@ def test_the_batched_engine_equals_single_nodes_on_a_gpu(option: str) -> None:
         # Matrix products of all nodes at once add in another order than those of one node. Where the difference makes
         # stochastic rounding go the other way, a value moves by a seventh of its block's norm, and the models diverge.
         overrides = [*overrides, "training.local_steps=0"]
-    engine = compare(experiment(*overrides, "mapping.device=cuda"), "layers")
+    engine = compare_engines(experiment(*overrides, "mapping.device=cuda"), "layers")
     assert engine.population.device == GPU
 
 
 def test_the_engine_of_rows_trains_on_a_gpu() -> None:
-    engine, _ = batched(experiment("model={name: gn_lenet, norm: batch}", "node.rounds=2", "mapping.device=cuda",
+    engine, _ = run_batched(experiment("model={name: gn_lenet, norm: batch}", "node.rounds=2", "mapping.device=cuda",
                                    "data={name: synthetic, input_shape: [3, 8, 8], train_samples: 90, "
                                    "test_samples: 9, partition: iid}"), "rows")  # fmt: skip
     assert engine.population.rows.device == engine.population.buffers.device == GPU

@@ -1,3 +1,5 @@
+"""Mappings: the uids, places and devices of nodes on machines."""
+
 from __future__ import annotations
 
 import json
@@ -51,7 +53,7 @@ def test_uids_and_places_are_one_to_one(mapping: Mapping) -> None:
         mapping.uid(0, 99)
 
 
-def test_linear_formula() -> None:
+def test_linear_numbers_the_nodes_of_a_machine_consecutively() -> None:
     mapping = linear(machines=3, nodes_per_machine=4, addresses=["a", "b", "c"])
     assert mapping.uid(2, 1) == 2 * 4 + 1
     place = mapping.place(9)
@@ -65,11 +67,11 @@ def test_one_machine_listens_on_loopback_without_fixed_ports() -> None:
 
 
 @pytest.mark.parametrize("form", ["list", "dict", "json", "yaml"])
-def test_addresses_in_every_form(tmp_path: Path, form: str) -> None:
-    given: object = {"list": ["10.0.0.1", "10.0.0.2"], "dict": {0: "10.0.0.1", 1: "10.0.0.2"}}.get(form, f"ip.{form}")
+def test_addresses_are_read_from_a_list_a_dict_or_a_file(tmp_path: Path, form: str) -> None:
+    forms: dict[str, object] = {"list": ["10.0.0.1", "10.0.0.2"], "dict": {0: "10.0.0.1", 1: "10.0.0.2"}}
     (tmp_path / "ip.json").write_text(json.dumps({"0": "10.0.0.1", "1": "10.0.0.2"}))
     (tmp_path / "ip.yaml").write_text("- 10.0.0.1\n- 10.0.0.2\n")
-    mapping = linear(tmp_path, machines=2, nodes_per_machine=1, addresses=given)
+    mapping = linear(tmp_path, machines=2, nodes_per_machine=1, addresses=forms.get(form, f"ip.{form}"))
     assert [mapping.place(uid).host for uid in (0, 1)] == ["10.0.0.1", "10.0.0.2"]
 
 
@@ -83,23 +85,23 @@ def test_addresses_in_every_form(tmp_path: Path, form: str) -> None:
         ({"nodes_per_machine": 4, "base_port": 65530}, "ports end at 65535"),
     ],
 )
-def test_bad_mappings(tmp_path: Path, options: dict[str, object], message: str) -> None:
+def test_invalid_mappings_are_refused(tmp_path: Path, options: dict[str, object], message: str) -> None:
     (tmp_path / "bad.json").write_text("{[")
     with pytest.raises(MappingError, match=message):
         linear(tmp_path, **{"nodes_per_machine": 2, **options})
 
 
-def test_two_loopback_addresses_are_two_machines() -> None:
+def test_machines_with_different_loopback_addresses_may_use_the_same_ports() -> None:
     mapping = linear(machines=2, nodes_per_machine=2, addresses=["127.0.0.1", "127.0.0.2"])
     assert mapping.place(0).port == mapping.place(2).port
 
 
-def test_unknown_keys_are_errors() -> None:
+def test_unknown_keys_are_refused() -> None:
     with pytest.raises(ValidationError):
         linear(nodes_per_machine=2, prots=1)
 
 
-def test_finding_this_machine() -> None:
+def test_find_machine_finds_the_machine_with_one_of_the_given_names() -> None:
     mapping = linear(machines=3, nodes_per_machine=1, addresses=["10.0.0.1", "beta", "10.0.0.3"])
     assert mapping.find_machine({"beta", "127.0.0.1"}) == 1
     with pytest.raises(MappingError, match="not in the mapping"):
@@ -110,7 +112,7 @@ def test_finding_this_machine() -> None:
     assert "127.0.0.1" in addresses.own_names()
 
 
-def test_devices_are_dealt_to_nodes_in_turn() -> None:
+def test_the_devices_of_a_machine_are_assigned_to_its_nodes_in_turn() -> None:
     config = Table.Config.model_validate({"name": "table", "machines": [
         {"nodes": 3, "host": "a", "device": ["cuda:1", "cpu"]}, {"nodes": 2, "host": "b", "device": "cuda"},
         {"nodes": 1, "host": "c"},
@@ -127,7 +129,7 @@ def test_devices_are_dealt_to_nodes_in_turn() -> None:
     ("cuda", 0, 0, "no GPU is usable"), ("cuda:1", 0, 1, "mapping.device is cuda:1, but only one GPU is usable here"),
     ("gpu", 0, 0, "mapping.device must be auto, cpu, cuda or cuda:N, got 'gpu'"),
 ])  # fmt: skip
-def test_a_device_is_found_or_missed_by_name(
+def test_device_of_returns_the_device_of_a_rank_or_names_the_missing_one(
     monkeypatch: pytest.MonkeyPatch, wanted: str, rank: int, gpus: int, found: str
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
@@ -139,7 +141,7 @@ def test_a_device_is_found_or_missed_by_name(
         assert device_of(wanted, rank) == torch.device(found)
 
 
-def test_a_fork_that_can_use_no_gpu_says_so_instead_of_taking_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_auto_in_a_fork_that_cannot_use_the_gpu_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(EnvironmentFault, match="device is auto, but this process has already asked"):
@@ -148,15 +150,15 @@ def test_a_fork_that_can_use_no_gpu_says_so_instead_of_taking_the_cpu(monkeypatc
 
 
 @pytest.mark.parametrize("device", ["gpu", "cuda:x", "mps", ["cuda:0", ""]])
-def test_a_device_is_one_of_four_words(device: object) -> None:
+def test_devices_other_than_auto_cpu_and_cuda_are_refused(device: object) -> None:
     with pytest.raises(ValidationError, match="must be auto, cpu, cuda or cuda:N, got"):
         linear(nodes_per_machine=2, device=device)
 
 
-def test_machines_behind_nat_are_said_so_and_not_all_of_them() -> None:
+def test_machines_may_be_behind_nat_but_not_all_of_them() -> None:
     options = {"machines": 3, "nodes_per_machine": 2, "addresses": ["a", "b", "c"]}
-    found = linear(**options, behind_nat=[2])
-    assert [found.place(uid).behind_nat for uid in range(6)] == [False] * 4 + [True] * 2
+    mapping = linear(**options, behind_nat=[2])
+    assert [mapping.place(uid).behind_nat for uid in range(6)] == [False] * 4 + [True] * 2
     with pytest.raises(MappingError, match=r"behind_nat must have numbers of machines, below 3, got 3"):
         linear(**options, behind_nat=[3])
     with pytest.raises(MappingError, match="at least one machine must be one that the others can connect to"):

@@ -23,7 +23,7 @@ from decentnode.training.supervised_config import SupervisedConfig
 from tests.commands import run
 from tests.data.files import write_image_folder
 from tests.real_torchvision import torchvision
-from tests.simulate.test_batched import compare, experiment
+from tests.simulate.test_batched import compare_engines, experiment
 
 vision = torchvision()
 SMALL = ("squeezenet1_1", "shufflenet_v2_x0_5", "mobilenet_v3_small")
@@ -66,7 +66,7 @@ def test_batched_simulations_have_the_bits_of_stepped_nodes(name: str) -> None:
     config = experiment(f"model={{name: 'torchvision:{name}'}}", "data={name: synthetic, input_shape: [3, 16, 16], "
                         "train_samples: 100, test_samples: 20}", "node={rounds: 2, evaluate_every: 1}")  # fmt: skip
     assert workers_for(config) == min(cores(), 5)
-    engine = compare(config, "rows", workers=2, atol=0)
+    engine = compare_engines(config, "rows", workers=2, atol=0)
     assert engine.population.forks
 
 

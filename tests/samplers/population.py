@@ -1,4 +1,4 @@
-"""Samplers of many nodes that shuffle in turns, in one process, without tensors."""
+"""Samplers of many nodes that exchange their views, in one process, without tensors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from decentnode.samplers.messages import shuffle_of, tables_of
 
 
 class Population:
-    """Nodes 0 .. n - 1, each of which knows in the beginning those at some distances on a circle."""
+    """The samplers of nodes 0 .. n - 1. At the beginning each knows the nodes at some distances on a circle."""
 
     def __init__(
         self, num_nodes: int, config: CyclonConfig | None = None, kind: type[Cyclon] = Cyclon,
@@ -21,7 +21,8 @@ class Population:
     ) -> None:
         self.config = config or CyclonConfig(name="cyclon")
         self.samplers: dict[int, Sampler] = {}
-        self.lost = 0
+        self.undelivered = 0
+        """Messages to nodes that are dead."""
         for uid in range(num_nodes):
             contacts = tuple((uid + k) % num_nodes for k in distances)
             elements = 0 if profiles is None else profiles.shape[1]
@@ -30,7 +31,8 @@ class Population:
                 sampler.profile = profiles[uid]
             self.samplers[uid] = sampler
         self.round = 0
-        self.longest = 0
+        self.most_entries = 0
+        """The largest number of entries in a message."""
 
     def kill(self, uids: Collection[int]) -> None:
         for uid in uids:
@@ -47,19 +49,20 @@ class Population:
 
     def _deliver(self, source: int, to: int, message):  # type: ignore[no-untyped-def]
         if to not in self.samplers:
-            self.lost += 1
+            self.undelivered += 1
             return None
-        self.longest = max(self.longest, len(message.entries))
+        self.most_entries = max(self.most_entries, len(message.entries))
         receiver = self.samplers[to]
         tables = tables_of(message.entries, receiver.around.profile_elements)
         return receiver.receive(source, shuffle_of(receiver, tables, message.reply, message.near), self.round)
 
     def targets(self, rounds: int) -> dict[int, tuple[int, ...]]:
-        """The targets of every node in so many rounds from now on."""
+        """Returns the targets of every node in the next `rounds` rounds."""
         return {uid: tuple(to for r in range(rounds) for to in sampler.targets(self.round + r))
                 for uid, sampler in self.samplers.items()}  # fmt: skip
 
     def in_degrees(self) -> np.ndarray:
+        """Returns, for every node, how many others know it."""
         counts = dict.fromkeys(self.samplers, 0)
         for sampler in self.samplers.values():
             for uid in sampler.known():
@@ -68,21 +71,23 @@ class Population:
         return np.array(list(counts.values()))
 
     def dead_share(self) -> float:
+        """Returns the share of dead nodes among those that living nodes know."""
         known = [uid for sampler in self.samplers.values() for uid in sampler.known()]
         return sum(uid not in self.samplers for uid in known) / len(known)
 
 
 def connected(targets: dict[int, Sequence[int]]) -> bool:
-    """Whether every node reaches every other along directed edges."""
-    back: dict[int, list[int]] = {uid: [] for uid in targets}
+    """Returns whether every node reaches every other along directed edges."""
+    reversed_edges: dict[int, list[int]] = {uid: [] for uid in targets}
     for uid, others in targets.items():
         for other in others:
-            if other in back:
-                back[other].append(uid)
-    return all(len(_reached(edges)) == len(targets) for edges in (targets, back))
+            if other in reversed_edges:
+                reversed_edges[other].append(uid)
+    return all(len(_reached(edges)) == len(targets) for edges in (targets, reversed_edges))
 
 
 def _reached(edges: dict[int, Sequence[int]] | dict[int, list[int]]) -> set[int]:
+    """Returns the nodes to which there is a path from the one with the lowest uid."""
     start = min(edges)
     seen, queue = {start}, deque([start])
     while queue:

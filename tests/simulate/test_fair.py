@@ -42,11 +42,7 @@ def test_every_flow_is_limited_by_its_own_maximum_or_a_full_resource_on_which_no
 
 
 def ends_in_small_time_steps(
-
-
     uses: np.ndarray, capacity: np.ndarray, work: np.ndarray, begins: np.ndarray
-
-
 ) -> np.ndarray:
     left, ends, now, step = work.copy(), np.full(work.size, np.nan), 0.0, 2e-4
     while np.isnan(ends).any():
@@ -83,11 +79,7 @@ def test_flows_that_share_no_resource_do_not_delay_each_other() -> None:
 
 
 def test_the_approximation_for_large_sets_of_flows_is_close_to_the_exact_ends(
-
-
     monkeypatch: pytest.MonkeyPatch
-
-
 ) -> None:
     draws = np.random.default_rng(3)
     uses = np.stack([draws.integers(0, 20, 200), 20 + draws.integers(0, 20, 200)], axis=1)

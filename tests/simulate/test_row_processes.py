@@ -96,11 +96,7 @@ def test_a_process_that_does_not_answer_is_reported_and_killed(monkeypatch: pyte
 
 
 def test_the_answer_to_an_interrupted_job_is_not_taken_for_that_of_the_next_job(
-
-
     three_processes: RowProcesses
-
-
 ) -> None:
     def interrupted(*_: Any) -> list[Any]:
         raise KeyboardInterrupt

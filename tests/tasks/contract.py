@@ -1,4 +1,4 @@
-"""Checks for every task, among others that sums over any division of the samples give the metrics of the whole."""
+"""Checks for every task, among others that metrics do not depend on how the samples are divided into batches."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ def sums_of(task: Task, outputs: Tensor, targets: Tensor) -> dict[str, float]:
     units = task.units(targets)
     aligned = task.align(outputs, targets)
     task.check(*aligned)
-    found = task.measure(*aligned)
-    assert {*found} == {*task.sums} and all(each.ndim == 0 for each in found.values())
-    of_loss = {"loss": float(loss.summed(*aligned, units)), "count": float(units)}
-    return {**of_loss, **{name: float(value) for name, value in found.items()}}
+    measured = task.measure(*aligned)
+    assert {*measured} == {*task.sums} and all(value.ndim == 0 for value in measured.values())
+    loss_sums = {"loss": float(loss.summed(*aligned, units)), "count": float(units)}
+    return {**loss_sums, **{name: float(value) for name, value in measured.items()}}
 
 
 def check_task(case: Case) -> None:
-    check_metrics(case.task)
-    check_shares_add_up(case)
-    check_the_loss(case)
-    check_better(case)
-    check_refusals(case)
+    check_metrics_are_described(case.task)
+    check_sums_of_batches_add_up(case)
+    check_evaluated_loss_is_the_training_loss(case)
+    check_perfect_outputs_are_better(case)
+    check_invalid_batches_are_refused(case)
 
 
-def check_metrics(task: Task) -> None:
+def check_metrics_are_described(task: Task) -> None:
     measured = task.measured()
     names = [each.name for each in measured.metrics]
     assert len(set(names)) == len(names) and "loss" in names
@@ -62,28 +62,29 @@ def check_metrics(task: Task) -> None:
     assert task.all_sums[:2] == LOSS_SUMS
 
 
-def check_shares_add_up(case: Case) -> None:
+def check_sums_of_batches_add_up(case: Case) -> None:
+    """Checks that sums over batches of any sizes add up to the sums over all samples, and that of no samples nothing is
+    evaluated."""
     outputs, targets = case.draw(24)
     whole = sums_of(case.task, outputs, targets)
-    cuts = ([24], [1, 23], [5, 0, 7, 12], [1] * 24)
-    for cut in cuts:
-        shares = zip(outputs.split(cut), targets.split(cut), strict=True)
-        parts = [sums_of(case.task, *share) for share in shares if len(share[0])]
+    for sizes in ([24], [1, 23], [5, 0, 7, 12], [1] * 24):
+        batches = zip(outputs.split(sizes), targets.split(sizes), strict=True)
+        parts = [sums_of(case.task, *batch) for batch in batches if len(batch[0])]
         added = {name: sum(part[name] for part in parts) for name in whole}
         assert added == pytest.approx(whole, rel=1e-5)
         assert case.task.evaluated(added) == pytest.approx(case.task.evaluated(whole), rel=1e-5, abs=1e-7)
     assert case.task.evaluated(dict.fromkeys(whole, 0.0)) == {}
 
 
-def check_the_loss(case: Case) -> None:
+def check_evaluated_loss_is_the_training_loss(case: Case) -> None:
     """Checks that the training loss is the mean loss that is evaluated."""
     outputs, targets = case.draw(16)
     mean = Loss(LossConfig(name=case.task.loss)).mean(*case.task.align(outputs, targets))
-    found = case.task.evaluated(sums_of(case.task, outputs, targets))["loss"]
-    assert found == pytest.approx(float(mean), rel=1e-5)
+    evaluated = case.task.evaluated(sums_of(case.task, outputs, targets))["loss"]
+    assert evaluated == pytest.approx(float(mean), rel=1e-5)
 
 
-def check_better(case: Case) -> None:
+def check_perfect_outputs_are_better(case: Case) -> None:
     """Checks that a perfect model is better than a random one in every metric, as the metric's `better` defines it."""
     outputs, targets = case.draw(32)
     worse = case.task.evaluated(sums_of(case.task, outputs, targets))
@@ -94,7 +95,8 @@ def check_better(case: Case) -> None:
         assert math.isfinite(worse[metric.name])
 
 
-def check_refusals(case: Case) -> None:
+def check_invalid_batches_are_refused(case: Case) -> None:
+    """Checks also that valid batches are accepted on the meta device, where tensors have no values."""
     for outputs, targets in case.refused:
         with pytest.raises(UsageError, match=f"task {case.task.config.name} needs .*; the model gives "):
             case.task.check(*case.task.align(outputs, targets))
@@ -103,8 +105,10 @@ def check_refusals(case: Case) -> None:
 
 
 def randn(*shape: int) -> Tensor:
+    """Returns normal draws; the same in every call."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
-def whole(high: int, *shape: int) -> Tensor:
+def randint(high: int, *shape: int) -> Tensor:
+    """Returns integers from 0 to high - 1; the same in every call."""
     return torch.randint(0, high, shape, generator=torch.Generator().manual_seed(1 + sum(shape)))
