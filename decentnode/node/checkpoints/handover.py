@@ -21,7 +21,9 @@ def give_models(node: Resumable, to: frozenset[int], key: str) -> Steps[None]:
     """Give the mean of the other members' models to the members `to`, as steps. The models of the other members stay
     unchanged, and so do parameters that are not shared. key: the name of the mean, the same on all nodes."""
     model, shared = node.training.model, node.shared
-    own = torch.cat([model.parameters[:shared], model.buffers.to(model.dtype)])
+    # A sum of float16 models, or a buffer (float32), can be larger than the largest float16
+    wide = torch.promote_types(model.dtype, torch.float32)
+    own = torch.cat([model.parameters[:shared].to(wide), model.buffers.to(wide)])
     fresh = node.uid in to
     pending = begin_mean(node.communication, key, torch.zeros_like(own) if fresh else own, closing=True)
     timeout_seconds = node.communication.config.timeout_seconds
@@ -66,9 +68,10 @@ def begin_rules_anew(node: Resumable, key: str, without: frozenset[int] = frozen
     for index, (rule, model, view) in enumerate(node.renew_rules(without)):
         totals = {}
         for name, own in rule.to_be_summed(model, view).items():
-            pending = begin_mean(node.communication, f"{key}/rule-{index}/{name}", own, closing=True)
+            wide = own.to(torch.promote_types(own.dtype, torch.float32))
+            pending = begin_mean(node.communication, f"{key}/rule-{index}/{name}", wide, closing=True)
             timeout_seconds = node.communication.config.timeout_seconds
             mean, contributors = yield from mean_of(pending, rule.requirements.phases, timeout_seconds)
-            totals[name] = (mean * contributors).to(own.device)
+            totals[name] = (mean * contributors).to(own)
         if totals:
             rule.summed(totals, view)

@@ -67,7 +67,7 @@ def merge_models(node: Resumable, fresh: Collection[int], weight: float, key: st
     """
     model, shared = node.training.model, node.shared
     with_buffers = node.config.buffers == "average" or node.uid in fresh
-    own = torch.cat([model.parameters[:shared], model.buffers.to(model.dtype)]).double()
+    own = torch.cat([model.parameters[:shared].double(), model.buffers.double()])
     for attempt, candidate_weight in enumerate((weight, 1.0)):
         own_weight = 0.0 if node.uid in fresh else candidate_weight
         contribution = torch.zeros(own.numel() + 1, dtype=torch.float64, device=own.device)
@@ -80,7 +80,7 @@ def merge_models(node: Resumable, fresh: Collection[int], weight: float, key: st
         total = float(mean[-1])
         if total > 0:
             break
-    merged = (mean[:-1] / total).to(device=own.device, dtype=model.dtype)
+    merged = (mean[:-1] / total).to(own.device)
     with torch.no_grad():
         model.parameters[:shared].copy_(merged[:shared])
         if with_buffers:
