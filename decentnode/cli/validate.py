@@ -61,12 +61,14 @@ def command(
             raise
         click.echo(json.dumps({"ok": False, "source": config, "problems": error.problems}, indent=1))
         ctx.exit(error.exit_code)
-    from decentnode.launch.reporting.notices import default_lr_notice, short_timeout_warning
+    from decentnode.launch.reporting.notices import default_lr_notice, privacy_notice, short_timeout_warning
 
     for warning in filter(None, [*experiment.config_warnings, short_timeout_warning(experiment)]):
         click.echo(f"warning: {warning}", err=True)
     if text := default_lr_notice(experiment):
         click.echo(f"note: {text}", err=True)
+    if text := privacy_notice(experiment):
+        click.echo(f"note: privacy: {text}", err=True)
     if as_json:
         found = {"ok": True, "source": config, "problems": [], "digest": experiment.digest()}
         click.echo(json.dumps(found | ({"resolved": experiment.resolved()} if resolved else {}), indent=1))

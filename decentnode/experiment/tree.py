@@ -7,7 +7,7 @@ import hashlib
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -283,7 +283,8 @@ class Experiment(Settings):
         data = self.open_data()
         training: type[Training] = load_class(self.training.name, TRAININGS, "training")
         variants = training.variants(self.training)
-        return self.make_task().measured(data.sharded, [*([OWN] if data.test == "both" else []), *variants])
+        measured = self.make_task().measured(data.sharded, [*([OWN] if data.test == "both" else []), *variants])
+        return replace(measured, metrics=(*measured.metrics, *training.further_metrics(self.training)))
 
     def resolved(self) -> dict[str, Any]:
         """Returns every value of the run as plain data, in the order of the keys above; without `parameters` if the

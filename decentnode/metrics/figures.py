@@ -232,6 +232,8 @@ class Metric:
     """Whether plots have a logarithmic axis if the values span more than half a decade."""
     samples: str = "test"
     """The samples that it is measured on, for the labels of plots; empty if `word` says so already."""
+    of_merged: bool = True
+    """Whether the merged model has a value as well."""
     pooled: bool = False
     """Whether each node has only a part of the test samples; the mean over the nodes is then that of all samples."""
 
@@ -270,14 +272,15 @@ class Metric:
                    of=(self.name,), how=_most, **kind),
             Figure(f"{self.name}_deviation", meaning="the standard deviation of the same over the nodes of a run",
                    title=f"deviation over nodes{of}{behind}", of=(self.name,), how=_deviation, **kind),
-            Figure(f"{self.name}_merged", meaning="the same of the mean of all models", title=merged,
-                   of=(f"{self.name}_merged",), how=_first, **kind),
+            *([Figure(f"{self.name}_merged", meaning="the same of the mean of all models", title=merged,
+                      of=(f"{self.name}_merged",), how=_first, **kind)] if self.of_merged else []),
         )  # fmt: skip
 
     def curve(self) -> Curve:
         unit = self.suffix or (self.unit if self.unit != "1" else "")
         label = f"{self.samples} {self.text}".lstrip() + (f" ({unit})" if unit else "")
-        return Curve("evaluation", self.name, label, self.scale, self.logarithmic, merged=f"{self.name}_merged")
+        merged = f"{self.name}_merged" if self.of_merged else ""
+        return Curve("evaluation", self.name, label, self.scale, self.logarithmic, merged=merged)
 
 
 LOSS = Metric("loss", "1", "the mean loss on the test samples", "lower", word="loss", digits=4, logarithmic=True)

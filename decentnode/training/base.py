@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from decentnode.config.component import Component
+from decentnode.metrics.figures import Metric
 from decentnode.metrics.generation_samples import GenerationSamples
 from decentnode.tasks.base import EMA, Task, Variant
 from decentnode.tensors import FlatModel
@@ -71,6 +72,8 @@ class Training(Component, abc.ABC):
     num_samples: int
     evaluated: tuple[EvaluatedSplit, ...] = (EvaluatedSplit(),)
     """The splits that evaluations measure, the test samples first."""
+    further: tuple[Metric, ...] = ()
+    """The metrics that `measure_further` measures: `further_metrics` of the training's config."""
     keep_gradient: bool = False
     keep_sum: bool = False
     """Whether `local_update` is to return the sum of the parameters, which can be copied from a GPU together with the
@@ -86,6 +89,17 @@ class Training(Component, abc.ABC):
     def variants(cls, config: Any) -> tuple[Variant, ...]:  # noqa: ARG003
         """Returns the variants of the task's metrics that a training with this config measures in addition."""
         return ()
+
+    @classmethod
+    def further_metrics(cls, config: Any) -> tuple[Metric, ...]:  # noqa: ARG003
+        """Returns the metrics that a training with this config measures by itself (`measure_further`), in addition to
+        the task's."""
+        return ()
+
+    def measure_further(self, merged: bool = False) -> dict[str, float]:  # noqa: ARG002
+        """Returns the values of `further_metrics` for the current model, without those that it has no value of. merged:
+        whether this is the mean of all models, not the node's own."""
+        return {}
 
     @abc.abstractmethod
     def local_update(self, round: int, direction: Direction | None = None) -> Update:

@@ -98,7 +98,7 @@ class Gradients:
         """Add a batch's gradient, weighted by the batch's fraction of the step's `total_units` units (None:
         unweighted). Returns the batch's units."""
         try:
-            loss, units = self._batch_loss(inputs, targets)
+            loss, units = self.batch_loss(self._forward, inputs, targets), self._task.units(targets)
             weighted = loss if total_units is None else loss * (units / total_units)
             (weighted if scale == 1.0 else weighted * scale).backward()
         except Exception as error:
@@ -110,14 +110,14 @@ class Gradients:
         _add(total, loss, units)
         return units
 
-    def _batch_loss(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, int | Tensor]:
-        """Returns the mean loss of a batch and the number of its units."""
+    def batch_loss(self, forward: Forward, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Returns the mean loss of a batch in training."""
         with autocast(self._config.amp, self._model.device):
-            (outputs, wanted), *others = self._all_aligned("train", self._forward, inputs, targets)
+            (outputs, wanted), *others = self._all_aligned("train", forward, inputs, targets)
             loss: Tensor = self._loss.mean(outputs, wanted)
             for other in others:
                 loss = loss + self._model.module.auxiliary_weight * self._loss.mean(*other)
-        return loss.float() if self._config.amp else loss, self._task.units(targets)
+        return loss.float() if self._config.amp else loss
 
     def aligned(self, use: str, forward: Forward, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the model's outputs and the targets as `Task.align` returns them. The first batch of every `use` is

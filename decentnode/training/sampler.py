@@ -52,7 +52,7 @@ class Sampler:
             if self.cursor >= self.usable:
                 self.epoch, self.cursor = self.epoch + 1, 0
             stop = min(self.cursor + self.batch, self.usable)
-            parts.append(self._epoch_order()[self.cursor : stop])
+            parts.append(self._samples_of_step(stop))
             self.cursor = stop
         return np.concatenate(parts) if parts else np.empty(0, np.int64), [len(part) for part in parts]
 
@@ -61,6 +61,10 @@ class Sampler:
         if steps and self.cursor >= self.usable:
             self.epoch, self.cursor = self.epoch + 1, 0
         self.cursor = min(self.cursor + steps * self.batch, self.usable)
+
+    def _samples_of_step(self, stop: int) -> np.ndarray:
+        """Returns the samples of the step from the cursor to `stop`."""
+        return self._epoch_order()[self.cursor : stop]
 
     def _epoch_order(self) -> np.ndarray:
         if self._order[0] != self.epoch:
@@ -72,3 +76,21 @@ class Sampler:
         if not self._shuffle:
             return np.arange(self.num_samples)
         return rng.stream(self._seed, self._uid, self._purpose, epoch).permutation(self.num_samples)
+
+
+class PoissonSampler(Sampler):
+    """Takes every sample with the same probability in every step, independently of other samples and steps, so that
+    steps have different numbers of samples, possibly none.
+
+    Epochs and cursors are those of `Sampler`: an epoch has as many steps, and on average takes every sample about once.
+    """
+
+    @property
+    def rate(self) -> float:
+        """The probability that a step takes a sample, so that it takes `batch` samples on average, or all of fewer."""
+        return min(1.0, self.batch / self.num_samples)
+
+    def _samples_of_step(self, stop: int) -> np.ndarray:  # noqa: ARG002
+        step = self.epoch * -(-self.usable // self.batch) + self.cursor // self.batch
+        draws = rng.stream(self._seed, self._uid, f"{self._purpose} (Poisson)", step)
+        return np.flatnonzero(draws.random(self.num_samples) < self.rate)

@@ -16,8 +16,9 @@ from decentnode.samples import NodeSamples
 from decentnode.tensors import FlatModel, moved
 from decentnode.training import statistics
 from decentnode.training.augment import Augmentation
+from decentnode.training.privacy import draws_seed
 from decentnode.training.read_ahead import ReadAhead
-from decentnode.training.sampler import Sampler
+from decentnode.training.sampler import PoissonSampler, Sampler
 from decentnode.training.source import Source, source_of
 from decentnode.training.supervised_config import SupervisedConfig
 
@@ -108,8 +109,10 @@ class NodeShare:
         config, step = self._config, self._config.batch_size * self._config.accumulate
         if problem := config.problem_of_steps(self.num_samples):
             raise DataError(f"node {self._uid} has {problem}")
-        return Sampler(
-            self.num_samples, step, seed=self._seed, uid=self._uid, shuffle=config.shuffle,
+        private = config.privacy
+        kind, seed = (Sampler, self._seed) if private is None else (PoissonSampler, draws_seed(private, self._seed))
+        return kind(
+            self.num_samples, step, seed=seed, uid=self._uid, shuffle=config.shuffle,
             drop_last=config.drop_last, leave_out=self._left_out(), purpose=purpose,
         )  # fmt: skip
 
@@ -198,6 +201,9 @@ class NodeShare:
         for first in range(0, len(sizes), group):
             group_sizes = sizes[first : first + group]
             chosen = picked[start : start + sum(group_sizes)]
+            if not len(chosen):  # steps of a PoissonSampler without samples
+                yield from ((torch.empty(0), torch.empty(0)) for _ in group_sizes)
+                continue
             if self._reader is None:
                 inputs, targets = source.take(chosen)
             else:

@@ -9,12 +9,14 @@ from collections.abc import Iterator
 from dataclasses import astuple
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from decentnode import rng
 from decentnode.config import component
 from decentnode.errors import CheckpointError, Diverged
+from decentnode.metrics.figures import Metric
 from decentnode.metrics.generation_samples import GenerationSamples
 from decentnode.samples import NodeSamples
 from decentnode.tasks.base import EMA, LOSS_SUMS, OWN, TRAIN, Task, Variant
@@ -25,9 +27,12 @@ from decentnode.training.base import Direction, EvaluatedSplit, Evaluation, Trai
 from decentnode.training.gradients import Gradients
 from decentnode.training.losses import Loss
 from decentnode.training.lr_schedules import LearningRateSchedule
+from decentnode.training.membership import MEMBERSHIP, membership_auc
 from decentnode.training.optimizers import load_state, make_optimizer
 from decentnode.training.pace import Pace
-from decentnode.training.sampler import Sampler
+from decentnode.training.privacy import EPSILON
+from decentnode.training.private_gradients import PrivateGradients
+from decentnode.training.sampler import PoissonSampler, Sampler
 from decentnode.training.share import NodeShare
 from decentnode.training.source import Source
 from decentnode.training.supervised_config import SupervisedConfig
@@ -70,11 +75,16 @@ class Supervised(Training):
         self.share = NodeShare(config, model, data, seed=seed, uid=uid)
         unequal = self.share.splits["train"][0].unequal
         self._gradients = Gradients(config, model, task, self._loss, uid, unequal=unequal)
+        self._private: PrivateGradients | None = None
+        if config.privacy is not None and self.share.trains:
+            self._private = PrivateGradients(config.privacy, model.module, task, self._gradients.batch_loss,
+                                             batch_size=config.batch_size, seed=seed, uid=uid)  # fmt: skip
         self.evaluated = (EvaluatedSplit(shared=data.shared_test, pooled=data.pooled),)
         if data.own is not None:
             self.evaluated += (EvaluatedSplit("own", OWN.prefix, shared=False),)
         if config.evaluate_train is not None:
             self.evaluated += (EvaluatedSplit("train", TRAIN.prefix, shared=False),)
+        self.further = self.further_metrics(config)
         self.members: tuple[int, ...] | None = None
         self.dealt: list[GenerationSamples] = [GenerationSamples(0, 0, self.share.usable, 0)]
         self._parameters = [p for p in model.module.parameters() if p.requires_grad]
@@ -88,6 +98,11 @@ class Supervised(Training):
     def variants(cls, config: SupervisedConfig) -> tuple[Variant, ...]:
         wanted = ((config.ema, EMA), (config.evaluate_train, TRAIN))
         return tuple(variant for key, variant in wanted if key is not None)
+
+    @classmethod
+    def further_metrics(cls, config: SupervisedConfig) -> tuple[Metric, ...]:
+        accounted = config.privacy is not None and config.privacy.noise > 0
+        return (*((EPSILON,) if accounted else ()), *((MEMBERSHIP,) if config.evaluate_membership else ()))
 
     @property
     def num_samples(self) -> int:  # type: ignore[override]
@@ -133,7 +148,7 @@ class Supervised(Training):
         last_gradient = None
         for step, (inputs, targets) in enumerate(self.share.batches(steps), 1):
             samples += len(targets)
-            units = units + self._gradients.compute(inputs, targets, loss)
+            units = units + self._step_gradient(inputs, targets, loss)
             if config.takes_norm:
                 norms += self._gradients.clip(config.clip_norm)
             if self.keep_gradient and step == steps:
@@ -163,6 +178,13 @@ class Supervised(Training):
             report["gradient_norm"] = norm_sum / max(steps, 1)
         return Update(steps, samples, mean, report, last_gradient, int(unit_sum),
                       parameters_sum if with_sum else None)  # fmt: skip
+
+    def _step_gradient(self, inputs: Tensor, targets: Tensor, loss: Tensor) -> int | Tensor:
+        """Compute the gradient of a step as `Gradients.compute` or `PrivateGradients.compute` does."""
+        if self._private is None:
+            return self._gradients.compute(inputs, targets, loss)
+        assert isinstance(self.sampler, PoissonSampler)
+        return self._private.compute(inputs, targets, loss, self.sampler)
 
     def _copy_to_host(self, loss: Tensor, norms: Tensor, units: int | Tensor, with_sum: bool) -> list[float]:
         """Returns the values of the arguments and, if `with_sum` is set, the sum of the parameters (else 0). Except
@@ -212,7 +234,7 @@ class Supervised(Training):
         source, members = self.share.splits[split]
         most = self.config.evaluate_train
         if split == "train" and isinstance(most, int):
-            members = members[torch.arange(0, len(members), max(1.0, len(members) / most)).long()[:most]]
+            members = evenly_spaced(members, most)
         members = members[part[0] :: part[1]]
         size = self._evaluation_batch(source) if len(members) else 1
         if source.images is not None and self.model.device.type != "cpu":
@@ -238,6 +260,32 @@ class Supervised(Training):
         every = dict(zip(LOSS_SUMS, (self._loss.summed(outputs, wanted, units), units), strict=True)) | found
         return torch.stack([as_scalar(every[name], self.model.device) for name in self.task.all_sums])
 
+    def measure_further(self, merged: bool = False) -> dict[str, float]:
+        """See `Training.measure_further`. Only the node's own model has an epsilon."""
+        found: dict[str, float] = {}
+        privacy, wanted = self.config.privacy, self.config.evaluate_membership
+        if self._private is not None and privacy is not None and privacy.noise and not merged:
+            found[EPSILON.name] = self._private.accountant.epsilon(privacy.delta)
+        if wanted is None:
+            return found
+        splits = "train", "own" if "own" in self.share.splits else "test"
+        most = min(len(self.share.splits[each][1]) for each in splits)
+        if most:
+            most = most if wanted == "all" else min(most, wanted)
+            found[MEMBERSHIP.name] = membership_auc(*(self._sample_losses(each, most) for each in splits))
+        return found
+
+    def _sample_losses(self, split: str, most: int) -> np.ndarray:
+        """Returns the mean loss of each of `most` samples of a split, float64."""
+        source, members = self.share.splits[split]
+        losses = []
+        with evaluating(self.model.module), torch.inference_mode():
+            for inputs, targets in source.batches(evenly_spaced(members, most).split(1)):
+                outputs, wanted = self._gradients.aligned("test", self.model.module, inputs, targets)
+                units = self.task.units(targets)
+                losses.append(as_scalar(self._loss.summed(outputs, wanted, units) / units, self.model.device))
+        return torch.stack(losses).cpu().numpy()
+
     def measure_statistics(self) -> Tensor:
         """See `Training.measure_statistics`. Uses at most MEASURED_SAMPLES of the samples, evenly spaced."""
         source, members = self.share.splits["train"]
@@ -261,6 +309,10 @@ class Supervised(Training):
             steps = self.steps_per_round
             total += steps
             self.share.skip(steps)
+        if self._private is not None and isinstance(self.sampler, PoissonSampler):
+            # before it lost its state, the node may have made these steps and those of the round that it begins
+            made = total + self.steps_per_round - self._private.accountant.steps
+            self._private.accountant.count(self.sampler.rate, max(0, made))
         self._schedule.restore(round if self.config.lr_schedule.every == "round" else total)
 
     def state_dict(self) -> dict[str, Any]:
@@ -272,6 +324,7 @@ class Supervised(Training):
                else {"members": list(self.members), "dealt": [list(astuple(each)) for each in self.dealt]}),
             **self._gradients.state_dict(),
             **({} if self._average is None else {"ema": self._average.state_dict()}),
+            **({} if self._private is None else {"privacy": self._private.accountant.state_dict()}),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -281,6 +334,8 @@ class Supervised(Training):
             self._gradients.load_state_dict(state)
             if self._average is not None:
                 self._average.load_state_dict(state["ema"])
+            if self._private is not None:
+                self._private.accountant.load_state_dict(state["privacy"])
             self._schedule.restore(int(state["ticks"]))
             if "members" in state:
                 dealt = [GenerationSamples(*each) for each in state["dealt"]]
@@ -298,6 +353,11 @@ def evaluation_batch(elements: int, source: Source, task: Task, device: torch.de
     outputs = max(1, math.prod(task.data.target_shape) * (task.data.vocabulary or 1))
     most = OUTPUT_ELEMENTS.get(device.type, OUTPUT_ELEMENTS["cpu"])
     return max(1, min(1024, elements // source.sample_elements, most // outputs))
+
+
+def evenly_spaced(members: Tensor, most: int) -> Tensor:
+    """Returns at most `most` of the elements of `members` [M]."""
+    return members[torch.arange(0, len(members), max(1.0, len(members) / most)).long()[:most]]
 
 
 def as_scalar(value: float | Tensor, device: torch.device) -> Tensor:

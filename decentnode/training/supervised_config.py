@@ -18,6 +18,7 @@ from decentnode.training.losses import LossConfig
 from decentnode.training.lr_schedules import LearningRateSchedule, ScheduleConfig
 from decentnode.training.optimizers import OptimizerConfig, trial_of
 from decentnode.training.precision import Precision
+from decentnode.training.privacy import PrivacyConfig
 
 
 def _by_name(value: Any) -> Any:
@@ -58,6 +59,10 @@ class SupervisedConfig(Config):
     """Number of batches whose gradients make one optimizer step, which then covers batch_size * accumulate samples."""
     clip_norm: float | None = Field(None, gt=0)
     """Largest 2-norm of a step's gradient; a larger gradient is scaled down to it. Default: no clipping."""
+    privacy: Annotated[PrivacyConfig | None, ADDED] = None
+    """Differentially private training: what a node sends does not reveal whether a sample is among its own, up to an
+    epsilon that evaluations report. Every step then takes each sample with the same probability, so that the sizes of
+    batches vary. Default: none."""
     gradient_norm: Annotated[bool, ADDED] = False
     """Whether records of rounds have `gradient_norm`: the 2-norm of a step's whole gradient, before clipping and before
     the sharing rule sees it, averaged over the round's steps. With `clip_norm` they always have it."""
@@ -113,6 +118,10 @@ class SupervisedConfig(Config):
     evaluate_train: Annotated[PositiveInt | Literal["all"] | None, ADDED] = None
     """On how many of the node's training samples (evenly spaced), or on all, evaluations also measure the metrics, as
     `train_<metric>`. Default: none."""
+    evaluate_membership: Annotated[PositiveInt | Literal["all"] | None, ADDED] = None
+    """On how many of the node's training samples, or on all, and on as many test samples (evenly spaced) evaluations
+    also measure `membership_auc`, which tells how much losses reveal of what the model was trained on. Test samples are
+    those that are distributed as the node's training samples if it has such (`data.test`). Default: none."""
 
     @pydantic.model_validator(mode="after")
     def _consistent(self) -> SupervisedConfig:
@@ -128,6 +137,8 @@ class SupervisedConfig(Config):
                                  "known in advance")  # fmt: skip
         if self.sampling == "resample" and self.validation is not None and self.validation.source == "train":
             raise ValueError("must have validation.source: test with sampling: resample, which trains on all samples")
+        if self.privacy is not None:
+            self._check_privacy()
         if self.label_smoothing and self.loss is not None and self.loss.name != "cross_entropy":
             raise ValueError(f"must have loss cross_entropy with label_smoothing, got {self.loss.name}")
         try:
@@ -136,6 +147,19 @@ class SupervisedConfig(Config):
             text = f"must suit optimizer {self.optimizer.name}: {error}"
             raise problem_at("lr_schedule", text, self.lr_schedule.name) from error
         return self
+
+    def _check_privacy(self) -> None:
+        """Raises ValidationError for a key that does not go with `privacy`."""
+        for key, wanted, why in (
+            ("shuffle", True, "every step draws its samples"),
+            ("drop_last", False, "every step draws its samples"),
+            ("sampling", "fixed", "epsilon is that of a node's own samples"),
+            ("compile", False, "torch.compile cannot compute the gradients of single samples"),
+        ):
+            if (value := getattr(self, key)) != wanted:
+                raise problem_at(key, f"must be {str(wanted).lower()} with privacy: {why}", value)
+        if self.amp == "fp16":
+            raise problem_at("amp", "must not be fp16 with privacy, whose gradients would overflow; use bf16", "fp16")
 
     @property
     def takes_norm(self) -> bool:

@@ -49,6 +49,7 @@ from decentnode.experiment.crosschecks.graph import (
 from decentnode.experiment.crosschecks.model import check_model
 from decentnode.experiment.crosschecks.numbers import check_number_ranges
 from decentnode.experiment.crosschecks.parts import Check
+from decentnode.experiment.crosschecks.privacy import check_membership, check_privacy, check_privacy_of_payloads
 from decentnode.experiment.crosschecks.run import check_profile, check_trackers, check_virtual_time
 from decentnode.experiment.crosschecks.sharing import (
     check_direction_hook,
@@ -101,6 +102,9 @@ CHECKS: tuple[Check, ...] = (
     check_orphans,
     check_best_metric,
     check_number_of_metrics,
+    check_privacy,
+    check_privacy_of_payloads,
+    check_membership,
     check_sharing_class,
     check_direction_hook,
     check_step_hooks,

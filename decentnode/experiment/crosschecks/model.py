@@ -20,10 +20,11 @@ from decentnode.experiment.tree import Experiment
 from decentnode.models.weights import check_weights
 from decentnode.samples import DataSpec
 from decentnode.tasks.base import Task, shape_of
-from decentnode.tensors import problem_of, training_bytes
-from decentnode.training.gradients import outputs_with_auxiliary
+from decentnode.tensors import FlatModel, problem_of, training_bytes
+from decentnode.training.gradients import Gradients, outputs_with_auxiliary
 from decentnode.training.losses import Loss
 from decentnode.training.optimizers import try_step
+from decentnode.training.private_gradients import SampleGradients, mixes_samples
 from decentnode.training.source import Source
 from decentnode.training.supervised import evaluating
 from decentnode.training.supervised_config import SupervisedConfig
@@ -109,6 +110,8 @@ def _try_training(experiment: Experiment, task: Task, module: nn.Module, spec: D
     if loss is not None:
         _check_loss(loss, task, outputs, wanted, targets)
         _check_sparse(experiment, module)
+        if values:
+            _check_private(experiment, task, module, loss, (inputs, targets))
     with evaluating(module), torch.inference_mode():
         outputs, wanted = _aligned(task, module, inputs, targets, "forward in evaluation mode")
         with _blame(("task",), f"measuring outputs {shape_of(outputs)} raised", "model"):
@@ -204,6 +207,18 @@ def _check_sparse(experiment: Experiment, module: nn.Module) -> None:
                 f"({describe_error(error)})")  # fmt: skip
         hint = "make the layer without sparse=True; sgd and adagrad take them with foreach: false"
         raise Unsuitable(Problem(("model",), text, hint, other=("training", "optimizer"))) from error
+
+
+def _check_private(
+    experiment: Experiment, task: Task, module: nn.Module, loss: Loss, batch: tuple[Tensor, Tensor]
+) -> None:
+    """Checks that the gradients of single samples can be computed if the training is to be private."""
+    config = experiment.training
+    if not isinstance(config, SupervisedConfig) or config.privacy is None or mixes_samples(module):
+        return
+    gradients = Gradients(config, FlatModel(module), task, loss, 0, unequal=False)
+    with _blame(("training", "privacy"), "computing the gradients of single samples raised", "model"):
+        SampleGradients(module, gradients.batch_loss).compute(*batch)
 
 
 def _unambiguous_batch(outputs: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,7 @@ from decentnode.experiment.initial_model import module_without_values
 from decentnode.formatting import names, size
 from decentnode.graph import spectrum
 from decentnode.launch.files.provenance import source_hash
-from decentnode.launch.reporting.notices import default_lr_notice, short_timeout_warning
+from decentnode.launch.reporting.notices import default_lr_notice, privacy_notice, short_timeout_warning
 from decentnode.mapping.hosts import address
 from decentnode.node.schedules.schedules import payload_schema
 from decentnode.payload import TensorSpec
@@ -55,6 +55,7 @@ def header(experiment: Experiment, local: Sequence[int], connected: bool = True)
         ["model", f"{experiment.model.name}, {count:,} parameters: {size(count * 4)}"],
         *_parameters(experiment, module),
         *([["training", text]] if (text := default_lr_notice(experiment)) else []),
+        *([["privacy", text]] if (text := privacy_notice(experiment)) else []),
         ["sharing", f"{_rule_name(experiment)}: {_traffic(estimate_traffic(experiment, module), experiment)}"],
         *([["attack", text]] if (text := _attack_summary(experiment)) else []),
         *(["warning", doubt] for doubt in experiment.config_warnings),

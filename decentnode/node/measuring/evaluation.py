@@ -50,6 +50,7 @@ class Evaluator:
         counts: whether this node evaluates models and measures statistics, and so counts in the means over the
         nodes."""
         self._counts = counts
+        self._further = [each.name for each in training.further]
         self._training, self._communication = training, communication
         self._recompute, self._phases, self._shared, self._weight = recompute, phases, shared, weight
 
@@ -81,10 +82,12 @@ class Evaluator:
             split_figures.append(SplitFigures(replace(splits[0], prefix=EMA.prefix), training.task))
             with self._model_replaced_by(average):
                 local_evaluations.append(self._evaluate_own(splits[0].name))
+        further = self._measure_further()
         mean, contributors = yield from mean_of(pending, self._phases, timeout)
         mean, weight = self._weighted_mean(mean, own.dtype)
         merged = yield from self._merged_model(mean[: own.numel()], None, f"{key}/statistics", closing)
         merged_evaluations = self._evaluate_merged(merged, share, splits)
+        further_of_merged = self._measure_further(merged)
         distance, norm = squared_distance(own[: self._shared], merged[: self._shared])
         distance = weight * distance if weight else 0.0  # without weight, the model may hold NaN
         merged_average = None
@@ -97,10 +100,12 @@ class Evaluator:
         packed = [value
                   for each, *pair in zip(split_figures, local_evaluations, merged_evaluations, strict=True)
                   for value in each.packed(*pair)]  # fmt: skip
-        sums = torch.tensor([distance, *packed], dtype=torch.float64)
+        sums = torch.tensor([distance, *packed, *self._packed_further(further, further_of_merged)], dtype=torch.float64)
         pending = begin_mean(communication, f"{key}/figures", sums, closing)
         mean, _ = yield from mean_of(pending, self._phases, timeout)
-        figures = figures_of(split_figures, local_evaluations, mean.tolist(), contributors, norm)
+        means = iter(mean.tolist())
+        figures = figures_of(split_figures, local_evaluations, means, contributors, norm)
+        figures |= further | self._unpack_further(means)
         if training.has_validation and self._counts:
             validation = training.evaluate("validation")
             figures |= {f"validation_{name}": value for name, value in validation.metrics.items()}
@@ -144,6 +149,7 @@ class Evaluator:
         figures: dict[str, float] = {}
         for split in training.evaluated:
             figures |= SplitFigures(split, training.task).named(training.evaluate(split.name).metrics)
+        figures |= self._measure_further()
         if training.has_validation:
             validation = training.evaluate("validation")
             figures |= {f"validation_{name}": value for name, value in validation.metrics.items()}
@@ -206,6 +212,33 @@ class Evaluator:
         with self._model_replaced_by(merged):
             return [self._training.evaluate(split.name, share if split.shared else (0, 1)) for split in splits]
 
+    def _measure_further(self, merged: Tensor | None = None) -> dict[str, float]:
+        """Returns what the training measures by itself of the node's own model or of `merged` [P + B]; empty if this
+        node does not count."""
+        if not self._counts or not self._further:
+            return {}
+        if merged is None:
+            return self._training.measure_further()
+        with self._model_replaced_by(merged):
+            return self._training.measure_further(merged=True)
+
+    def _packed_further(self, *measured: Mapping[str, float]) -> list[float]:
+        """Returns 1 and the value, or zeros if there is none, for each of the training's own metrics and each of
+        `measured`: those of the node's own model, and of the merged one."""
+        return [number for name in self._further for each in measured
+                for number in (float(name in each), each.get(name, 0.0))]  # fmt: skip
+
+    def _unpack_further(self, means: Iterator[float]) -> dict[str, float]:
+        """Returns <metric>_mean and <metric>_merged, means over the nodes that have a value. means: an iterator over
+        the means of what the nodes packed."""
+        found = {}
+        for name in self._further:
+            for ending in ("_mean", "_merged"):
+                fraction, value = next(means), next(means)
+                if fraction:
+                    found[f"{name}{ending}"] = value / fraction
+        return found
+
     def _measure_statistics(self) -> Tensor:
         """Returns the BatchNorm statistics of the current model over the node's own samples; empty if they are not
         recomputed."""
@@ -265,14 +298,14 @@ class SplitFigures:
 
 
 def figures_of(
-    split_figures: Sequence[SplitFigures], local_evaluations: Sequence[Evaluation], mean: Sequence[float], nodes: int,
+    split_figures: Sequence[SplitFigures], local_evaluations: Sequence[Evaluation], means: Iterator[float], nodes: int,
     norm: float,
 ) -> dict[str, float]:
-    """Returns the figures of an evaluation. mean: the means over `nodes` nodes of the squared distance to the merged
-    model and then of what each of `split_figures` packed. norm: the squared norm of the merged model."""
-    rms = math.sqrt(mean[0])
+    """Returns the figures of an evaluation. means: an iterator over the means over `nodes` nodes of the squared
+    distance to the merged model and then of what each of `split_figures` packed. norm: the squared norm of the merged
+    model."""
+    rms = math.sqrt(next(means))
     figures: dict[str, float] = {}
-    means = iter(mean[1:])
     for each, found in zip(split_figures, local_evaluations, strict=True):
         figures |= each.named(found.metrics) | each.unpack_means(means, nodes)
     return figures | {"consensus_distance": rms / max(math.sqrt(norm), 1e-30), "consensus_rms": rms,

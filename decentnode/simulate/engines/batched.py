@@ -230,6 +230,9 @@ def unsupported_feature(experiment: Any) -> str:
         return f"schedule {experiment.node.schedule}, in which nodes are in different rounds"
     if getattr(experiment.training, "local_seconds", None) is not None:
         return "training.local_seconds"
+    for key in ("privacy", "evaluate_membership"):
+        if getattr(experiment.training, key, None) is not None:
+            return f"training.{key}"
     if experiment.node.checkpoint is not None:
         return "node.checkpoint"
     if getattr(experiment.sharing, "dump", None) is not None:

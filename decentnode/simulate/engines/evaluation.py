@@ -80,7 +80,7 @@ class Evaluator:
             for own, theirs in zip(local, of_merged, strict=True)
         ]
         mean = [float(distances.mean()), *torch.tensor(packed, dtype=torch.float64).mean(0).tolist()]
-        figures = [figures_of(self._split_figures, own, mean, count, norm) for own in local]
+        figures = [figures_of(self._split_figures, own, iter(mean), count, norm) for own in local]
         if population.trainings[0].has_validation:
             found = self._local(EvaluatedSplit("validation", shared=False))
             for each, validation in zip(figures, found, strict=True):
