@@ -234,6 +234,8 @@ class Metric:
     """The samples that it is measured on, for the labels of plots; empty if `word` says so already."""
     of_merged: bool = True
     """Whether the merged model has a value as well."""
+    compared: Literal["", "mean", "min", "max"] = ""
+    """Which value over the nodes `decentnode compare` shows even if this is not the main metric; empty: none."""
     pooled: bool = False
     """Whether each node has only a part of the test samples; the mean over the nodes is then that of all samples."""
 
@@ -321,7 +323,8 @@ class TaskMetrics:
         """The columns of `decentnode compare`."""
         main = self.main
         own = (f"{main.name}_{each}" for each in ("mean", main.worst, "deviation", "merged"))
-        return (*own, *COMPARED)
+        further = (f"{each.name}_{each.compared}" for each in self.metrics[1:] if each.compared)
+        return (*own, *further, *COMPARED)
 
     @functools.cached_property
     def curves(self) -> dict[str, Curve]:

@@ -8,7 +8,7 @@ from decentnode.metrics.figures import Metric
 
 MEMBERSHIP = Metric(
     "membership_auc", "1", "how often a training sample of the node has a smaller loss than a test sample; at 0.5 "
-    "losses do not tell them apart", "lower", word="membership AUC", samples="",
+    "losses do not tell them apart", "lower", word="membership AUC", samples="", compared="mean",
 )  # fmt: skip
 
 

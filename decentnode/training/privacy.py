@@ -19,7 +19,7 @@ from decentnode.metrics.figures import Metric
 NEEDED = "needs opacus, which computes epsilon: pip install 'decentnode[privacy]' (or opacus)"
 EPSILON = Metric(
     "epsilon", "1", "the epsilon up to which all that a node has sent is private, at the configured delta", "lower",
-    digits=2, samples="", of_merged=False,
+    digits=2, samples="", of_merged=False, compared="max",
 )  # fmt: skip
 
 

@@ -63,10 +63,24 @@ COMPILES = "DECENTNODE_PRELOAD_COMPILER"
 """Environment variable that makes the server import torch's compiler, too."""
 
 
+PRIVATE = "DECENTNODE_PRELOAD_PRIVACY"
+"""Environment variable that makes the server import what private training needs, too."""
+
+
 def may_compile(request: Request) -> bool:
     """Returns whether the request's text looks as if nodes compile their models (`training.compile`). It is a guess,
     because the experiment is not loaded yet; a wrong one only costs the time or the memory of an import."""
-    text = repr([request.layers, request.overrides, {k: v for k, v in request.environ.items() if "COMPILE" in k}])
+    return _may_have(request, "compile")
+
+
+def may_be_private(request: Request) -> bool:
+    """Returns a guess whether the training is private (`training.privacy`), as `may_compile` does."""
+    return _may_have(request, "privacy")
+
+
+def _may_have(request: Request, key: str) -> bool:
+    environ = {name: value for name, value in request.environ.items() if key.upper() in name}
+    text = repr([request.layers, request.overrides, environ])
     path = request.config
     for _ in range(8):  # the file and the files that it extends
         try:
@@ -79,7 +93,8 @@ def may_compile(request: Request) -> bool:
         if extends is None:
             break
         path = os.path.join(os.path.dirname(path), extends[1])
-    return re.search(r"compile['\"]?\s*[:=]\s*(?!null|~|None|false|False)['\"\w{]", text, re.IGNORECASE) is not None
+    found = re.search(key + r"['\"]?\s*[:=]\s*(?!null|~|None|false|False)['\"\w{]", text, re.IGNORECASE)
+    return found is not None
 
 
 def start(request: Request | None = None) -> ForkServerContext:
@@ -92,8 +107,9 @@ def start(request: Request | None = None) -> ForkServerContext:
     context.set_forkserver_preload(PRELOAD)
     _use_private_folder()
     resource_tracker.ensure_running()  # before signals are blocked below, because starting it unblocks them
-    compiles = {COMPILES: "1"} if request is not None and may_compile(request) else {}
-    with _environment(MALLOC | THREADS | compiles), signals_blocked():
+    guesses = {} if request is None else {COMPILES: may_compile(request), PRIVATE: may_be_private(request)}
+    extra = {name: "1" for name, wanted in guesses.items() if wanted}
+    with _environment(MALLOC | THREADS | extra), signals_blocked():
         multiprocessing.forkserver.ensure_running()
     if not _server_environment:
         _server_environment.update(os.environ)

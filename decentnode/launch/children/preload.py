@@ -14,7 +14,7 @@ from decentnode.compression import CODECS
 from decentnode.data import DATASETS
 from decentnode.data.partition import PARTITIONS
 from decentnode.graph import GRAPHS, WEIGHTS
-from decentnode.launch.children.forkserver import COMPILES
+from decentnode.launch.children.forkserver import COMPILES, PRIVATE
 from decentnode.launch.children.own_modules import local_modules
 from decentnode.mapping import MAPPINGS
 from decentnode.mixing import cpu
@@ -63,7 +63,11 @@ if COMPILER:
 
         _inductor.compile_threads = 1
 
-for _module in (*MODULES, *COMPILER):
+PRIVACY = ("torch._dynamo", "opacus.accountants") if os.environ.pop(PRIVATE, "") else ()
+"""torch.func imports the first one when it computes the first gradient. They take 1 and 3 s of CPU time, and 70 MB
+each."""
+
+for _module in (*MODULES, *COMPILER, *PRIVACY):
     try:
         importlib.import_module(_module)
     except ImportError:  # a child that needs it reports it, with its node and log
