@@ -68,11 +68,11 @@ def check_privacy_of_payloads(experiment: Experiment) -> Iterator[Problem]:
 
 
 def check_membership(experiment: Experiment) -> Iterator[Problem]:
-    """Warns if training samples may be told from test samples because they are distributed in another way."""
+    """Checks that training and test samples, which an attack is to tell apart, are distributed in the same way."""
     training, partition = experiment.training, getattr(experiment.data, "partition", None)
     if not isinstance(training, SupervisedConfig) or training.evaluate_membership is None or partition is None:
         return
     if partition.name != "iid" and spec_of(experiment) is not None and experiment.open_data().test == "global":
-        yield Problem(("training", "evaluate_membership"), f"compares training samples of partition {partition.name} "
-                      "with test samples of another distribution, so that losses differ without any leak",
-                      "use data.test: both", other=("data", "test"), is_warning=True)  # fmt: skip
+        yield Problem(("training", "evaluate_membership"), "needs test samples that are distributed as the node's "
+                      f"training samples: with partition {partition.name}, losses would differ without any leak",
+                      "use data.test: both", other=("data", "test"))  # fmt: skip
