@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from decentnode.launch.children.forkserver import COMPILES, may_compile
+from decentnode.launch.children.forkserver import COMPILES, PRIVATE, may_be_private, may_compile
 from decentnode.launch.children.messages import Request
 
 REPORT_IMPORTS = """
@@ -33,17 +33,17 @@ print(json.dumps({
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("compiles", [False, True])
-def test_children_find_their_modules_imported_and_inherit_no_thread(compiles: bool) -> None:
+@pytest.mark.parametrize("extra", ["", COMPILES, PRIVATE])
+def test_children_find_their_modules_imported_and_inherit_no_thread(extra: str) -> None:
     """A fork has the calling thread alone: a pool or a CUDA context made before would be broken in every child."""
-    environ = {**os.environ, **({COMPILES: "1"} if compiles else {})}
+    environ = {**os.environ, **({extra: "1"} if extra else {})}
     found = subprocess.run([sys.executable, "-c", REPORT_IMPORTS], capture_output=True, text=True, timeout=300,
                            check=False, env=environ)  # fmt: skip
     assert found.returncode == 0, found.stderr
     seen = json.loads(found.stdout)
     assert not seen["missing"]
     assert seen["threads"] == 1 and not seen["cuda"] and not seen["asked"]
-    assert seen["compiler"] is seen["inductor"] is compiles
+    assert seen["compiler"] is bool(extra) and (seen["inductor"] is (extra == COMPILES) or extra == PRIVATE)
     assert not seen["collects"] and seen["frozen"] > 100_000, "the garbage collector would copy shared pages"
     assert {"decentnode.sharing.full:Full", "decentnode.communication.inproc.transport:Inproc"} <= {*seen["targets"]}
 
@@ -62,3 +62,9 @@ def test_may_compile_is_true_for_configs_that_compile_models(tmp_path: Path) -> 
         (Request("", layers=[{"training": {"compile": None}}]), False), (Request(str(tmp_path / "none.yaml")), False),
     ):  # fmt: skip
         assert may_compile(request) is expected, request
+
+
+def test_private_nodes_are_foreseen() -> None:
+    for section, expected in (("{noise: 1}", True), ("null", False)):
+        assert may_be_private(Request("", [f"training.privacy={section}"])) is expected
+        assert not may_compile(Request("", [f"training.privacy={section}"]))
