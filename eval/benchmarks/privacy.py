@@ -23,7 +23,7 @@ SECTIONS: dict[str, dict[str, Any] | None] = {
 }
 COLUMNS = {
     "accuracy": ("accuracy_mean", 100, 1), "merged": ("accuracy_merged", 100, 1), "epsilon": ("epsilon_max", 1, 2),
-    "AUC": ("membership_auc_mean", 1, 3), "AUC merged": ("membership_auc_merged", 1, 3),
+    "AUC": ("membership_auc_mean", 1, 3),
 }  # fmt: skip
 """heading -> the figure, the factor by which it is shown, and its digits."""
 
