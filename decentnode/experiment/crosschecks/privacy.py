@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,11 +31,11 @@ def check_privacy(experiment: Experiment) -> Iterator[Problem]:
     spec = spec_of(experiment)
     if spec is None:
         return
-    try:
+    layer, samples = "", 0
+    with contextlib.suppress(UsageError):  # reported by check_model
         layer = mixes_samples(module_without_values(experiment, spec))
+    with contextlib.suppress(UsageError):  # reported by check_partition
         samples = max(map(len, experiment.open_data().shares().values()))
-    except UsageError:  # reported by check_model and check_partition
-        return
     if layer:
         yield Problem(("model",), f": layer {layer} lets a sample change more than its own gradient, which noise does "
                       "not protect", "use group normalization", other=KEY)  # fmt: skip
