@@ -16,6 +16,7 @@ AMONG_EQUALS: dict[str, str] = {
     "gradient_tracking": "decentnode.sharing.gradient_tracking:GradientTracking",
     "hierarchical": "decentnode.sharing.hierarchical:Hierarchical",
     "jwins": "decentnode.sharing.jwins:JWINS",
+    "lead": "decentnode.sharing.lead:Lead",
     "leader": "decentnode.sharing.leader:Leader",
     "local_sgd": "decentnode.sharing.local_sgd:LocalSGD",
     "momentum_tracking": "decentnode.sharing.momentum_tracking:MomentumTracking",

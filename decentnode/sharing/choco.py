@@ -131,12 +131,7 @@ class Choco(Sharing):
     def mix(self, model: Tensor, received: Mapping[int, Payload], view: RoundView) -> None:
         assert self.public is not None and self._sent is not None
         (own_at, own_values), self._sent = self._sent, None
-        changes: dict[int, tuple[Tensor, Tensor] | None] = {}
-        for uid, payload in received.items():
-            changes[uid] = self._update_copy(uid, payload)
-        # q_j is lost, so that h_j is unknown until j sends the whole copy
-        for uid in self.copies.keys() - received.keys():
-            del self.copies[uid]
+        changes = self._update_copies(received)
         new_pulled = {uid: view.weights[uid] for uid in sorted(received) if uid in self.copies}
         # The pull sum_j W_ij (h_j - h_i) is only recomputed if a weight changed, or a copy changed otherwise than by q.
         # Otherwise the sparse changes are added to it, which costs K entries per neighbor instead of P.
@@ -155,6 +150,14 @@ class Choco(Sharing):
         self.pulled = new_pulled
         assert self.pull is not None
         model.add_(self.pull, alpha=self.step_size)
+
+    def _update_copies(self, received: Mapping[int, Payload]) -> dict[int, tuple[Tensor, Tensor] | None]:
+        """Updates all copies. Returns the change of each, by uid, as `_update_copy` does."""
+        changes = {uid: self._update_copy(uid, payload) for uid, payload in received.items()}
+        # q_j is lost, so that h_j is unknown until j sends the whole copy
+        for uid in self.copies.keys() - received.keys():
+            del self.copies[uid]
+        return changes
 
     def _update_copy(self, uid: int, payload: Payload) -> tuple[Tensor, Tensor] | None:
         """Updates the copy of `uid`. Returns the change q_j as (positions, values), or None if h_j was replaced or is

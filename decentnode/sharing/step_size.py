@@ -34,8 +34,8 @@ from decentnode.sharing.operator import Operator
 Compress = Callable[[Tensor], Tensor]
 """Maps [N, D] to [N, D]: each row to what receivers decode of it."""
 Round = Callable[[Tensor, Tensor, Tensor, float, Compress], None]
-"""(models [N, D], state [N, D], W - I [N, N], step, compress): makes one round of all nodes without gradients, in
-place."""
+"""(models [N, D], state [N, D * state_width], W - I [N, N], step, compress): makes one round of all nodes without
+gradients, in place."""
 
 ROUNDS = 500
 STEPS = tuple(float(f"{10 ** (-k / 10):.2g}") for k in range(-1, 21))
@@ -102,9 +102,13 @@ class Search:
     rules that compress the models themselves."""
     state_per_matrix: bool = False
     """Whether nodes keep a separate state for each of the graph's matrices."""
+    state_width: int = 1
+    """The number of columns of the state per column of the models."""
+    most: float = 1.0
+    """The largest default."""
 
     def largest(self, matrices: Sequence[np.ndarray]) -> float:
-        """Returns the largest of STEPS that contracts, or the smallest of STEPS if none does."""
+        """Returns the largest of STEPS that contracts, or 0 if none does."""
         if len(matrices[0]) < 2:
             return STEPS[0]
         left = [distance_left(self, matrices, STEPS[0])]
@@ -117,15 +121,16 @@ class Search:
             if min(worse) < 1 and len(worse) - 1 - worse.index(min(worse)) >= PATIENCE:
                 break
         least = min(worse)
-        return STEPS[next(k for k, each in enumerate(worse) if each <= SLACK * least)] if least < 1 else STEPS[-1]
+        return STEPS[next(k for k, each in enumerate(worse) if each <= SLACK * least)] if least < 1 else 0.0
 
     def default(self, largest: float) -> float:
-        """Returns the next step below the largest that contracts, which leaves a margin of a fifth.
+        """Returns the next step below the largest that contracts, which leaves a margin of a fifth, at most `most`; the
+        smallest of STEPS if none contracts.
 
         If an operator cannot send every entry several times within ROUNDS, the simulation was too short, and the step
         is at most that of `without_graph`.
         """
-        step = min(1.0, next((step for step in STEPS if step < largest), STEPS[-1]))
+        step = min(self.most, next((step for step in STEPS if step < largest), STEPS[-1]))
         return step if self.operator.fraction * ROUNDS >= 5 else min(step, self.without_graph())
 
     def without_graph(self) -> float:
@@ -148,7 +153,7 @@ class SearchableRule(Protocol):
 
 
 def largest_step(rule: type[SearchableRule], config: Any, graph: Graph) -> float | None:
-    """Returns the largest step with which a rule contracts on a graph, computed once per process.
+    """Returns the largest step with which a rule contracts on a graph, 0 if none does, computed once per process.
 
     Returns None for rules without a `step_search`, graphs of more than MAX_NODES nodes, and codecs whose library is
     missing.
@@ -177,7 +182,7 @@ def _largest(rule: type[SearchableRule], config: Any, shape: tuple[int, ...], ra
     every process of a run needs it and a search takes seconds."""
     name = _cache_file_name(rule, config, shape, raw)
     cached = user_cache.read(name) if name else None
-    if cached is not None and cached in map(repr, STEPS):
+    if cached is not None and cached in map(repr, (*STEPS, 0.0)):
         return float(cached)
     search = rule.step_search(config)
     assert search is not None
@@ -215,7 +220,8 @@ def distance_left(search: Search, matrices: Sequence[np.ndarray], step: float) -
         models = torch.randn(n, max(64, ENTRIES // n), generator=generator, dtype=torch.float32)
         models += search.common * torch.randn(1, models.shape[1], generator=generator, dtype=torch.float32)
         pulls = [torch.from_numpy(w - np.eye(n)).to(torch.float32) for w in matrices]
-        states = [torch.zeros_like(models) for _ in (pulls if search.state_per_matrix else pulls[:1])]
+        states = [models.new_zeros(n, search.state_width * models.shape[1])
+                  for _ in (pulls if search.state_per_matrix else pulls[:1])]  # fmt: skip
         start = remaining = _distance(models)
         for r in range(ROUNDS):
             search.advance(models, states[r % len(states)], pulls[r % len(pulls)], step, compress)

@@ -26,12 +26,13 @@ SIZES_AT = 1 + 2
 two."""
 WAITS_OF_A_ROUND = {
     **dict.fromkeys(["topk", "fft", "wavelet", "jwins", "deepsqueeze", "choco", "stc", "topk cleared before",
-                     "topk by value", "jwins by value", "fft+float16", "choco of random ones"], INDICES),
+                     "topk by value", "jwins by value", "fft+float16", "choco of random ones",
+                     "lead of random ones"], INDICES),
     **dict.fromkeys(["topk+int8", "choco+int8", "deepsqueeze+int8"], INDICES + SIZES_AT),
     **dict.fromkeys(["beer", "beer dsgt"], 2 * INDICES), "beer+int8": 2 * (INDICES + SIZES_AT),
     **dict.fromkeys(["full+zlib", "full+zstd", "full+lz4"], LOSSLESS), "full+zstd of int4": 2 * LOSSLESS,
     "jwins+zstd": INDICES + LOSSLESS,
-    **dict.fromkeys(["qsgd", "sign", "deepsqueeze of all"], 2),  # headers of indices, which say "all of them"
+    **dict.fromkeys(["qsgd", "sign", "lead", "deepsqueeze of all"], 2),  # headers of indices, which say "all of them"
     **dict.fromkeys(["powergossip", "powergossip of rank 1"], 2),  # whether a neighbor's difference has full rank
     **dict.fromkeys(["clipped_gossip", "clipped_gossip he", "clipped_gossip nearest", "clipped_gossip of a radius"],
                     1),  # the distances of all neighbors

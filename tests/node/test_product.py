@@ -250,7 +250,7 @@ def keeps_mean(case: Case) -> bool:
     """Rules promise to keep the mean if W is doubly stochastic, as on all graphs here, with lossless codecs; rules that
     compress themselves promise it with every codec. push_sum weights models by their mass, which differs between nodes
     with different numbers of neighbors."""
-    compresses_itself = case.rule in ("choco", "beer", "qsgd", "sign", "deepsqueeze")
+    compresses_itself = case.rule in ("choco", "beer", "lead", "qsgd", "sign", "deepsqueeze")
     if case.rule == "push_sum" and case.graph == "tree":
         return False
     return case.rule not in KEEPS_NO_MEAN and (compresses_itself or case.codec in ("none", *LOSSLESS))

@@ -56,6 +56,7 @@ RULES["jwins by value"] = rule("jwins", scored="value")
 RULES["subsample of whole models"] = rule("subsample", fraction=0.3, full_above=0.2)
 RULES["powergossip of rank 1"] = rule("powergossip", rank=1)
 RULES["deepsqueeze of all"] = rule("deepsqueeze", choose="all", compression={"name": "int4"}, step_size=0.1)
+RULES["lead of random ones"] = rule("lead", choose="random", compression=None, step_size=0.1)
 RULES["beer dsgt"] = rule("beer", form="dsgt", fraction=0.3)
 RULES |= {f"clipped_gossip {form}": rule("clipped_gossip", form=form) for form in ("he", "nearest")}
 RULES["clipped_gossip of a radius"] = rule("clipped_gossip", radius=3.0)
@@ -64,7 +65,7 @@ RULES["choco of random ones"] = rule("choco", choose="random", fraction=0.3)
 KEEPS_NO_MEAN = ("leader", "noloco", "diloco", "slowmo", "elastic", "relaysgd", "topk", "fft", "wavelet", "jwins",
                  "subsample", "clipped_gossip", "trimmed_mean", *WITH_SERVERS)  # fmt: skip
 """Rules that change the mean of the models in a round; what each keeps instead has a test of its own."""
-NOT_CONVEX = ("fft", "wavelet", "jwins", "choco", "beer", "qsgd", "sign", "stc", "deepsqueeze",
+NOT_CONVEX = ("fft", "wavelet", "jwins", "choco", "beer", "lead", "qsgd", "sign", "stc", "deepsqueeze",
               "powergossip")
 """Rules whose models move toward those of others, but may end outside of the range of all models."""
 

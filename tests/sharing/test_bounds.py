@@ -27,6 +27,7 @@ BOUNDS: dict[str, dict[str, tuple[list[Any], list[Any]]]] = {
     "fedavgm": {"server_momentum": MOMENTUM}, "fedprox": {"proximal": ([0, 10], [-0.1])},
     "fedadam": {"beta1": MOMENTUM, "beta2": MOMENTUM, "tau": POSITIVE}, "fedstc": {"entries": SHARE},
     "jwins": {"full_from": SHARE}, "leader": {"every": COUNT, "pull": SHARE, "average": PORTION},
+    "lead": {"fraction": SHARE, "step_size": SHARE},
     "local_sgd": {"every": COUNT}, "momentum_tracking": {"momentum": MOMENTUM},
     "moshpit": {"dimensions": ([1, 16], [0, 17])},
     "noloco": {"every": COUNT, "momentum": MOMENTUM, "pull": SHARE},

@@ -105,7 +105,7 @@ def _same(a: object, b: object) -> bool:
 
 def test_models_of_zeros_stay_zero_and_nan_in_a_model_is_not_hidden() -> None:
     for name in ("topk", "fft", "wavelet", "jwins", "subsample", "choco", "qsgd", "sign", "stc", "deepsqueeze",
-                 "beer", "powergossip"):  # fmt: skip
+                 "beer", "lead", "powergossip"):  # fmt: skip
         zeros = [torch.zeros(33) for _ in range(4)]
         run_rounds(rule(name), make("ring", nodes=4), zeros, 3)
         assert all(torch.equal(model, torch.zeros(33)) for model in zeros), name

@@ -25,7 +25,7 @@ from tests.sharing.contract import RULES, run_round, set_up_rules, suitable_grap
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 N, SIZE, LR = 6, 8, 0.05
-NEVER_RECOVER = {"beer", "d2", "exact_diffusion", "gradient_tracking", "momentum_tracking"}
+NEVER_RECOVER = {"beer", "d2", "exact_diffusion", "gradient_tracking", "lead", "momentum_tracking"}
 
 
 def distance_and_movement(name: str, lost: bool) -> tuple[float, float]:

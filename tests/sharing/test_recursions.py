@@ -7,6 +7,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from decentnode.compression.select import random_positions
+from decentnode.graph.base import view
 from tests.graph.contract import make
 from tests.sharing.helpers import ROUNDS, START, N, all_gradients, models_after_rounds
 
@@ -139,6 +141,30 @@ def beer(form: str, step: float) -> Callable[[np.ndarray, list[float]], np.ndarr
     return recursion
 
 
+def lead(step: float, fraction: float = 0.6) -> Callable[[np.ndarray, list[float]], np.ndarray]:
+    """Algorithm 1 of arXiv 2007.00232 with gamma = 2 step, alpha = fraction, and the unbiased choice of a part of the
+    entries. H begins as the models, and D as zero."""
+
+    def found(w: np.ndarray, lrs: list[float]) -> np.ndarray:
+        x, graph = START.copy(), make("torus", nodes=N)
+        h, d, gamma, alpha = x.copy(), np.zeros_like(x), 2 * step, fraction
+        h_w = w @ h
+        for k, eta in enumerate(lrs):
+            g = all_gradients(x)
+            y = x - eta * g - eta * d
+            q = np.zeros_like(y)
+            for uid in range(N):
+                at = random_positions(fraction, y.shape[1], view(graph, uid, k, 1).rng("compression")).numpy()
+                q[uid, at] = (y - h)[uid, at] / fraction
+            y_hat, y_hat_w = h + q, h_w + w @ q
+            h, h_w = (1 - alpha) * h + alpha * y_hat, (1 - alpha) * h_w + alpha * y_hat_w
+            d = d + gamma / (2 * eta) * (y_hat - y_hat_w)
+            x = x - eta * g - eta * d
+        return x
+
+    return found
+
+
 CASES: dict[str, tuple[dict[str, object], Callable[[np.ndarray, list[float]], np.ndarray]]] = {
     "full": ({"name": "full"}, full),
     "ac": ({"name": "ac", "factor": 0.9, "final": 0.2, "rounds": 20}, ac),
@@ -154,6 +180,7 @@ CASES: dict[str, tuple[dict[str, object], Callable[[np.ndarray, list[float]], np
 } | {
     f"beer {form}": ({"name": "beer", "form": form, "fraction": 0.4, "step_size": 0.3}, beer(form, 0.3))
     for form in ("semi_atc", "dsgt")
+} | {"lead": ({"name": "lead", "choose": "random", "fraction": 0.6, "compression": None, "step_size": 0.1}, lead(0.1))
 }  # fmt: skip
 
 

@@ -43,6 +43,9 @@ COMPRESSORS: dict[str, dict[str, Any]] = {
     "choco of all in bfloat16": {"name": "choco", "choose": "all", "compression": {"name": "bfloat16"}},
     "choco of zstd": {"name": "choco", "compression": {"name": "zstd", "of": {"name": "truncate", "bits": 12}}},
     "beer": {"name": "beer"},
+    "lead": {"name": "lead"},
+    "lead at random": {"name": "lead", "choose": "random", "compression": None},
+    "lead of three levels": {"name": "lead", "compression": {"name": "qsgd", "levels": 1, "block": 16}},
     "qsgd": {"name": "qsgd"},
     "qsgd of three levels": {"name": "qsgd", "compression": {"name": "qsgd", "levels": 1, "block": 16}},
     "sign": {"name": "sign"},
@@ -113,6 +116,37 @@ def test_nodes_reach_consensus_with_the_default_step(name: str, graph: str) -> N
 def distance_from_mean(models: list[Tensor]) -> float:
     stacked = torch.stack(models)
     return float((stacked - stacked.mean(0)).norm())
+
+
+SAFE_ON = {"pair": ("ring", 2), "ring": ("ring", 8), "star": ("star", 8), "torus": ("torus", 9),
+           "complete": ("complete", 6), "random": ("erdos_renyi", 8)}  # fmt: skip
+
+
+@pytest.mark.sampled(of=lambda name, graph: {COMPRESSORS[name]["name"]})
+@pytest.mark.parametrize("graph", SAFE_ON)
+@pytest.mark.parametrize("name", ["beer", "lead", "lead at random", "lead of three levels"])
+def test_the_default_is_safe_where_local_steps_are_corrected(name: str, graph: str) -> None:
+    """Without gradients, where nothing but mixing damps the correction, and then toward a target that moves."""
+    topology = make(SAFE_ON[graph][0], nodes=SAFE_ON[graph][1])
+    found, config, search = class_config_search(COMPRESSORS[name])
+    largest = largest_step(found, config, topology)
+    assert largest
+    n = topology.num_nodes
+    apart = torch.randn(n, 300, generator=torch.Generator().manual_seed(5))
+    models = [torch.zeros(300) for _ in range(n)]
+    rules = set_up_rules(rule(**{**COMPRESSORS[name], "step_size": search.default(largest)}), models)
+    for r in range(250):
+        run_round(rules, models, topology, r, lr=0.1,
+                  step=(lambda uid, model: model.add_(apart[uid])) if r == 0 else lambda *_: None)  # fmt: skip
+    assert distance_from_mean(models) < 0.5 * distance_from_mean(list(apart))
+    for r in range(250, 600):
+        def toward(uid: int, model: Tensor, r: int = r) -> None:
+            model.sub_(model - apart[uid] - 0.01 * r, alpha=0.1)
+
+        run_round(rules, models, topology, r, step=toward, lr=0.1)
+    target = apart.mean(0) + 0.01 * 599
+    assert float((torch.stack(models).mean(0) - target).abs().mean()) < 0.2
+    assert distance_from_mean(models) < 0.5 * distance_from_mean(list(apart))
 
 
 @pytest.mark.parametrize(("options", "step"), [({"name": "stc", "fraction": 0.05}, 0.4), ({"name": "choco"}, 0.4),

@@ -28,6 +28,7 @@ from decentnode.sharing.hooks import AROUND_STEPS, Hooks, own_methods
 from decentnode.sharing.parameters import ParametersConfig
 from decentnode.sharing.requirements import Requirements
 from decentnode.sharing.rounds import exchange_rounds, plan_mismatch, unheard
+from decentnode.sharing.step_size import STEPS
 from decentnode.sharing.weighted_by_training import reason_against_weights
 
 logger = logging.getLogger(__name__)
@@ -261,22 +262,30 @@ def check_quorum_weights(experiment: Experiment) -> Iterator[Problem]:
 
 
 def check_step_size(experiment: Experiment) -> Iterator[Problem]:
-    """Warns about a step_size of an error-feedback rule with which nodes do not reach consensus without gradients."""
+    """Warns about a step_size of an error-feedback rule with which nodes do not reach consensus without gradients.
+    Checks that there is a default."""
     config: Any = experiment.sharing
     step = getattr(config, "step_size", None)
-    if step is None or STEP_SIZE in experiment.derived or graph_of(experiment) is None:
+    if step is None or graph_of(experiment) is None:
+        return
+    derived = STEP_SIZE in experiment.derived
+    if derived and step > STEPS[-1]:
         return
     rule = _rule_class(experiment)
     with contextlib.suppress(UsageError):
         largest = None if rule is None else largest_step_on_all_graphs(rule, config, experiment)
         search = None if rule is None or largest is None else rule.step_search(config)
-        if largest is not None and search is not None and step > largest:
+        if largest is None or search is None:
+            return
+        if derived and not largest:
+            yield Problem(("sharing",), f": with this compression, {config.name} diverges with every step_size "
+                          f"from {STEPS[-1]} on; use a finer compression", other=("graph",))  # fmt: skip
+        elif step > largest and not derived:
             default = search.default(largest)
             logger.warning(
                 "sharing.step_size %g of %s is more than %g, the largest that brought nodes together on this graph "
                 "with this compression; without the key it is %g", step, config.name, largest, default,
             )  # fmt: skip
-    yield from ()
 
 
 def _rule_class(experiment: Experiment) -> type[Sharing] | None:
