@@ -12,26 +12,25 @@ from torch import Tensor
 from decentnode.config import component
 from decentnode.graph.base import RoundView
 from decentnode.payload import Payload, TensorSpec
-from decentnode.sharing.base import Sharing
 from decentnode.sharing.choco import Choco, ChocoConfig
+from decentnode.sharing.gradient_tracking import GradientTracking, TrackingConfig
 from decentnode.sharing.requirements import Requirements
-from decentnode.sharing.state import Tensors
 from decentnode.sharing.step_size import Search
 
 
-class BeerConfig(ChocoConfig):
+class BeerConfig(ChocoConfig, TrackingConfig):
     form: Literal["semi_atc", "dsgt"] = "semi_atc"
     """When the step is made, as in `gradient_tracking`. semi_atc: nodes step, x <- x - lr v, and send the resulting x.
     dsgt: they send x and step afterwards, as in the paper, which is stable only for smaller steps."""
 
 
-class Beer(Tensors, Sharing):
+class Beer(GradientTracking):
     """x += gamma sum_j W_ij (h_j - h_i) - lr v, v += gamma sum_j W_ij (g_j - g_i) + u'/lr' - u/lr (Zhao et al. 2022).
 
-    arXiv 2201.13320, algorithm 1. v tracks the mean gradient, as y in gradient_tracking.py, and u is the total update
-    of a round's local steps. h and g are public copies of x and v, updated by C(x - h) and C(v - g) as in choco.py,
-    whose exchange is used twice: v_0 = u_0 / lr_0, h starts as the initial model and g as zero. The mean of v over the
-    nodes equals the mean of u / lr in every round, whatever C is.
+    arXiv 2201.13320, algorithm 1. v is y in gradient_tracking.py, and u is the total update of a round's local steps. h
+    and g are public copies of x and v, updated by C(x - h) and C(v - g) as in choco.py, whose exchange is used twice:
+    v_0 = u_0 / lr_0, h starts as the initial model and g as zero. The mean of v over the nodes equals the mean of
+    u / lr in every round, whatever C is.
 
     Memory: two copies per neighbor and seven more. Payloads contain both differences, under the prefixes `x.` and `v.`.
     A lost payload makes the mean of v permanently wrong. In a round with learning rate 0 nodes only mix.
@@ -43,6 +42,7 @@ class Beer(Tensors, Sharing):
         scalars={f"{part}.{name}": spec for part in "xv" for name, spec in Choco.requirements.scalars.items()},
     )  # fmt: skip
 
+    STACKED = False
     TENSORS: ClassVar[tuple[str, ...]] = ("tracked", "old_gradient")
 
     def __init__(self, config: BeerConfig) -> None:
@@ -50,12 +50,6 @@ class Beer(Tensors, Sharing):
         self._copies = {"x": Choco(config), "v": Choco(config)}
         """The exchanges of models, with the public copies h, and of trackers, with the public copies g."""
         self.operator, self.step_size = self._copies["x"].operator, self._copies["x"].step_size
-        self.form = config.form
-        self.tracked: Tensor | None = None
-        """v_i [P]."""
-        self.old_gradient: Tensor | None = None
-        self._x: Tensor | None = None
-        """The model before the local steps of this round."""
 
     @classmethod
     def step_search(cls, config: Any) -> Search:
@@ -68,7 +62,7 @@ class Beer(Tensors, Sharing):
 
     def begin(self, model: Tensor, view: RoundView) -> None:
         self._start(model, view)
-        self._x = model.clone()
+        super().begin(model, view)
 
     def _start(self, model: Tensor, view: RoundView) -> Tensor:
         """Returns v; before the first gradient, v and its public copy are zero."""
@@ -77,20 +71,6 @@ class Beer(Tensors, Sharing):
             self._copies["x"].begin(model, view)
             self._copies["v"].begin(self.tracked, view)
         return self.tracked
-
-    def adjust(self, model: Tensor, view: RoundView, loss: float) -> None:  # noqa: ARG002
-        assert self._x is not None and self.tracked is not None
-        if view.lr > 0:
-            gradient = (self._x - model).div_(view.lr)
-            self.tracked.add_(gradient)
-            if self.old_gradient is not None:
-                self.tracked.sub_(self.old_gradient)
-            self.old_gradient = gradient
-        if self.form == "semi_atc" and self.old_gradient is not None:
-            torch.sub(self._x, self.tracked, alpha=view.lr, out=model)
-        else:
-            model.copy_(self._x)
-        self._x = None
 
     def outgoing(self, model: Tensor, view: RoundView) -> dict[int, Payload]:
         tracked = self._start(model, view)
@@ -107,6 +87,8 @@ class Beer(Tensors, Sharing):
 
     def mix(self, model: Tensor, received: Mapping[int, Payload], view: RoundView) -> None:
         tracked = self._start(model, view)
+        for each in self._copies.values():
+            each.pull = None  # computed anew: rounding errors that stay in it would move the mean of v in every round
         self._copies["x"].mix(model, {uid: _part(payload, "x") for uid, payload in received.items()}, view)
         if self.form == "dsgt" and self.old_gradient is not None:
             model.sub_(tracked, alpha=view.lr)  # v before mixing: both lines of the paper's algorithm use v_t
