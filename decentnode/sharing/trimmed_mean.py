@@ -33,7 +33,8 @@ class TrimmedMeanConfig(SharingConfig):
 
 class TrimmedMean(Full):
     """Every entry becomes the mean of the node's own and of its neighbors' without their b largest and b smallest
-    (BRIDGE-T, and with `byzantine: most` BRIDGE-M; Fang, Yang and Bajwa 2022, arXiv 1908.08098).
+    (BRIDGE-T; Fang, Yang and Bajwa 2022, arXiv 1908.08098). With `byzantine: most` it becomes the mean of its own and
+    of the neighbors' median, where BRIDGE-M of the same paper takes a median alone.
 
     All weights are alike, whatever W is, and the mean of the models is not kept. NaN counts as the largest value. A
     node that gets no more than 2 b models keeps its own, so it needs more than 2 `byzantine` neighbors. With just so
