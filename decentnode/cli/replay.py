@@ -65,11 +65,15 @@ def command(run: str, only_check: bool, as_json: bool) -> None:
 
 def refuse(experiment: Experiment, lives: ProcessRecords) -> None:
     """Raises UsageError for runs that cannot be repeated."""
+    from decentnode.sharing.compressed import make_sharing
     from decentnode.simulate.world.records import every_event, place_of
 
     if experiment.node.schedule not in ("sequential", "overlapped"):
         raise UsageError(f"node.schedule was {experiment.node.schedule}: its nodes mix whatever has arrived, and no "
                          f"record says when; --check compares the records without repeating the run")  # fmt: skip
+    if make_sharing(experiment.sharing).requirements.private:
+        raise UsageError(f"sharing was {experiment.sharing.name}: its payloads depend on keys that are not recorded; "
+                         "--check compares the records without repeating the run")  # fmt: skip
     if experiment.node.on_partition == "both" and any(event.kind == "entered" for _, event in every_event(lives)):
         raise UsageError("node.on_partition was both: the sides of a network partition may have continued "
                          "separately, but a replay has only one generation at a time; --check compares the records "

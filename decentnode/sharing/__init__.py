@@ -27,6 +27,7 @@ AMONG_EQUALS: dict[str, str] = {
     "qg_momentum": "decentnode.sharing.qg_momentum:QuasiGlobalMomentum",
     "qsgd": "decentnode.sharing.qsgd:QSGDGossip",
     "relaysgd": "decentnode.sharing.relaysgd:RelaySGD",
+    "secure_aggregation": "decentnode.sharing.secure_aggregation:SecureAggregation",
     "sign": "decentnode.sharing.sign:SignGossip",
     "slowmo": "decentnode.sharing.slowmo:SlowMo",
     "stc": "decentnode.sharing.stc:STC",

@@ -86,6 +86,11 @@ class Hooks:
         """Returns the view for the exchange of the model's float buffers; only called for rules with several phases."""
         return view
 
+    def phase_bytes(self, view: RoundView, elements: int) -> tuple[float, ...] | None:  # noqa: ARG002
+        """Returns the bytes of a payload in each phase for a model of `elements` entries; None if they are the same in
+        all phases. For simulated networks, and for the sizes that a run announces."""
+        return None
+
     def wait_seconds(self, phase: int, timeout_seconds: float) -> float:
         """Returns how long the node waits in a phase after the last payload arrived. In a later phase, neighbors may
         themselves still be waiting in earlier ones. timeout_seconds: the time-out of the transport."""

@@ -61,6 +61,9 @@ class Requirements:
     tolerates_missing: bool = True
     """A missing payload does no lasting harm if its weight is given to the receiver. For rules without this property,
     runs that would continue without a payload are refused; a new membership generation starts with new rules."""
+    private: bool = False
+    """Neighbors cannot see the model in a payload. Float buffers must not be averaged, as they would be sent as they
+    are. Payloads depend on keys that no seed determines, so that a run cannot be replayed; its models do not."""
 
     # -- what transports may do with payloads
 

@@ -52,6 +52,9 @@ class Wrapper(Sharing):
     def plan_buffers(self, view: RoundView) -> RoundView:
         return self.rule.plan_buffers(view)
 
+    def phase_bytes(self, view: RoundView, elements: int) -> tuple[float, ...] | None:
+        return self.rule.phase_bytes(view, elements)
+
     def wait_seconds(self, phase: int, timeout_seconds: float) -> float:
         return self.rule.wait_seconds(phase, timeout_seconds)
 

@@ -168,8 +168,9 @@ def payload_bytes(
     for a model of normally distributed entries after an update. If payloads differ from exchange to exchange
     (powergossip), those of the first exchange count.
 
-    rule: a fresh one, whose state this changes. Later phases, whose payloads depend on what neighbors sent, are taken
-    to be as large as the first. The payloads are those of the lowest node that sends anything in the first exchange.
+    rule: a fresh one, whose state this changes. Payloads of later phases, which depend on
+    what neighbors sent, are taken to be as large as those of the first unless the rule has sizes (`phase_bytes`). The
+    payloads are those of the lowest node that sends anything in the first exchange.
     """
     draws = torch.Generator().manual_seed(seed)
     model = torch.randn(fragment.elements, generator=draws).to(dtype)
@@ -188,7 +189,8 @@ def payload_bytes(
         payloads = rule.outgoing(model, planned[0])
         each = [sum(payload.bytes()) for payload in payloads.values()]
     size = sum(each) / len(each) if each else 0.0
-    return (size,) * len(planned), len({id(payload) for payload in payloads.values()}) == 1
+    sizes = rule.phase_bytes(planned[0], fragment.elements) or (size,) * len(planned)
+    return sizes, len({id(payload) for payload in payloads.values()}) == 1
 
 
 def bytes_down(rule: Sharing, fragment: Fragment, seed: int, dtype: torch.dtype) -> tuple[float, float]:

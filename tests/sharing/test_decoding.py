@@ -84,10 +84,10 @@ class RunThroughSchedule:
         self.schedule = Sequential(self.trainings[0], [exchange], transport)
         self.round = 0
 
-    def step(self, change: Any = lambda payload, _schema: payload) -> frozenset[int]:
-        """Runs one round and returns the sources whose payloads were refused. change: (payload, schema) -> the payload
-        that arrives instead."""
-        missing: frozenset[int] = frozenset()
+    def step(self, change: Any = lambda payload, _schema: payload) -> frozenset[tuple[int, int]]:
+        """Runs one round and returns the (phase, source) of the payloads that were refused. change: (payload, schema)
+        -> the payload that arrives instead."""
+        missing: frozenset[tuple[int, int]] = frozenset()
         phases = range(self.rules[0].requirements.phases)
         views_of_phases = [[rule.plan(replace(rule_view(rule, self.graph, uid, self.round, 1), phase=phase))
                             for uid, rule in enumerate(self.rules)] for phase in phases]  # fmt: skip
@@ -107,7 +107,7 @@ class RunThroughSchedule:
             else:
                 run_without_waits(self.schedule.send(phase))
             (mixed,) = run_without_waits(self.schedule.finish() if phase == phases[-1] else self.schedule.mix())
-            missing |= mixed.missing
+            missing |= {(phase, uid) for uid in mixed.missing}
             for uid in range(1, NODES):  # the others receive nothing, which every rule must cope with
                 self.rules[uid].mix(self.trainings[uid].model.parameters, {}, views[uid].without(views[uid].sources))
         self.round += 1
@@ -155,11 +155,11 @@ def test_a_mutated_payload_is_either_mixed_or_refused(name: str) -> None:
             missing = run.step(functools.partial(mutate_payload, draws=draws))
         except PeerLost as lost:
             assert not run.rules[0].requirements.tolerates_missing  # without it, the run ends here
-            missing, faults = frozenset(lost.missing), run.transport.counters
+            missing, faults = frozenset((0, uid) for uid in lost.missing), run.transport.counters
             done, run = done + len(run.transport.sent), RunThroughSchedule(name)
             run.transport.counters = faults
             assert run.step() == run.step() == frozenset()
-        assert missing <= {1, 2, 3}
+        assert {uid for _, uid in missing} <= {1, 2, 3}
         refused, done = refused + len(missing), done + len(run.transport.sent)
         faults_by_reason = run.transport.counters.faults
         assert sum(faults_by_reason.values()) == faults_by_reason.get("malformed_payload", 0) == refused

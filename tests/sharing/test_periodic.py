@@ -72,7 +72,7 @@ ALLOWED = [(name, family) for name in AMONG_EQUALS for family in CHANGING_GRAPHS
 def test_only_rules_with_requirements_on_the_graph_are_refused_on_changing_graphs() -> None:
     refused = {name for name in AMONG_EQUALS for family in CHANGING_GRAPHS if not is_allowed(name, family)}
     assert refused == {"d2", "exact_diffusion", "decentlam", "relaysgd", "hierarchical", "powergossip",
-                       "choco", "beer", "lead", "qsgd", "sign", "stc"}  # fmt: skip
+                       "choco", "beer", "lead", "qsgd", "sign", "stc", "secure_aggregation"}  # fmt: skip
     assert {family for name, family in ALLOWED if name == "hierarchical"} == {
         "grouped", "one_peer_exponential", "alternating_exponential_ring"}
 

@@ -199,7 +199,7 @@ def test_former_attributes_set_the_fields_of_the_requirements_and_warn() -> None
 
 
 def test_every_field_that_was_an_attribute_can_be_read_by_its_former_name() -> None:
-    newer = {"min_neighbors", "unweighted"}
+    newer = {"min_neighbors", "unweighted", "private"}
     assert set(FORMER.values()) == {field.name for field in fields(Requirements)} - newer
     for name, field in FORMER.items():
         assert getattr(Full, name) == getattr(Full.requirements, field)

@@ -13,8 +13,16 @@ import torch
 from decentnode.config.component import load_class
 from decentnode.config.problems import Problem
 from decentnode.errors import EnvironmentFault, UsageError
-from decentnode.experiment.crosschecks.parts import MAX_CHECKED_NODES, fragment_path, graph_of, graphs_of, mapping_of
+from decentnode.experiment.crosschecks.parts import (
+    MAX_CHECKED_NODES,
+    fragment_path,
+    graph_of,
+    graphs_of,
+    mapping_of,
+    spec_of,
+)
 from decentnode.experiment.derived import STEP_SIZE, largest_step_on_all_graphs
+from decentnode.experiment.initial_model import module_without_values
 from decentnode.experiment.tree import Experiment
 from decentnode.graph import build as build_graph
 from decentnode.graph.base import Graph
@@ -23,6 +31,7 @@ from decentnode.graph.groups import Groups, members_of, problem_of
 from decentnode.node.schedules.schedules import SCHEDULES
 from decentnode.sharing import SHARINGS
 from decentnode.sharing.base import Sharing
+from decentnode.sharing.compressed import make_sharing
 from decentnode.sharing.dump import DumpConfig
 from decentnode.sharing.hooks import AROUND_STEPS, Hooks, own_methods
 from decentnode.sharing.parameters import ParametersConfig
@@ -71,6 +80,19 @@ def check_plans(experiment: Experiment) -> Iterator[Problem]:
             message = ": every node must send to the nodes that wait for it, but by the plans of"
             yield Problem(("sharing", "name"), f"{message} {experiment.sharing.name} {mismatch}",
                           other=fragment_path(experiment, index))  # fmt: skip
+
+
+def check_sharing_libraries(experiment: Experiment) -> Iterator[Problem]:
+    """Checks that the libraries of the rule and its codec are installed; with several machines, this is only a warning,
+    because the nodes may all be on others."""
+    mapping = mapping_of(experiment)
+    if _rule_class(experiment) is None or mapping is None:
+        return
+    with contextlib.suppress(UsageError, ValueError):
+        try:
+            make_sharing(experiment.sharing)
+        except EnvironmentFault as fault:
+            yield Problem(("sharing",), f": {fault}", is_warning=mapping.num_machines > 1)
 
 
 def check_direction_hook(experiment: Experiment) -> Iterator[Problem]:
@@ -166,6 +188,14 @@ def unmet_requirements(needs: Requirements, graph: Graph) -> Iterator[str]:
             return
     if graph.num_nodes > MAX_CHECKED_NODES:
         return
+    if needs.symmetric:
+        for r in rounds:
+            differences = abs(graph.matrix(r) - graph.matrix(r).T)
+            if differences.max() > 1e-9:
+                i, j = np.unravel_index(differences.argmax(), differences.shape)
+                yield (f"needs symmetric weights, the weights of the edge between nodes {i} and {j} differ by "
+                       f"{differences[i, j]:.3f} in round {r}; use weights: {{name: metropolis_hastings}}")  # fmt: skip
+                return
     if needs.doubly_stochastic:
         for r in rounds:
             columns = graph.matrix(r).sum(axis=0)
@@ -234,6 +264,22 @@ def check_missing_payloads(experiment: Experiment) -> Iterator[Problem]:
     if getattr(experiment.communication, "non_finite", "pass") == "reject":
         yield Problem(("communication", "non_finite"), f": {never}, but reject drops payloads; use non_finite: "
                       "pass, with node.check_finite: true", other=("sharing",))  # fmt: skip
+
+
+def check_private_buffers(experiment: Experiment) -> Iterator[Problem]:
+    """Checks that float buffers are not sent to the neighbors as they are, if the rule hides the parameters from
+    them."""
+    spec = spec_of(experiment)
+    if not _requirements(experiment).private or experiment.node.buffers != "average" or spec is None:
+        return
+    try:
+        module = module_without_values(experiment, spec)
+    except UsageError:  # reported by check_model
+        return
+    if any(each.dtype.is_floating_point for each in module.buffers()):
+        yield Problem(("node", "buffers"), f": {experiment.sharing.name} does not protect the model's statistics "
+                      "(batch normalization), which average sends to the neighbors; use local",
+                      other=("sharing",))  # fmt: skip
 
 
 def check_dump_nodes(experiment: Experiment) -> Iterator[Problem]:
@@ -314,6 +360,6 @@ def _rule(experiment: Experiment, num_nodes: int) -> Sharing | None:
     try:
         made = rule(experiment.sharing)
         made.set_machines(mapping.nodes_by_machine())
-    except (UsageError, ValueError):
+    except (UsageError, ValueError, EnvironmentFault):
         return None
     return made

@@ -210,15 +210,17 @@ def _estimate_fragment(
 ) -> TrafficEstimate:
     """Returns the traffic of one fragment whose payloads have this schema. For a fragment that is exchanged every k-th
     round, `sent` is the k-th part of an exchange's bytes."""
-    message = sum(spec.max_elements * spec.dtype.itemsize for spec in schema.values())
+    most = sum(spec.max_elements * spec.dtype.itemsize for spec in schema.values())
 
-    def messages(uid: int, exchange: int) -> int:
+    def messages(uid: int, exchange: int) -> list[float]:
         view = replace(rule_view(rule, fragment.graph, uid, exchange, seed), fragment=fragment.index)
-        phases = range(rule.requirements.phases)
-        return sum(len(rule.plan(replace(view, phase=phase)).neighbors) for phase in phases)
+        sizes = rule.phase_bytes(view, fragment.elements) or (most,) * rule.requirements.phases
+        return [each for phase, each in enumerate(sizes) for _ in rule.plan(replace(view, phase=phase)).neighbors]
 
     nodes = range(fragment.graph.num_nodes)
     candidates = itertools.islice(exchange_rounds(rule), LOOKED_AT)
     first = next((exchange for exchange in candidates if messages(0, exchange)), 0)
-    sent = message * sum(messages(uid, first) for uid in nodes) / len(nodes) / fragment.every
-    return TrafficEstimate(message, sent, all(spec.exact for spec in schema.values()), fragment.round_of(first))
+    every = [each for uid in nodes for each in messages(uid, first)]
+    exact = all(spec.exact for spec in schema.values())
+    return TrafficEstimate(round(max(every, default=most)), sum(every) / len(nodes) / fragment.every, exact,
+                           fragment.round_of(first))  # fmt: skip

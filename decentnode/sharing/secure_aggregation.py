@@ -1,0 +1,205 @@
+"""Secure aggregation: a node learns only the weighted sum of its neighbors' models, none of the models."""
+
+from __future__ import annotations
+
+import logging
+import math
+import struct
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from decentnode.config import component
+from decentnode.config.component import Config
+from decentnode.errors import EnvironmentFault, PeerFault, UsageError
+from decentnode.graph.base import RoundView
+from decentnode.payload import Payload, TensorSpec
+from decentnode.sharing.base import Sharing
+from decentnode.sharing.requirements import Requirements
+from decentnode.tensors import blocks, moved
+
+if TYPE_CHECKING:
+    from decentnode.sharing.masks import KeyPair
+
+logger = logging.getLogger(__name__)
+
+PUBLIC_KEYS, RELAYED_KEYS, MODELS = range(3)
+"""The phases of a round: what nodes send in them."""
+PUBLIC_KEY_BYTES = 32
+RECORD = struct.Struct(f"<I{PUBLIC_KEY_BYTES}s")
+"""A relayed key: the uid of its node, and the public key."""
+MOST_NEIGHBORS = 1024
+"""Receivers reserve memory for as many relayed keys, 36 KiB."""
+LARGEST_INTEGER = 1 << 30
+"""The integer of a model's entry of size `largest`. The sum over all neighbors, whose weights are one at most, is then
+less than 2^31 with all roundings."""
+FEWEST_SENDERS = 2
+"""The sum of fewer models is a model."""
+
+
+class SecureAggregationConfig(Config):
+    largest: float = Field(128.0, gt=0, allow_inf_nan=False)
+    """The largest absolute value that an entry of a model may have; a larger one ends the run with an error. Entries
+    are rounded to multiples of `largest` / 2^30, by default to 1.2e-7."""
+
+
+class SecureAggregation(Sharing):
+    """x_i <- W_ii x_i + sum_j W_ij x_j, where node i learns only the sum (Bonawitz et al. 2017, with the neighbors of a
+    node in place of the clients of a server).
+
+    Node j sends to node i the entries of W_ij x_j as integers, plus masks that cancel in the sum over the neighbors of
+    i modulo 2^32 (masks.py). Before that, in two short phases, every node sends a new public key to its neighbors, and
+    then all public keys that it received back to them. A neighbor of i whose public key is missing is left out of the
+    sum, and i gives its weight to its own model. If anything is missing later, the masks do not cancel, and i keeps its
+    own model in this round.
+
+    It protects against nodes that follow the protocol, not against nodes that pass on wrong keys. A receiver can
+    subtract the models of nodes that cooperate with it from its sum.
+    """
+
+    Config: ClassVar[type[component.Config]] = SecureAggregationConfig
+    config: SecureAggregationConfig
+    requirements = Requirements(
+        symmetric=True, doubly_stochastic=True, min_neighbors=FEWEST_SENDERS, phases=3, compresses=True, private=True
+    )
+
+    def __init__(self, config: SecureAggregationConfig) -> None:
+        super().__init__(config)
+        try:
+            import decentnode.sharing.masks  # noqa: F401
+        except ImportError as error:
+            raise EnvironmentFault("secure_aggregation needs the library cryptography, which is not installed here; "
+                                   "pip install 'decentnode[security]'") from error
+        self._scale = LARGEST_INTEGER / config.largest
+        self._elements = 0
+        # all of the following is of one round
+        self._own: KeyPair | None = None
+        self._senders: dict[int, bytes] = {}
+        """The public keys of the nodes whose models this node adds; empty if they are too few."""
+        self._senders_of: dict[int, dict[int, bytes]] = {}
+        """For each neighbor, what it sent of `_senders`."""
+
+    def plan(self, view: RoundView) -> RoundView:
+        """Leaves out neighbors without weight, which would hide nothing in the sum."""
+        if len(view.neighbors) > MOST_NEIGHBORS:
+            raise UsageError(f"sharing: secure_aggregation needs a graph with at most {MOST_NEIGHBORS} neighbors per "
+                             f"node, node {view.uid} has {len(view.neighbors)}")  # fmt: skip
+        return view.among([uid for uid, weight in view.weights.items() if weight > 0])
+
+    def phase_bytes(self, view: RoundView, elements: int) -> tuple[float, ...]:
+        return PUBLIC_KEY_BYTES, RECORD.size * len(view.sources), 4 * elements
+
+    def outgoing(self, model: Tensor, view: RoundView) -> dict[int, Payload]:
+        if view.phase == MODELS:
+            finite = self._check_range(model, view)
+            return {uid: self._masked(model, uid, view) if finite else _payload(model.device)
+                    for uid in view.neighbors}  # fmt: skip
+        if view.phase == PUBLIC_KEYS:
+            from decentnode.sharing.masks import KeyPair
+
+            self._own, self._senders, self._senders_of = KeyPair(), {}, {}
+            keys = self._own.public
+        else:
+            keys = b"".join(RECORD.pack(uid, public) for uid, public in self._senders.items())
+        return dict.fromkeys(view.neighbors, _payload(model.device, keys))
+
+    def _check_range(self, model: Tensor, view: RoundView) -> bool:
+        """Returns whether all entries of a model are finite. Raises UsageError if one of them is too large to be sent:
+        an integer that wraps, or an entry that is clipped, would silently change the mean of all models."""
+        lowest, highest = torch.aminmax(model) if model.numel() else (0.0, 0.0)
+        largest = max(-float(lowest), float(highest))
+        if not math.isfinite(largest):
+            logger.warning("round %d: node %d sends nothing, as its model has NaN or infinity", view.round, view.uid)
+        elif largest > self.config.largest:
+            raise UsageError(f"sharing.largest must be at least the absolute value of every entry of a model, got "
+                             f"{self.config.largest:g}, and {largest:g} in the model of node {view.uid} in round "
+                             f"{view.round}")  # fmt: skip
+        return math.isfinite(largest)
+
+    def _masked(self, model: Tensor, receiver: int, view: RoundView) -> Payload:
+        """Returns the payload for a neighbor; an empty one if it does not have this node's key, and so cannot remove
+        the masks."""
+        senders = self._senders_of.get(receiver, {})
+        if view.uid not in senders:
+            return _payload(model.device)
+        from decentnode.sharing.masks import add_masks
+
+        assert self._own is not None
+        factor, wide = self._scale * view.weights[receiver], torch.promote_types(model.dtype, torch.float32)
+        integers = torch.empty(model.numel(), dtype=torch.int32, device=model.device)
+        for a, b in blocks(0, model.numel(), model.device):
+            integers[a:b] = (model[a:b].to(wide) * factor).round_()
+        masked = integers.cpu()
+        add_masks(masked.numpy().view(np.uint32), [(self._own.mask_key(public, receiver), view.uid < uid)
+                                                   for uid, public in senders.items() if uid != view.uid])  # fmt: skip
+        return _payload(model.device, integers=moved(masked, model.device))
+
+    def unpack(self, payload: Payload, uid: int, view: RoundView) -> Payload:
+        keys, count = payload.tensors["keys"], payload.tensors["x"].numel()
+        if view.phase == PUBLIC_KEYS:
+            fits = len(keys) == PUBLIC_KEY_BYTES and count == 0
+        elif view.phase == RELAYED_KEYS:
+            assert self._own is not None
+            senders = _relayed(keys)
+            for public in senders.values():
+                self._own.secret(public)  # ValueError for a key that is none
+            same = senders.get(view.uid, self._own.public) == self._own.public
+            fits = len(keys) == RECORD.size * len(senders) and len(senders) != 1 and same and count == 0
+        else:
+            fits = len(keys) == 0 and count in (0, self._elements)
+        if not fits:
+            raise PeerFault("malformed_payload", f"{len(keys)} bytes of keys and {count} integers in phase "
+                            f"{view.phase} from {uid}")  # fmt: skip
+        return payload
+
+    def mix(self, model: Tensor, received: Mapping[int, Payload], view: RoundView) -> None:
+        if view.phase == PUBLIC_KEYS:
+            found = {uid: _bytes(payload.tensors["keys"]) for uid, payload in received.items()}
+            self._senders = found if len(found) >= FEWEST_SENDERS else {}
+        elif view.phase == RELAYED_KEYS:
+            self._senders_of = {uid: _relayed(payload.tensors["keys"]) for uid, payload in received.items()}
+        else:
+            self._add(model, {uid: payload.tensors["x"] for uid, payload in received.items()}, view)
+            self._own, self._senders, self._senders_of = None, {}, {}
+
+    def _add(self, model: Tensor, received: Mapping[int, Tensor], view: RoundView) -> None:
+        """Mixes the sum of the neighbors' integers into the model [P], in place. received: [P] or [0] int32 by uid."""
+        arrived = [received[uid] for uid in self._senders if uid in received and received[uid].numel()]
+        if not arrived or len(arrived) < len(self._senders):
+            if view.neighbors:
+                logger.warning("round %d: node %d keeps its own model, as masked models arrived from only %d of %d "
+                               "neighbors", view.round, view.uid, len(arrived), len(view.neighbors))  # fmt: skip
+            return
+        own = view.without([uid for uid in view.sources if uid not in self._senders]).weights[view.uid]
+        wide = torch.promote_types(model.dtype, torch.float32)
+        for a, b in blocks(0, model.numel(), model.device):
+            total = arrived[0][a:b].clone()
+            for each in arrived[1:]:
+                total += each[a:b]  # modulo 2^32, as integers of torch wrap
+            model[a:b] = model[a:b].to(wide) * own + total.to(wide) / self._scale
+
+    def payload_schema(self, elements: int, dtype: torch.dtype) -> dict[str, TensorSpec]:  # noqa: ARG002
+        self._elements = elements
+        return {"keys": TensorSpec(torch.uint8, MOST_NEIGHBORS * RECORD.size, exact=False),
+                "x": TensorSpec(torch.int32, elements, exact=False)}  # fmt: skip
+
+
+def _payload(device: torch.device, keys: bytes = b"", integers: Tensor | None = None) -> Payload:
+    """Returns a payload with keys, or with the integers of a model, or with nothing."""
+    if integers is None:
+        integers = torch.empty(0, dtype=torch.int32, device=device)
+    found = torch.from_numpy(np.frombuffer(bytearray(keys), np.uint8))
+    return Payload({"keys": moved(found, device), "x": integers}, metadata=frozenset({"keys"}))
+
+
+def _bytes(keys: Tensor) -> bytes:
+    return keys.cpu().numpy().tobytes()
+
+
+def _relayed(keys: Tensor) -> dict[int, bytes]:
+    """Returns the public keys by uid of relayed keys."""
+    return dict(RECORD.iter_unpack(_bytes(keys)))
