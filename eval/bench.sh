@@ -13,6 +13,7 @@
 #                                        with --collective for gloo's batches and all_reduce
 # bash eval/bench.sh calls               fixed costs of gloo's batches and all_reduce
 # bash eval/bench.sh sharing [PARAMETERS [RULE...]]  rules and codecs in multiples of one memory copy of the model
+# bash eval/bench.sh secure_aggregation  CPU time of a node's rule in one round, beside that of full
 # bash eval/bench.sh ddp [CASE...]       steps of data parallel training: alone, PyTorch DDP, DecentralizedDataParallel with
 #                                        and without regroup; AccumAdam, slow links, stragglers
 # bash eval/bench.sh slow_links          four machines on cables of 100 Mbit/s and 1 Gbit/s: time to learn, beside PyTorch DDP
@@ -29,7 +30,7 @@ script=$root/eval/benchmarks/$what.py
 if [ ! -f "$script" ] || [ "$what" = common ] || [ "$what" = floor ] || [ "$what" = delayed ] || [ "$what" = paced ] ||
   [ "$what" = ddp_paced ] ||
   [ "$what" = digits_reference ] || [ "$what" = beside_gossipy ]; then
-  echo "unknown benchmark '$what'; there is: asynchronous, calls, collective, ddp, digits_table, effect_of_n, link, overlap, pairs, processes, rounds, scale, sharing, simulate, slow_links, start, virtual" >&2
+  echo "unknown benchmark '$what'; there is: asynchronous, calls, collective, ddp, digits_table, effect_of_n, link, overlap, pairs, processes, rounds, scale, secure_aggregation, sharing, simulate, slow_links, start, virtual" >&2
   exit 2
 fi
 exec "$venv/bin/python" "$script" "$@"

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -120,13 +121,14 @@ def cases() -> Iterator[tuple[str, str, str]]:
 @pytest.mark.sampled(of=requirement_traits)
 @pytest.mark.parametrize(("rule", "kind", "schedule"), list(cases()))
 def test_stepped_nodes_compute_the_same_bits_as_nodes_in_one_process(rule: str, kind: str, schedule: str) -> None:
-    case = Case(rule=rule, schedule=schedule)
+    buffers = "recompute" if rule in WITH_SERVERS else "local" if rule == "secure_aggregation" else "average"
+    case = Case(rule=rule, schedule=schedule, buffers=buffers)
     if schedule == "overlapped" and refusal(case):
-        case = Case(rule=rule)
+        case = replace(case, schedule="sequential")
     if rule in WITH_SERVERS:
-        case = Case(rule=rule, graph="star", buffers="recompute")
+        case = Case(rule=rule, graph="star", buffers=buffers)
     elif refusal(case):
-        case = Case(rule=rule, graph="tree" if rule == "relaysgd" else "complete")
+        case = Case(rule=rule, graph="tree" if rule == "relaysgd" else "complete", buffers=buffers)
     assert not refusal(case), refusal(case)
     experiment = load_case(case, 0.05, "mapping.device=cpu")  # where the payloads of `built` are
     in_process = build_in_process(experiment)

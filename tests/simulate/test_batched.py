@@ -178,7 +178,7 @@ def test_rounding_errors_of_padded_batches_do_not_accumulate() -> None:
 
 
 @pytest.mark.sampled(one=["rule"])
-@pytest.mark.parametrize("rule", ["choco", "leader", "topk", "powergossip"])
+@pytest.mark.parametrize("rule", ["choco", "leader", "topk", "powergossip", "secure_aggregation"])
 def test_rules_without_a_stacked_form_are_mixed_row_by_row(rule: str) -> None:
     # Few rounds: a difference in the last bit may change which entries are largest, or a sign, and then grows.
     engine = compare_engines(experiment(f"sharing={rule}", "node.rounds=6"), "layers")

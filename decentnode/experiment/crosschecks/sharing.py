@@ -181,10 +181,8 @@ def unmet_requirements(needs: Requirements, graph: Graph) -> Iterator[str]:
     if needs.min_neighbors:
         fewest, uid, r = min((len(graph.sources(uid, r)), uid, r) for r in rounds for uid in range(graph.num_nodes))
         if fewest < needs.min_neighbors:
-            instead = f"{{name: regular, nodes: {graph.num_nodes}, degree: {needs.min_neighbors + 1}}}" \
-                if graph.num_nodes > needs.min_neighbors + 2 else "a smaller byzantine, or more nodes"
             yield (f"needs at least {needs.min_neighbors} neighbors of every node in every round, node {uid} has "
-                   f"{fewest} in round {r}; use {instead}")  # fmt: skip
+                   f"{fewest} in round {r}; use {_with_neighbors(needs, graph.num_nodes)}")  # fmt: skip
             return
     if graph.num_nodes > MAX_CHECKED_NODES:
         return
@@ -213,6 +211,16 @@ def unmet_requirements(needs: Requirements, graph: Graph) -> Iterator[str]:
                    "use weights: {name: metropolis_hastings, lazy: true}")  # fmt: skip
         elif lowest < least + 1e-9:
             logger.warning("the smallest eigenvalue of the mixing matrix is %.3f, the exact limit of this rule", lowest)
+
+
+def _with_neighbors(needs: Requirements, nodes: int) -> str:
+    """Returns a graph that gives every node as many neighbors as the rule needs, or what else to change."""
+    least = needs.min_neighbors
+    if nodes > least + 2:
+        return f"{{name: regular, nodes: {nodes}, degree: {least + 1}}}"
+    if nodes > least:
+        return f"{{name: complete, nodes: {nodes}}}"
+    return "more nodes" if needs.private else "a smaller byzantine, or more nodes"
 
 
 def check_information_spreads(experiment: Experiment) -> Iterator[Problem]:
@@ -266,18 +274,26 @@ def check_missing_payloads(experiment: Experiment) -> Iterator[Problem]:
                       "pass, with node.check_finite: true", other=("sharing",))  # fmt: skip
 
 
-def check_private_buffers(experiment: Experiment) -> Iterator[Problem]:
-    """Checks that float buffers are not sent to the neighbors as they are, if the rule hides the parameters from
-    them."""
-    spec = spec_of(experiment)
-    if not _requirements(experiment).private or experiment.node.buffers != "average" or spec is None:
+def check_privacy(experiment: Experiment) -> Iterator[Problem]:
+    """Checks that a rule that hides parameters from neighbors is not used with float buffers that are sent to them, and
+    warns about graphs in which sums tell more over the rounds."""
+    spec, name = spec_of(experiment), experiment.sharing.name
+    if not _requirements(experiment).private:
+        return
+    for index, graph in graphs_of(experiment):
+        if graph.period != 1:
+            yield Problem(("sharing",), f": {name} adds the models of other neighbors in every round on this graph; "
+                          "over many rounds, in which models change little, such sums tell single models; a static "
+                          "graph does not have this weakness", other=fragment_path(experiment, index),
+                          is_warning=True)  # fmt: skip
+    if experiment.node.buffers != "average" or spec is None:
         return
     try:
         module = module_without_values(experiment, spec)
     except UsageError:  # reported by check_model
         return
     if any(each.dtype.is_floating_point for each in module.buffers()):
-        yield Problem(("node", "buffers"), f": {experiment.sharing.name} does not protect the model's statistics "
+        yield Problem(("node", "buffers"), f": {name} does not protect the model's statistics "
                       "(batch normalization), which average sends to the neighbors; use local",
                       other=("sharing",))  # fmt: skip
 
