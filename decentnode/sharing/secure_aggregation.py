@@ -42,7 +42,7 @@ FEWEST_SENDERS = 2
 
 
 class SecureAggregationConfig(Config):
-    largest: float = Field(128.0, gt=0, allow_inf_nan=False)
+    largest: float = Field(128.0, ge=1e-6, le=1e9)
     """The largest absolute value that an entry of a model may have; a larger one ends the run with an error. Entries
     are rounded to multiples of `largest` / 2^30, by default to 1.2e-7."""
 

@@ -21,7 +21,7 @@ QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 @pytest.mark.parametrize(("sharing", "exact"), [
     ("full", True), ("{name: full, compression: {name: int8}}", True), ("gradient_tracking", True),
     ("{name: local_sgd, every: 2}", True), ("{name: hierarchical, groups: [[0, 1], [2, 3]]}", True),
-    ("{name: topk, fraction: 0.2}", False),
+    ("{name: topk, fraction: 0.2}", False), ("secure_aggregation", False),
     ("{name: jwins, compression: {name: zlib}}", False), ("choco", False),
 ])  # fmt: skip
 def test_the_estimated_traffic_is_exact_or_an_upper_bound_of_what_is_sent(sharing: str, exact: bool) -> None:

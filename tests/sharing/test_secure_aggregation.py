@@ -4,6 +4,7 @@ is mixed."""
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -17,10 +18,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from decentnode import entropy
+from decentnode.cli.replay import refuse
 from decentnode.errors import ConfigError, PeerFault, UsageError
 from decentnode.experiment import load
 from decentnode.graph.base import RoundView, view
 from decentnode.graph.topology import Topology
+from decentnode.parallel.planning.rules import make_sharing
 from decentnode.payload import Payload
 from decentnode.sharing.decoding import decode
 from decentnode.sharing.masks import BLOCK_ELEMENTS, KeyPair, add_masks
@@ -285,6 +288,28 @@ def test_nodes_agree_at_zero_gradient_as_with_plain_gossip() -> None:
 def test_runs_that_would_protect_nothing_are_refused(changes: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load(QUICKSTART, ["sharing={name: secure_aggregation}", *changes])
+
+
+def test_graphs_that_change_are_warned_of() -> None:
+    found = [load(QUICKSTART, ["sharing={name: secure_aggregation}", f"graph={{name: {graph}, nodes: 16, degree: 4}}"])
+             for graph in ("regular", "random_regular")]  # fmt: skip
+    told = ["such sums tell single models" in " ".join(each.config_warnings) for each in found]
+    assert told == [False, True]
+
+
+def test_a_missing_library_is_found_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [each for each in sys.modules if each.partition(".")[0] == "cryptography"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delitem(sys.modules, "decentnode.sharing.masks")
+    with pytest.raises(ConfigError, match=r"sharing: secure_aggregation needs the library cryptography.*\[security\]"):
+        load(QUICKSTART, ["sharing={name: secure_aggregation}"])
+
+
+def test_scripts_and_replays_refuse_the_rule() -> None:
+    with pytest.raises(ValueError, match="got SecureAggregation, which is not elementwise"):
+        make_sharing("secure_aggregation")
+    with pytest.raises(UsageError, match="its payloads depend on keys that are not recorded; --check"):
+        refuse(load(QUICKSTART, ["sharing={name: secure_aggregation}"]), {})
 
 
 def test_statistics_that_stay_local_are_allowed() -> None:

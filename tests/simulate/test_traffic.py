@@ -18,6 +18,7 @@ CASES = {
     "topk": ["sharing={name: topk, fraction: 0.2}"],
     "every third round": ["sharing={name: local_sgd, every: 3}"],
     "three phases": ["sharing={name: hierarchical, groups: [[0, 1, 2, 3], [4, 5, 6, 7]]}", "graph=complete"],
+    "phases of unequal sizes": ["sharing=secure_aggregation"],
     "a graph that changes": ["graph={name: one_peer_exponential, nodes: 8}"],
     "random matchings": ["graph={name: random_matching, nodes: 8}"],
 }
@@ -35,4 +36,4 @@ def test_predicted_bytes_are_those_that_a_run_sends(name: str) -> None:
     nodes = run_in_process(load(text, overrides))
     sent = [float(node.figures()["bytes_data"]) + float(node.figures()["bytes_metadata"]) for node in nodes]
     predicted = sum(float(each.sizes.sum()) for round in range(ROUNDS) for each in traffic(round))
-    assert predicted == pytest.approx(sum(sent), rel=0.03)
+    assert predicted == pytest.approx(sum(sent), rel=0.002 if "phases" in name else 0.03)
