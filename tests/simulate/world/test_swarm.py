@@ -19,7 +19,7 @@ from decentnode.faults import Link
 from decentnode.node.generations.transition import NodeGenerations
 from decentnode.simulate.world.event_queue import EventQueue
 from decentnode.simulate.world.network import VirtualNetwork
-from decentnode.simulate.world.random_world import Run, draw_world, run_world
+from decentnode.simulate.world.random_world import RULES, STATIC, Run, draw_world, run_world
 from decentnode.wire.membership.leader import Leader
 from decentnode.wire.membership.state import MemberState
 from decentnode.wire.membership.watch import Watch
@@ -57,6 +57,17 @@ def test_invariants_hold_in_worlds_in_which_all_sides_of_a_broken_network_train_
     if seed in MERGED:
         merged = [generation for generation in run.history.generations.values() if generation.merging]
         assert merged and all(generation.first_round <= run.rounds for generation in merged)
+
+
+@pytest.mark.slow
+def test_worlds_whose_models_are_masked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In three phases, of which any may be lost. A model with a mask left in it would have entries above `largest`,
+    which is an error."""
+    drawn = [draw_world(seed) for seed in range(scale(24, 2000))]
+    monkeypatch.setitem(RULES, "secure_aggregation", {})
+    for each in drawn:
+        graph = each.graph if each.graph in STATIC else "complete"
+        Run(replace(each, rule="secure_aggregation", graph=graph)).execute()
 
 
 @pytest.mark.slow
