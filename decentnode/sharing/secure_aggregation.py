@@ -110,8 +110,8 @@ class SecureAggregation(Sharing):
     def _check_range(self, model: Tensor, view: RoundView) -> bool:
         """Returns whether all entries of a model are finite. Raises UsageError if one of them is too large to be sent:
         an integer that wraps, or an entry that is clipped, would silently change the mean of all models."""
-        lowest, highest = torch.aminmax(model) if model.numel() else (0.0, 0.0)
-        largest = max(-float(lowest), float(highest))
+        lowest, highest = torch.stack(torch.aminmax(model)).tolist() if model.numel() else (0.0, 0.0)
+        largest = max(-lowest, highest)
         if not math.isfinite(largest):
             logger.warning("round %d: node %d sends nothing, as its model has NaN or infinity", view.round, view.uid)
         elif largest > self.config.largest:
@@ -139,11 +139,13 @@ class SecureAggregation(Sharing):
         return _payload(model.device, integers=moved(masked, model.device))
 
     def unpack(self, payload: Payload, uid: int, view: RoundView) -> Payload:
-        keys, count = payload.tensors["keys"], payload.tensors["x"].numel()
+        keys, x = payload.tensors["keys"], payload.tensors["x"]
+        count = x.numel()
         if view.phase == PUBLIC_KEYS:
             fits = len(keys) == PUBLIC_KEY_BYTES and count == 0
         elif view.phase == RELAYED_KEYS:
             assert self._own is not None
+            keys = keys.cpu()
             senders = _relayed(keys)
             for public in senders.values():
                 self._own.secret(public)  # ValueError for a key that is none
@@ -154,7 +156,7 @@ class SecureAggregation(Sharing):
         if not fits:
             raise PeerFault("malformed_payload", f"{len(keys)} bytes of keys and {count} integers in phase "
                             f"{view.phase} from {uid}")  # fmt: skip
-        return payload
+        return Payload({"keys": keys, "x": x})
 
     def mix(self, model: Tensor, received: Mapping[int, Payload], view: RoundView) -> None:
         if view.phase == PUBLIC_KEYS:
