@@ -274,7 +274,7 @@ def check_missing_payloads(experiment: Experiment) -> Iterator[Problem]:
                       "pass, with node.check_finite: true", other=("sharing",))  # fmt: skip
 
 
-def check_privacy(experiment: Experiment) -> Iterator[Problem]:
+def check_private_rule(experiment: Experiment) -> Iterator[Problem]:
     """Checks that a rule that hides parameters from neighbors is not used with float buffers that are sent to them, and
     warns about graphs in which sums tell more over the rounds."""
     spec, name = spec_of(experiment), experiment.sharing.name
