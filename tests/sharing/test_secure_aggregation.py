@@ -29,7 +29,7 @@ from decentnode.sharing.decoding import decode
 from decentnode.sharing.masks import BLOCK_ELEMENTS, KeyPair, add_masks
 from decentnode.sharing.secure_aggregation import MODELS, PUBLIC_KEYS, RECORD, RELAYED_KEYS, SecureAggregation
 from tests.graph.contract import make
-from tests.sharing.contract import bound, draw, matrix_reference, one_round, rule
+from tests.sharing.contract import matrix_reference, random_models, rule, run_round, set_up_rules
 from tests.sharing.test_requirements import QUICKSTART
 
 STEP = 128 / 2**30
@@ -41,7 +41,7 @@ Lost = Callable[[int, int, int], bool]
 
 
 def secure(models: list[Tensor], **options: object) -> list[SecureAggregation]:
-    return bound(rule("secure_aggregation", **options), models)  # type: ignore[return-value]
+    return set_up_rules(rule("secure_aggregation", **options), models)  # type: ignore[return-value]
 
 
 def exchange(
@@ -71,7 +71,7 @@ def exchange(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_models_are_those_of_plain_gossip(family: str, options: dict[str, Any], dtype: torch.dtype) -> None:
     graph = make(family, **options)
-    before = draw(graph.num_nodes, 200, dtype)
+    before = random_models(graph.num_nodes, 200, dtype)
     models = [model.clone() for model in before]
     rules = secure(models)
     for r in range(4):
@@ -94,7 +94,7 @@ def test_a_payload_looks_like_random_bytes_and_never_repeats() -> None:
     """In a chi-square test over its bytes, with a model of zeros and with one of normal numbers."""
     graph, seen = make("complete", nodes=4), []
     with entropy.use(entropy.seeded(1)):
-        for model in (torch.zeros(20_000), draw(1, 20_000)[0]):
+        for model in (torch.zeros(20_000), random_models(1, 20_000)[0]):
             models = [model.clone() for _ in range(4)]
             rules = secure(models)
             for r in range(2):
@@ -107,7 +107,7 @@ def test_a_payload_looks_like_random_bytes_and_never_repeats() -> None:
 
 
 def test_the_sum_without_one_payload_is_noise() -> None:
-    graph, models = make("complete", nodes=5), draw(5, 20_000)
+    graph, models = make("complete", nodes=5), random_models(5, 20_000)
     sent = exchange(secure(models), models, graph)
     part = sum(sent[j, 0].tensors["x"].clone() for j in (1, 2, 3))
     assert float(part.double().std()) > 1e9  # type: ignore[union-attr]
@@ -132,7 +132,7 @@ def test_two_nodes_agree_on_a_key_per_receiver_that_a_third_cannot_compute() -> 
 
 
 def test_keys_are_new_in_every_round_and_gone_after_it() -> None:
-    graph, models = make("ring", nodes=4), draw(4, 5)
+    graph, models = make("ring", nodes=4), random_models(4, 5)
     rules, seen = secure(models), set()
     for r in range(3):
         views = [view(graph, uid, r) for uid in range(4)]
@@ -147,7 +147,7 @@ def test_keys_are_new_in_every_round_and_gone_after_it() -> None:
 def test_the_same_seed_gives_the_same_bits_though_keys_differ() -> None:
     graph, runs, payloads = make("torus", nodes=9), [], []
     for keys in ("a", "b"):
-        models = draw(9, 60)
+        models = random_models(9, 60)
         rules = secure(models)
         with entropy.use(entropy.seeded(keys)):
             payloads.append([exchange(rules, models, graph, r) for r in range(3)])
@@ -164,7 +164,7 @@ def test_the_same_seed_gives_the_same_bits_though_keys_differ() -> None:
 @settings(deadline=None, max_examples=60)
 def test_whatever_is_lost_a_node_mixes_a_sum_of_models_or_keeps_its_own(lost: set[tuple[int, int, int]]) -> None:
     graph = make("complete", nodes=5)
-    before = draw(5, 40)
+    before = random_models(5, 40)
     models = [model.clone() for model in before]
     exchange(secure(models), models, graph, lost=lambda *each: each in lost)
     for uid, model in enumerate(models):
@@ -178,7 +178,7 @@ def test_whatever_is_lost_a_node_mixes_a_sum_of_models_or_keeps_its_own(lost: se
 
 def test_a_sum_of_one_model_is_never_sent() -> None:
     """If the key of one of two neighbors is missing, the other one sends nothing."""
-    graph, models = make("ring", nodes=4), draw(4, 30)
+    graph, models = make("ring", nodes=4), random_models(4, 30)
     before = models[0].clone()
     sent = exchange(secure(models), models, graph, lost=lambda phase, source, to: (phase, source, to) == (0, 1, 0))
     assert sent[3, 0].tensors["x"].numel() == sent[1, 0].tensors["x"].numel() == 0
@@ -187,7 +187,7 @@ def test_a_sum_of_one_model_is_never_sent() -> None:
 
 
 def test_an_edge_without_weight_hides_nothing_and_is_left_out() -> None:
-    graph, models = make("ring", nodes=4), draw(4, 5)
+    graph, models = make("ring", nodes=4), random_models(4, 5)
     seen = replace(view(graph, 0, 0), weights={0: 0.5, 1: 0.5, 3: 0.0})
     planned = secure(models)[0].plan(seen)
     assert planned.neighbors == planned.sources == (1,)
@@ -208,7 +208,7 @@ def test_the_largest_values_do_not_wrap(dtype: torch.dtype, sign: int) -> None:
 
 
 def test_a_larger_value_is_an_error_that_says_what_to_set() -> None:
-    models = draw(4, 9)
+    models = random_models(4, 9)
     models[2][4] = -200.5
     with pytest.raises(UsageError, match=r"sharing.largest must be .*, got 128, and 200.5 in the model of node 2 in "
                        "round 3"):
@@ -219,7 +219,7 @@ def test_a_larger_value_is_an_error_that_says_what_to_set() -> None:
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_a_model_that_is_not_finite_is_not_sent(value: float) -> None:
     """`node.check_finite` ends such a run; without it, the neighbors keep their own models."""
-    graph, models = make("complete", nodes=4), draw(4, 9)
+    graph, models = make("complete", nodes=4), random_models(4, 9)
     models[1][3] = value
     before = [model.clone() for model in models]
     exchange(secure(models), models, graph)
@@ -253,7 +253,7 @@ OTHERS = [RECORD.pack(uid, KeyPair().public) for uid in (1, 2, 3)]
 ])  # fmt: skip
 def test_forged_payloads_are_refused(receive: Callable[[SecureAggregation, RoundView], None]) -> None:
     """Among them a single key, a key that all know the secret of, and another key as the node's own."""
-    models = draw(4, 9)
+    models = random_models(4, 9)
     each, seen = secure(models)[0], view(make("complete", nodes=4), 0, 0)
     each.outgoing(models[0], seen)
     with pytest.raises(PeerFault, match="malformed_payload"):
@@ -267,10 +267,10 @@ def test_forged_payloads_are_refused(receive: Callable[[SecureAggregation, Round
 def test_nodes_agree_at_zero_gradient_as_with_plain_gossip() -> None:
     graph, found = make("torus", nodes=9), {}
     for name in ("full", "secure_aggregation"):
-        models = draw(9, 30)
-        rules = bound(rule(name), models)
+        models = random_models(9, 30)
+        rules = set_up_rules(rule(name), models)
         for r in range(60):
-            one_round(rules, models, graph, r, pull=0.0)
+            run_round(rules, models, graph, r, pull=0.0)
         found[name] = torch.stack(models)
     assert float((found["secure_aggregation"] - found["secure_aggregation"].mean(0)).abs().max()) < 1e-5
     torch.testing.assert_close(found["secure_aggregation"], found["full"], atol=1e-5, rtol=0)
