@@ -155,7 +155,7 @@ class RunWithNewcomers(CheckpointedRun):
 
     def world(self, witness: Any = None, **setting: Any) -> World:
         made = super().world(witness, **setting)
-        if self.from_where is None:
+        if self.resume_from is None:
             request_admission(made, 1.0)
         return made
 

@@ -183,7 +183,7 @@ def test_a_node_sends_only_the_fragments_that_are_due(schedule: str) -> None:
 
 @given(every=st.integers(1, 9), data=st.data())
 def test_turns_are_a_pure_function_of_the_round(every: int, data: st.DataObject) -> None:
-    offset, round = data.random_models(st.integers(0, every - 1)), data.random_models(st.integers(0, 10_000))
+    offset, round = data.draw(st.integers(0, every - 1)), data.draw(st.integers(0, 10_000))
     fragment = Fragment(0, 1, make("ring", nodes=3), every, offset)
     due = [r for r in range(round + every) if fragment.is_due(r)]
     assert due == [fragment.round_of(turn) for turn in range(len(due))]
