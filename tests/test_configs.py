@@ -20,7 +20,7 @@ WITH_FILES = [*sorted((Path(__file__).parents[1] / "configs" / "tables").glob("*
 BENCHMARKS = sorted((Path(__file__).parents[1] / "eval" / "benchmarks").rglob("*.yaml"))
 RUN_HERE = [path for path in CONFIGS + BENCHMARKS if path not in WITH_FILES]
 
-MOST_NODES = 64
+MAX_NODES = 64
 """Configs with more nodes are for simulations, and are run with 16 here."""
 
 
@@ -38,7 +38,7 @@ def test_two_rounds(path: Path) -> None:
     whole = load(path)
     if whole.data.name == "synthetic":
         sets.append("data.test_samples=32")
-    if whole.make_graph().num_nodes > MOST_NODES:
+    if whole.make_graph().num_nodes > MAX_NODES:
         sets += ["graph.nodes=16", "mapping.nodes_per_machine=16", "data.train_samples=512"]
     experiment = load(path, sets)
     nodes = build_in_process(experiment)

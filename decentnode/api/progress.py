@@ -29,7 +29,7 @@ from decentnode.report.reading.progress import RunProgress
 
 REFRESH_SECONDS = 0.25
 """Least time between two redraws of the bar."""
-MOST_NOTICES = 8
+MAX_NOTICES = 8
 """The most lines below the bar."""
 DRAIN_SECONDS = 5.0
 """Longest wait, at the end of a run, for a terminal that does not accept output."""
@@ -133,7 +133,7 @@ class NotebookObserver(Observer):
             self._draw()
 
     def notice(self, text: str) -> None:
-        self._notices = [*self._notices, text][-MOST_NOTICES:]
+        self._notices = [*self._notices, text][-MAX_NOTICES:]
         self._draw()
 
     def stopping(self, signal_name: str) -> None:  # noqa: ARG002

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from decentnode.checkpoint.store import Cut
 
-MOST_CUTS = 32
+MAX_CUTS = 32
 """How many cuts, the newest ones, a node offers."""
 
 
@@ -33,7 +33,7 @@ def gathered(mean: Tensor, contributors: int) -> list[list[int]]:
 
 def offers(cuts: Sequence[Cut]) -> list[int]:
     """Returns the numbers that represent a node's cuts, the newest first: their keys plus one, so that none is 0."""
-    return [cut.key + 1 for cut in cuts[:MOST_CUTS]]
+    return [cut.key + 1 for cut in cuts[:MAX_CUTS]]
 
 
 def complete(cuts: Sequence[Cut], rows: Sequence[Sequence[int]], without: Collection[int] = ()) -> list[Cut]:
@@ -45,7 +45,7 @@ def complete(cuts: Sequence[Cut], rows: Sequence[Sequence[int]], without: Collec
     def everybody_has(cut: Cut) -> bool:
         return all(cut.key + 1 in rows[uid] for uid in cut.members if uid < len(rows) and uid not in without)
 
-    return [cut for cut in cuts[:MOST_CUTS] if everybody_has(cut)]
+    return [cut for cut in cuts[:MAX_CUTS] if everybody_has(cut)]
 
 
 def vote(cuts: Sequence[Cut]) -> list[int]:

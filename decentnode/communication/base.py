@@ -128,7 +128,7 @@ class Pending(abc.ABC):
         return at_once(self.wait(timeout_seconds))
 
 
-class FaultCourse(Protocol):
+class FaultInjector(Protocol):
     """Injected faults between nodes, scheduled by time and by the node's rounds."""
 
     touched: dict[str, int]
@@ -152,7 +152,7 @@ class Communication(Hooks[ConfigT], Component, abc.ABC):
     partners: frozenset[int] | None = None
     """Set before `start`: the only nodes with which payloads are ever exchanged, consistent on both ends of an edge.
     None allows any node."""
-    goes_on: bool = False
+    continues_without_late: bool = False
     """Set before `start`: whether rounds continue without late neighbors. If so, a neighbor that takes no payloads is
     skipped after a short wait. Otherwise the node waits for it as long as for a neighbor that delivers none."""
     quorum: Quorum | None = None
@@ -162,7 +162,7 @@ class Communication(Hooks[ConfigT], Component, abc.ABC):
         """Returns whether `uid` has already delivered something of a round later than `round`. Does not block."""
         return False
 
-    fault_course: FaultCourse | None = None
+    fault_injector: FaultInjector | None = None
     """Injected message faults; None if the experiment has none."""
     run_began: float | None = None
     """When the run began (`clock.now()`), if the experiment has faults, which are scheduled relative to it."""

@@ -65,7 +65,7 @@ class LinkFaults:
         return any(isinstance(each, Corrupt) for each in self.plan)
 
     @functools.cached_property
-    def struck(self) -> FaultyModelLinks:
+    def affects_models(self) -> FaultyModelLinks:
         """Says between which nodes faults affect messages that carry models."""
         return FaultyModelLinks(self.plan)
 

@@ -103,21 +103,21 @@ class PathContext:
 
     def deliver(
         self, key: ExchangeKey, source: int, tensors: Mapping[str, Tensor], scalars: Scalars | None = None,
-        let_go: Callable[[], None] = lambda: None,
+        release: Callable[[], None] = lambda: None,
     ) -> None:
         """Any thread: hands over a whole payload of (round, phase) that arrived, in memory that nobody writes until
-        `let_go` is called.
+        `release` is called.
 
-        Raises PeerFault, after calling let_go, if the payload does not fit the schema: nothing from a peer is trusted.
+        Raises PeerFault, after calling release, if the payload does not fit the schema: nothing from a peer is trusted.
         """
         round, phase = key
         known = round >= 0 and 0 <= phase < len(self.schemas)
         wrong = mismatch(self.inbox.plans[phase], tensors) if known else f"is of phase {phase} of round {round}"
         if wrong:
-            let_go()
+            release()
             raise PeerFault("wrong_shape", f"a payload of {source} {wrong}")
         size = sum(tensor.nbytes for tensor in tensors.values())
-        if self.inbox.start_receive(key, source, list(tensors.values()), scalars or {}, let_go):
+        if self.inbox.start_receive(key, source, list(tensors.values()), scalars or {}, release):
             edge = self.counters.edge(source)
             edge.frames_received += 1
             edge.received(size, scalars or {})

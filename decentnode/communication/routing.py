@@ -41,7 +41,7 @@ class Routing:
     together: frozenset[int] = frozenset()
     """The nodes of this process, if it steps several. Nodes of other processes need not know this set: it decides none
     of their edges."""
-    struck: Callable[[int, int], bool] | None = None
+    has_faults: Callable[[int, int], bool] | None = None
     """Returns whether injected faults affect messages with models between two nodes. Only sockets can inject them."""
 
     def path(self, a: int, b: int) -> PathName:
@@ -49,7 +49,7 @@ class Routing:
         chosen = self.chosen.get(frozenset((a, b)))
         if chosen is not None:
             return chosen
-        if self.struck is not None and self.struck(a, b):
+        if self.has_faults is not None and self.has_faults(a, b):
             return "zeromq"
         if a in self.together and b in self.together:
             return "same_process"

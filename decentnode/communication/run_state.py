@@ -199,8 +199,8 @@ class RunFacts:
     round share one time-out, so that a neighbor that is gone costs no more than that in total."""
     send_delay_seconds: float = 0.0
     """How much of MAX_SEND_DELAY_SECONDS the current round has used."""
-    goes_on: bool = False
-    """`Communication.goes_on`."""
+    continues_without_late: bool = False
+    """`Communication.continues_without_late`."""
     quorum: Quorum | None = None
     """`Communication.quorum`."""
     is_nonblocking_send: bool = False
@@ -274,17 +274,19 @@ class RunFacts:
         return longest - self.send_delay_seconds if longest > self.send_delay_seconds else 0.0
 
     def room_wait_seconds(self, timeout_seconds: float) -> float:
-        """Returns how long to wait for room in a neighbor's queue. Without `goes_on` the round cannot continue before
-        the neighbor does, so the neighbor may take the whole time-out."""
-        return self._remaining_send_delay(timeout_seconds) if self.goes_on else self.patience(timeout_seconds)
+        """Returns how long to wait for room in a neighbor's queue. Without `continues_without_late` the round cannot
+        continue before the neighbor does, so the neighbor may take the whole time-out."""
+        if self.continues_without_late:
+            return self._remaining_send_delay(timeout_seconds)
+        return self.patience(timeout_seconds)
 
     def give_up(self, uid: int) -> None:
         """Records that this neighbor did not take a payload within `room_wait_seconds`."""
         self.silent.add(uid)
-        if not self.goes_on:  # it had the whole time-out of the round
+        if not self.continues_without_late:  # it had the whole time-out of the round
             self.timed_out.add(uid)
 
-    def held_up(self, seconds: float, uids: Collection[int], counters: Counters) -> None:
+    def record_send_delay(self, seconds: float, uids: Collection[int], counters: Counters) -> None:
         """Records the end of a wait for `uids` that `remaining_send_delay` or `room_wait_seconds` limited. Training
         thread."""
         self.send_delay_seconds += seconds

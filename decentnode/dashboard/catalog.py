@@ -9,7 +9,7 @@ from pathlib import Path
 
 from decentnode import clock
 
-MOST_RUNS = 500
+MAX_RUNS = 500
 LOOK_SECONDS = 2.0
 
 
@@ -52,7 +52,7 @@ class Catalog:
     def _search(self) -> None:
         others = [run for folder in self._folders for run in _runs_in(folder)]
         others = sorted({*others} - {*self.named}, key=_modification_time, reverse=True)
-        chosen = [*self.named, *others][:MOST_RUNS]
+        chosen = [*self.named, *others][:MAX_RUNS]
         self._found = {}
         for path in chosen:
             id = f"{path.parent.name}/{path.name}"

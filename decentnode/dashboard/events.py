@@ -7,8 +7,8 @@ from typing import Any
 
 from decentnode.metrics.history_kinds import HISTORY
 
-MOST_EVENTS = 4000
-MOST_PEERS, MOST_TEXT = 64, 300
+MAX_EVENTS = 4000
+MAX_PEERS, MAX_TEXT = 64, 300
 
 GROUPS = {
     "dead": ("failed", "peer_lost", "suspected", "diverged", "outside"),
@@ -26,7 +26,7 @@ QUIET = frozenset({"joined", "finished", "recording", "generation_over"})
 
 
 class EventList:
-    """The first MOST_EVENTS events of a run; later ones are only counted, in `more`."""
+    """The first MAX_EVENTS events of a run; later ones are only counted, in `more`."""
 
     def __init__(self) -> None:
         self.more = 0
@@ -44,7 +44,7 @@ class EventList:
             return
         if kind == "generation" and not isinstance(record.get("members"), list):
             return
-        if len(self._events) >= MOST_EVENTS:
+        if len(self._events) >= MAX_EVENTS:
             self.more += 1
             return
         event = self._describe(kind, record)
@@ -68,13 +68,13 @@ class EventList:
             self._controls.add(key)
             return {"group": "control", "detail": f"{key[0][:20]}, {key[1][:20]} rounds"}
         peer = record.get("peer")
-        return {"group": _GROUP_OF.get(kind, "other"), "detail": str(record.get("detail") or "")[:MOST_TEXT],
+        return {"group": _GROUP_OF.get(kind, "other"), "detail": str(record.get("detail") or "")[:MAX_TEXT],
                 **({"peer": peer} if isinstance(peer, int) else {})}  # fmt: skip
 
     def after(self, version: int) -> list[dict[str, Any]]:
         """Returns the events that were added after this version."""
-        return [event for came, event in self._events if came > version]
+        return [event for added_at, event in self._events if added_at > version]
 
 
 def _uids(found: Any) -> list[int]:
-    return [uid for uid in found if isinstance(uid, int)][:MOST_PEERS] if isinstance(found, list) else []
+    return [uid for uid in found if isinstance(uid, int)][:MAX_PEERS] if isinstance(found, list) else []

@@ -13,8 +13,8 @@ payload bytes sent so far, its generation, its last evaluation in the task's mai
 EDGE_COLUMNS = ("bytes", "wait", "mixed")
 """Payloads from one node to another in a round: bytes received, seconds that the receiver waited for them, and when it
 mixed the last of them (seconds since the run began)."""
-MOST_FRAMES = 4000
-MOST_BYTES = 96 << 20
+MAX_FRAMES = 4000
+MAX_BYTES = 96 << 20
 """Memory for all frames of one run."""
 
 TIME, LOSS, SECONDS, WAIT, SENT, GENERATION, METRIC, TRAIN = range(len(NODE_COLUMNS))
@@ -38,8 +38,8 @@ class Frames:
     """Frames by number of finished rounds. When the bounds are exceeded, every other frame is dropped, and the stride
     of later ones is doubled."""
 
-    most: int = MOST_FRAMES
-    most_bytes: int = MOST_BYTES
+    most: int = MAX_FRAMES
+    most_bytes: int = MAX_BYTES
     stride: int = 1
     """Rounds from one frame to the next."""
     thinned: int = 0

@@ -17,9 +17,9 @@ from decentnode.launch.files.supervisor_file import died
 from decentnode.metrics import summary as summaries
 from decentnode.report.reading.run_status import state_of
 
-MOST_WAITED = 32
-MOST_STATUS_BYTES = 1 << 20
-MOST_MACHINES = 256
+MAX_WAITED = 32
+MAX_STATUS_BYTES = 1 << 20
+MAX_MACHINES = 256
 NODES_SECONDS, MACHINES_SECONDS = 1.0, 2.0
 """Least times between two reads of the nodes' status, which they write once a second, and of the machines' load."""
 
@@ -66,7 +66,7 @@ class Status:
 
 def _read(path: Path) -> dict[str, Any]:
     with open(path, "rb") as file:
-        found = json.loads(file.read(MOST_STATUS_BYTES))
+        found = json.loads(file.read(MAX_STATUS_BYTES))
     if not isinstance(found, dict):
         raise ValueError(f"{path} must hold one object")
     return found
@@ -79,12 +79,12 @@ def _describe(status: Mapping[str, Any]) -> dict[str, Any]:
     seconds = status.get("waiting_seconds")
     return {
         "doing": str(status.get("doing", ""))[:80],
-        "for": [uid for uid in peers if isinstance(uid, int)][:MOST_WAITED] if isinstance(peers, list) else [],
+        "for": [uid for uid in peers if isinstance(uid, int)][:MAX_WAITED] if isinstance(peers, list) else [],
         "seconds": seconds if isinstance(seconds, int | float) else 0.0,
     }
 
 
-MOST_WHY = 300
+MAX_WHY = 300
 """Longest reason for a failure, in characters."""
 
 
@@ -95,7 +95,7 @@ def state_of_run(path: Path) -> dict[str, Any]:
         found = summaries.read(path / "summary.json")
         figures = {key: value for key, value in found.items() if isinstance(value, int | float | str)}
         failure = found.get("failure")
-        why = str(failure.get("title", "")).partition("\n")[0][:MOST_WHY] if isinstance(failure, dict) else ""
+        why = str(failure.get("title", "")).partition("\n")[0][:MAX_WHY] if isinstance(failure, dict) else ""
         return {"state": str(found.get("status", "finished")), "figures": figures, "why": why}
     except (OSError, ValueError):
         pass
@@ -142,7 +142,7 @@ class Machines:
                 machine = found.setdefault(int(place["machine"]), {
                     "machine": int(place["machine"]), "host": str(place.get("host"))[:120], "uids": []})  # fmt: skip
                 machine["uids"].append(int(place["uid"]))
-            return [found[machine] for machine in sorted(found)][:MOST_MACHINES]
+            return [found[machine] for machine in sorted(found)][:MAX_MACHINES]
         except (OSError, ValueError, TypeError, KeyError, AttributeError, yaml.YAMLError):
             return []
 

@@ -33,9 +33,9 @@ from decentnode.report.reading.measured import metrics_of_run
 
 PIECE_BYTES = 256 << 10
 """Bytes that are read of one file before the next one's turn, so that all nodes advance together."""
-MOST_EDGES = 40_000
-MOST_NODES = 4096
-MOST_EVALUATIONS = 2000
+MAX_EDGES = 40_000
+MAX_NODES = 4096
+MAX_EVALUATIONS = 2000
 
 Row = list[float | None]
 
@@ -126,7 +126,7 @@ class Recording:
             raise Replaced(str(self.path)) from error
         for folder in sorted(folders, key=lambda each: int(each.name)):
             uid = int(folder.name)
-            if uid not in self._metrics and len(self._metrics) < MOST_NODES:
+            if uid not in self._metrics and len(self._metrics) < MAX_NODES:
                 self.index(uid)
                 self._metrics[uid] = Tail(folder / "metrics.jsonl")
                 self._event_files[uid] = Tail(folder / "events.jsonl")
@@ -136,11 +136,11 @@ class Recording:
         try:
             with open(self.path / "graph.edges", encoding="utf-8") as file:
                 count = int(file.readline())
-                for uid in range(min(count, MOST_NODES)):
+                for uid in range(min(count, MAX_NODES)):
                     self.index(uid)
                 for line in file:
                     a, b = map(int, line.split()[:2])
-                    if a < MOST_NODES and b < MOST_NODES:
+                    if a < MAX_NODES and b < MAX_NODES:
                         self.edge(a, b)
         except (OSError, ValueError):
             return
@@ -159,10 +159,10 @@ class Recording:
         return self._node_index[uid]
 
     def edge(self, source: int, receiver: int) -> int | None:
-        """Returns the index of an edge in `edges`; adds a new edge, unless there are MOST_EDGES: then None."""
+        """Returns the index of an edge in `edges`; adds a new edge, unless there are MAX_EDGES: then None."""
         key = self.index(source), self.index(receiver)
         if key not in self._edge_index:
-            if len(self.edges) >= MOST_EDGES:
+            if len(self.edges) >= MAX_EDGES:
                 return None
             self._edge_index[key] = len(self.edges)
             self.edges.append(key)
@@ -252,7 +252,7 @@ class Recording:
             return
         found = self._evaluations.setdefault(rounds, Evaluation())
         found.take(place, time, record, [each.name for each in self.measured.metrics], self.version)
-        if len(self._evaluations) > MOST_EVALUATIONS:
+        if len(self._evaluations) > MAX_EVALUATIONS:
             self._every_evaluation *= 2
             self._evaluations = {each: kept for each, kept in self._evaluations.items()
                                  if self._evaluated[each] % self._every_evaluation == 0}  # fmt: skip

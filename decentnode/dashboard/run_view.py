@@ -20,7 +20,7 @@ STATE_SECONDS = 1.0
 POLL_SECONDS = 0.15
 """Least time between two reads of the files of a run, for any number of pages."""
 CHANGES = ("nodes", "edges", "points", "evaluations", "events", "status", "uids", "pairs")
-MOST_CONFIG_BYTES = 256 << 10
+MAX_CONFIG_BYTES = 256 << 10
 
 Since = tuple[int, int, int, str]
 """What a client has received: (incarnation of the run's folder, version of the recording, version of the
@@ -107,7 +107,7 @@ class RunView:
         """Returns the experiment's config as the user wrote it; "" if it cannot be read."""
         try:
             with open(self.path / "config.yaml", encoding="utf-8", errors="replace") as file:
-                return file.read(MOST_CONFIG_BYTES)
+                return file.read(MAX_CONFIG_BYTES)
         except OSError:
             return ""
 

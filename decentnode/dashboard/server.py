@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
 TICK_SECONDS = 0.2
 """Time between two reads of the files of watched runs. Files of runs that no page shows are not read."""
-MOST_SHOWN = 8
+MAX_SHOWN = 8
 """How many runs are kept in memory, and may be shown by one page."""
 NOTHING_SENT: Since = (0, 0, 0, "")
 """State of a new client, which has received nothing yet."""
-MOST_STREAMS = 32
-MOST_FRAMES = 64
+MAX_STREAMS = 32
+MAX_FRAMES = 64
 """The most frames in one response."""
-MOST_BODY_BYTES = 4096
+MAX_BODY_BYTES = 4096
 HEARTBEAT_SECONDS = 10.0
 """Longest silence of a stream; a write is needed to notice that the client is gone."""
 
@@ -99,7 +99,7 @@ class _Handlers:
                  "state": state_of_run(run.path)["state"]} for run in self._catalog.runs()]  # fmt: skip
 
     async def _get(self, id: str) -> RunView | None:
-        """Returns a run for display; None for an unknown id. Runs without watchers beyond MOST_SHOWN are dropped from
+        """Returns a run for display; None for an unknown id. Runs without watchers beyond MAX_SHOWN are dropped from
         memory, the least recently used first."""
         if id in self._shown:
             self._shown[id] = self._shown.pop(id)
@@ -108,7 +108,7 @@ class _Handlers:
         if path is None:
             return None
         shown = self._shown[id] = await run_in_threadpool(_open, id, path)
-        for other in [each for each, kept in self._shown.items() if not kept.watchers][: len(self._shown) - MOST_SHOWN]:
+        for other in [each for each, kept in self._shown.items() if not kept.watchers][: len(self._shown) - MAX_SHOWN]:
             if other != id:
                 del self._shown[other]
         return shown
@@ -117,7 +117,7 @@ class _Handlers:
         """Responds with frames of one run as `Frames.packed` returns them: ?run=ID&first=ROUNDS&count=N."""
         try:
             first = int(request.query_params.get("first", "0"))
-            count = max(1, min(MOST_FRAMES, int(request.query_params.get("count", "16"))))
+            count = max(1, min(MAX_FRAMES, int(request.query_params.get("count", "16"))))
         except ValueError:
             return JSONResponse({"error": "first and count must be numbers"}, 400)
         async with self._reading:
@@ -140,7 +140,7 @@ class _Handlers:
         body = b""
         async for piece in request.stream():
             body += piece
-            if len(body) > MOST_BODY_BYTES:
+            if len(body) > MAX_BODY_BYTES:
                 return JSONResponse({"error": "too long"}, 413)
         try:
             asked = json.loads(body)
@@ -160,12 +160,12 @@ class _Handlers:
     async def stream(self, request: Request) -> Response:
         """Streams lines of JSON until the client disconnects, each with the changes of one run since its line before:
         ?runs=ID&runs=ID. A slow client gets fewer lines with more changes in each, so that nothing queues up."""
-        ids = list(dict.fromkeys(request.query_params.getlist("runs")))[:MOST_SHOWN]
+        ids = list(dict.fromkeys(request.query_params.getlist("runs")))[:MAX_SHOWN]
         async with self._reading:
             shown = [each for id in ids if (each := await self._get(id)) is not None]
         if not shown:
             return _unknown_run()
-        if self._streams >= MOST_STREAMS:
+        if self._streams >= MAX_STREAMS:
             return JSONResponse({"error": "too many pages are open"}, 503)
         return StreamingResponse(self._lines(shown), media_type="application/x-ndjson")
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-MOST_LINE_BYTES = 4 << 20
+MAX_LINE_BYTES = 4 << 20
 """Longest line that is read; longer ones, which no run writes, are skipped."""
 
 
@@ -61,9 +61,9 @@ class Tail:
             return
         end = data.rfind(b"\n") + 1
         if not end:
-            if len(data) >= most_bytes and most_bytes < MOST_LINE_BYTES:
-                yield from self.read(MOST_LINE_BYTES)
-            elif len(data) >= MOST_LINE_BYTES:  # skipped piece by piece, so that memory stays bounded
+            if len(data) >= most_bytes and most_bytes < MAX_LINE_BYTES:
+                yield from self.read(MAX_LINE_BYTES)
+            elif len(data) >= MAX_LINE_BYTES:  # skipped piece by piece, so that memory stays bounded
                 self._offset, self._in_long_line = self._offset + len(data), True
             return
         self._offset += end

@@ -18,7 +18,7 @@ from decentnode.data.base import CachedConfig, existing
 from decentnode.data.cache import Writer, indexed
 from decentnode.data.sequences import Part, SequenceDataset
 from decentnode.data.tokens import words_of
-from decentnode.data.vocabulary import MOST_WORDS, count_words
+from decentnode.data.vocabulary import MAX_WORDS, count_words
 from decentnode.errors import DataError
 from decentnode.samples import BEGIN, END, FIRST_WORD, PADDING, UNKNOWN, DataSpec, Rows, Samples
 
@@ -47,7 +47,7 @@ class ParallelTextConfig(CachedConfig):
     words: Literal["marked", "spaced"] = "marked"
     """marked: words and single punctuation marks, in lower case. spaced: everything between blanks, unchanged, for
     texts that another program has split; a piece that ends in @@ is continued by the next one."""
-    vocabulary_size: int = Field(10_000, ge=FIRST_WORD + 1, le=MOST_WORDS)
+    vocabulary_size: int = Field(10_000, ge=FIRST_WORD + 1, le=MAX_WORDS)
     """Size of the vocabulary of both languages together: the most frequent words of the training texts, padding, the
     unknown word, and the beginning and end of a text."""
     length: int = Field(64, ge=1, le=1 << 16)

@@ -12,7 +12,7 @@ from decentnode.config.component import Config
 from decentnode.data.base import CachedConfig, existing
 from decentnode.data.cache import Writer, indexed
 from decentnode.data.sequences import Part, SequenceDataset
-from decentnode.data.vocabulary import MOST_WORDS
+from decentnode.data.vocabulary import MAX_WORDS
 from decentnode.errors import DataError
 from decentnode.samples import DataSpec, Rows, Samples
 
@@ -28,7 +28,7 @@ class TokenFileConfig(CachedConfig):
     """Such a file for tests, nanoGPT's val.bin."""
     dtype: Literal["uint16", "uint32", "int32"] = "uint16"
     """Type of the integers."""
-    vocabulary: int = Field(50257, ge=2, le=MOST_WORDS)
+    vocabulary: int = Field(50257, ge=2, le=MAX_WORDS)
     """Number of different tokens. Default: that of GPT-2."""
     window: int = Field(1024, ge=1)
     """Tokens per sample."""

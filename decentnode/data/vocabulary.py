@@ -13,7 +13,7 @@ from decentnode.data.pickled import read_pickled
 from decentnode.errors import DataError
 
 PAD, UNKNOWN = "<PAD>", "<UNK>"
-MOST_WORDS = 1 << 22
+MAX_WORDS = 1 << 22
 """The limit on the size of a vocabulary: a model has an embedding row for each token."""
 
 
@@ -45,7 +45,7 @@ def read_vocabulary(path: Path) -> Vocabulary:
         raise DataError(f"{path}: cannot be read as a vocabulary: {error}") from error
     words = found.get("vocab") if isinstance(found, dict) else None
     if not isinstance(words, dict) or not words or not all(_is_number(each) for each in words.values()):
-        raise DataError(f"{path}: must have 'vocab', words and their numbers below {MOST_WORDS}")
+        raise DataError(f"{path}: must have 'vocab', words and their numbers below {MAX_WORDS}")
     padding, unknown = (found.get(key, default) for key, default in (("pad_symbol", 0), ("unk_symbol", 1)))
     if not _is_number(padding) or not _is_number(unknown):
         raise DataError(f"{path}: 'pad_symbol' and 'unk_symbol' must be numbers of words, got {padding!r}, {unknown!r}")
@@ -64,4 +64,4 @@ def count_words(words: Iterable[Iterable[str]], size: int) -> Vocabulary:
 
 
 def _is_number(value: Any) -> bool:
-    return type(value) is int and 0 <= value < MOST_WORDS
+    return type(value) is int and 0 <= value < MAX_WORDS

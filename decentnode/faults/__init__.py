@@ -3,7 +3,7 @@ message."""
 
 from decentnode.faults.affected_links import FaultyModelLinks
 from decentnode.faults.message_faults import MessageFate, MessageFates, damaged
-from decentnode.faults.plan import ActiveFault, Course, Plan, lasts, resolve
+from decentnode.faults.plan import ActiveFault, FaultTimeline, Plan, lasts, resolve
 from decentnode.faults.vocabulary import (
     FAULTS,
     AnyFault,
@@ -37,12 +37,12 @@ __all__ = (
     "Break",
     "ClockJump",
     "Corrupt",
-    "Course",
     "Cut",
     "Delay",
     "Drop",
     "Duplicate",
     "Fault",
+    "FaultTimeline",
     "Faults",
     "FaultyModelLinks",
     "FullDisk",

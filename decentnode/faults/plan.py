@@ -61,7 +61,7 @@ def lasts(fault: AnyFault) -> float:
     return math.inf if seconds is None else seconds
 
 
-class Course:
+class FaultTimeline:
     """Tracks which faults of a plan are in effect for one node, by the time and the round. Not thread-safe. All times
     are seconds of one monotonic clock."""
 

@@ -55,7 +55,7 @@ class Groups:
         at, rank = self._places[uid]
         return tuple(sorted(self.members[group][rank] for group in groups if group != at))
 
-    def misfit(self, graph: Graph, rounds: int = CHECKED_ROUNDS) -> str:
+    def describe_mismatch(self, graph: Graph, rounds: int = CHECKED_ROUNDS) -> str:
         """Returns a description of where a graph is not lumpable, or of where nodes of one group send to different
         other groups; "" if there is no such place. Checks one period, but at most `rounds` rounds."""
         for round in range(min(graph.period or rounds, rounds)):

@@ -9,7 +9,7 @@ from typing import Any
 
 from decentnode import clock, system
 from decentnode.communication.base import Communication
-from decentnode.faults import ActiveFault, ClockJump, Course, FullDisk, Kill, Pause, Plan, Slow
+from decentnode.faults import ActiveFault, ClockJump, FaultTimeline, FullDisk, Kill, Pause, Plan, Slow
 
 RequestFault = Callable[[int], None]
 """request(index): request this fault of the plan from a process that outlives the node; not blocking."""
@@ -25,9 +25,9 @@ class NodeFaults:
         """plan: the resolved fault plan."""
         self._communication, self._request = communication, request
         kinds = Kill, Pause, Slow, FullDisk, ClockJump
-        self._course = Course(plan, communication.uid, kinds, self._on_begin)
+        self._timeline = FaultTimeline(plan, communication.uid, kinds, self._on_begin)
         self._lock = threading.Lock()
-        """Protects `_course`, which every thread reads that writes a file or asks for the time of day."""
+        """Protects `_timeline`, which every thread reads that writes a file or asks for the time of day."""
         self._unreported: list[ActiveFault] = []
         self._kill_requested = False
         self._jumped_seconds = 0.0
@@ -51,18 +51,18 @@ class NodeFaults:
         process was restarted."""
         self._communication.run_began = zero
         with self._lock:
-            self._course.begin(zero, clock.now(), again)
-        if self._communication.fault_course is not None:
-            self._communication.fault_course.begin(zero, again)
+            self._timeline.begin(zero, clock.now(), again)
+        if self._communication.fault_injector is not None:
+            self._communication.fault_injector.begin(zero, again)
 
     def enter(self, round: int) -> None:
         """Inject the faults that are due when the node begins a round. Blocks for up to KILLED_SECONDS if the node is
         to be killed."""
         with self._lock:
-            self._course.enter(round, clock.now())
-            self._course.in_effect(clock.now())
-        if self._communication.fault_course is not None:
-            self._communication.fault_course.enter(round)
+            self._timeline.enter(round, clock.now())
+            self._timeline.in_effect(clock.now())
+        if self._communication.fault_injector is not None:
+            self._communication.fault_injector.enter(round)
         self._report()
         if self._kill_requested:
             self._kill_requested = False
@@ -73,7 +73,7 @@ class NodeFaults:
         many seconds it slept."""
         now, factor = clock.now(), 1.0
         with self._lock:
-            for each in self._course.in_effect(now):
+            for each in self._timeline.in_effect(now):
                 if isinstance(each.fault, Slow):
                     factor *= each.fault.factor
         if factor > 1:
@@ -100,9 +100,9 @@ class NodeFaults:
 
     def _disk_is_full(self) -> bool:
         with self._lock:
-            return any(isinstance(each.fault, FullDisk) for each in self._course.in_effect(clock.now()))
+            return any(isinstance(each.fault, FullDisk) for each in self._timeline.in_effect(clock.now()))
 
     def _jump(self) -> float:
         with self._lock:
-            self._course.in_effect(clock.now())
+            self._timeline.in_effect(clock.now())
             return self._jumped_seconds

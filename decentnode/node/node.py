@@ -25,7 +25,7 @@ from decentnode.metrics.generation_samples import packed
 from decentnode.node.checkpoints.handover import deal_samples
 from decentnode.node.config import NodeConfig
 from decentnode.node.generations.transition import NodeGenerations
-from decentnode.node.measuring.early_stopping import Course
+from decentnode.node.measuring.early_stopping import EarlyStopping
 from decentnode.node.measuring.evaluation import Evaluator, mean_of
 from decentnode.node.orders import OrderHandler
 from decentnode.node.resumable import NodeCheckpoints
@@ -82,7 +82,7 @@ class Node:
         self.graph = parts.graph
         self.training = parts.training
         self.communication = parts.communication
-        self.communication.goes_on = config.missing == "return_weight"
+        self.communication.continues_without_late = config.missing == "return_weight"
         if config.quorum is not None:
             self.communication.quorum = Quorum(config.quorum.share, config.quorum.grace_seconds)
         self.record = record
@@ -101,7 +101,7 @@ class Node:
             phases=self.sharing.requirements.phases, shared=self.shared, weight=self._weight(),
             counts=uid not in parts.attackers,
         )  # fmt: skip
-        self.course = Course(config, self.training)
+        self.early_stopping = EarlyStopping(config, self.training)
         self.round = 0
         """The number of finished rounds."""
         self.merged: Tensor | None = None
@@ -255,7 +255,7 @@ class Node:
     def _end(self) -> Steps[None]:
         """End the run after the last round, as steps: nodes stop together, evaluate, and report their closing
         figures."""
-        if self.course.over:
+        if self.early_stopping.over:
             self.communication.end_after(self.round)
         if self.schedule.asynchronous:
             yield from self._end_together()
@@ -278,7 +278,7 @@ class Node:
     @property
     def over(self) -> bool:
         """Whether the last round is finished; the answer is the same on all nodes."""
-        return self.round >= self.config.rounds or self.course.over or self._ended
+        return self.round >= self.config.rounds or self.early_stopping.over or self._ended
 
     def _end_together(self) -> Steps[None]:
         """End an asynchronous run on all nodes, as steps. The first node that has made all its rounds announces the
@@ -394,9 +394,10 @@ class Node:
         if self.rounds.trace is not None:
             self.rounds.trace.evaluated(self.round, started)
         if not ordered:
-            self.course.take(self.evaluation, self.round)
-        if self.course.over and not closing:
-            self.record({"kind": "early_stop", "round": self.round, "time": clock.wall(), **self.course.figures()})
+            self.early_stopping.take(self.evaluation, self.round)
+        if self.early_stopping.over and not closing:
+            figures = self.early_stopping.figures()
+            self.record({"kind": "early_stop", "round": self.round, "time": clock.wall(), **figures})
 
     def _record_evaluation(self, *, merged: bool) -> None:
         """merged: as for `non_finite_losses`."""
@@ -410,7 +411,7 @@ class Node:
         counters = self.communication.counters
         return {
             "uid": self.uid, "rounds": self.round, "train_samples": self.training.num_samples, **self.evaluation,
-            **({"evaluated_round": self.evaluated} if self.evaluation else {}), **self.course.figures(),
+            **({"evaluated_round": self.evaluated} if self.evaluation else {}), **self.early_stopping.figures(),
             **self.rounds.totals.figures(),
             **({"dealt": packed(self.training.dealt)} if self.config.orphans == "adopted" else {}),
             **{f"bytes_{purpose}": sent for purpose, sent in counters.bytes_sent().items()},
@@ -438,7 +439,7 @@ class Node:
         return {
             "round": self.round, **({} if sampling is None else {"sampling": sampling.state_dict()}),
             **self.rounds.totals.state_dict(), "evaluation": dict(self.evaluation), "evaluated": self.evaluated,
-            "counters": self.communication.counters.totals(), "course": self.course.state_dict(),
+            "counters": self.communication.counters.totals(), "course": self.early_stopping.state_dict(),
         }
 
     def load_progress(self, state: Mapping[str, Any]) -> None:
@@ -447,5 +448,5 @@ class Node:
         if self.rounds.sampling is not None:
             self.rounds.sampling.load_state_dict(state["sampling"])
         self.evaluation, self.evaluated = dict(state["evaluation"]), state["evaluated"]
-        self.course.load_state_dict(state.get("course"))
+        self.early_stopping.load_state_dict(state.get("course"))
         self.communication.counters.earlier = dict(state["counters"])

@@ -11,7 +11,7 @@ from decentnode.communication.base import Communication
 from decentnode.communication.run_state import Steps
 from decentnode.graph.base import Graph, RoundView
 from decentnode.node.config import NodeConfig
-from decentnode.node.measuring.early_stopping import Course
+from decentnode.node.measuring.early_stopping import EarlyStopping
 from decentnode.node.schedules.schedule import Schedule
 from decentnode.sharing.base import Sharing
 from decentnode.training.base import Training
@@ -27,7 +27,7 @@ class Resumable(Protocol):
     training: Training
     communication: Communication
     generation: Generation
-    course: Course
+    early_stopping: EarlyStopping
     shared: int
     round: int
     doing: str

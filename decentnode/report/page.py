@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from decentnode.graph.base import Graph
 
-MOST_PAIRS, MOST_EVENTS, MOST_GRAPH_NODES, MOST_WAITING_NODES = 12, 60, 400, 256
+MAX_PAIRS, MAX_EVENTS, MAX_GRAPH_NODES, MAX_WAITING_NODES = 12, 60, 400, 256
 """Most rows of the table of waits and of the list of events; most nodes in the picture of a graph and in the picture of
 waits."""
 EVENTS_IN_ORDER = frozenset({
@@ -242,7 +242,7 @@ def _graphs(drawn: Sequence[Line]) -> list[Picture]:
             if edges in by_edges:
                 continue
             graph = _recorded_graph(path)
-            if not isinstance(graph, Topology) or graph.num_nodes > MOST_GRAPH_NODES:
+            if not isinstance(graph, Topology) or graph.num_nodes > MAX_GRAPH_NODES:
                 continue
             title = f"graph of {line.label}"
             by_edges[edges] = _picture(figure_of(graph), title, f"{title}: {graph.num_nodes} nodes")
@@ -269,7 +269,7 @@ def _waits(line: Line) -> dict[str, Any]:
     total: Counter[tuple[int, int]] = Counter()
     for run in line.runs:
         total.update(waited(run))
-    longest = total.most_common(MOST_PAIRS)
+    longest = total.most_common(MAX_PAIRS)
     rounds = {phase: _seconds(line, f"{phase}_seconds") for phase in ("train", "send", "wait", "mix")}
     all_seconds = sum(rounds.values())
     return {
@@ -290,7 +290,7 @@ def _waiting_picture(line: Line, total: Mapping[tuple[int, int], float]) -> Pict
     from matplotlib.figure import Figure
 
     uids = sorted({uid for run in line.runs for uid in run.nodes})
-    if not total or not 1 < len(uids) <= MOST_WAITING_NODES:
+    if not total or not 1 < len(uids) <= MAX_WAITING_NODES:
         return None
     place = {uid: index for index, uid in enumerate(uids)}
     values = np.full((len(uids), len(uids)), np.nan)
@@ -344,8 +344,8 @@ def _events(run: RecordedRun) -> dict[str, Any]:
     return {
         "label": str(run.path), "planned": planned,
         "counts": [(kind, count, EVENTS.get(kind, "")) for kind, count in sorted(counts.items())],
-        "listed": [(f"{time - began:+.1f} s", uid, kind, detail) for time, uid, kind, detail in listed[:MOST_EVENTS]],
-        "more": max(0, len(listed) - MOST_EVENTS),
+        "listed": [(f"{time - began:+.1f} s", uid, kind, detail) for time, uid, kind, detail in listed[:MAX_EVENTS]],
+        "more": max(0, len(listed) - MAX_EVENTS),
     }  # fmt: skip
 
 

@@ -18,8 +18,8 @@ from decentnode.compression import CODECS
 from decentnode.config.component import Component, Config, section
 from decentnode.graph.base import RoundView
 from decentnode.payload import Payload, TensorSpec
-from decentnode.sharing.former import FORMER, FormerAttribute, take_former
 from decentnode.sharing.hooks import Hooks
+from decentnode.sharing.old_attributes import OLD_ATTRIBUTES, OldAttribute, move_old_attributes
 from decentnode.sharing.requirements import Requirements
 
 
@@ -68,7 +68,7 @@ class Sharing(Hooks, Component, abc.ABC):
     def __init_subclass__(cls, **options: Any) -> None:
         """Raises TypeError for a rule that would silently inherit its requirements from only one of several parents."""
         super().__init_subclass__(**options)
-        take_former(cls)
+        move_old_attributes(cls)
         parents = [base for base in cls.__bases__ if issubclass(base, Sharing)]
         if "requirements" not in vars(cls):
             for base in parents:
@@ -77,5 +77,5 @@ class Sharing(Hooks, Component, abc.ABC):
                                     f"{' and '.join(each.__name__ for each in parents)} differ")  # fmt: skip
 
 
-for _name in FORMER:
-    setattr(Sharing, _name, FormerAttribute(_name))
+for _name in OLD_ATTRIBUTES:
+    setattr(Sharing, _name, OldAttribute(_name))

@@ -43,7 +43,7 @@ def exchange_rounds(rule: Sharing, first: int = 0) -> Iterator[int]:
             return
 
 
-def unheard(rule: Sharing, graph: Graph, seed: int = 0, fragment: int = 0) -> tuple[int, int] | None:
+def find_unreached_pair(rule: Sharing, graph: Graph, seed: int = 0, fragment: int = 0) -> tuple[int, int] | None:
     """Returns (a, b) such that node b's model never reaches node a, directly or through other nodes, in the rounds in
     which the rule exchanges; None if every model reaches every node.
 
@@ -77,7 +77,7 @@ def plan_mismatch(rules: Sequence[Sharing], graph: Graph, seed: int = 0, fragmen
     """Returns the first place, in words, at which a node waits for a node whose plan does not send to it; None if the
     plans of the first exchanges have none.
 
-    rules: the rule of every node, by uid; `set_machines` must have been called. fragment: as for `unheard`.
+    rules: the rule of every node, by uid; `set_machines` must have been called. fragment: as for `find_unreached_pair`.
     """
     phases = range(rules[0].requirements.phases)
     for round in itertools.islice(exchange_rounds(rules[0]), PLANNED_EXCHANGES):

@@ -32,7 +32,7 @@ PUBLIC_KEYS, RELAYED_KEYS, MODELS = range(3)
 PUBLIC_KEY_BYTES = 32
 RECORD = struct.Struct(f"<I{PUBLIC_KEY_BYTES}s")
 """A relayed key: the uid of its node, and the public key."""
-MOST_NEIGHBORS = 1024
+MAX_NEIGHBORS = 1024
 """Receivers reserve memory for as many relayed keys, 36 KiB."""
 LARGEST_INTEGER = 1 << 30
 """The integer of a model's entry of size `largest`. The sum over all neighbors, whose weights are one at most, is then
@@ -85,8 +85,8 @@ class SecureAggregation(Sharing):
 
     def plan(self, view: RoundView) -> RoundView:
         """Leaves out neighbors without weight, which would hide nothing in the sum."""
-        if len(view.neighbors) > MOST_NEIGHBORS:
-            raise UsageError(f"sharing: secure_aggregation needs a graph with at most {MOST_NEIGHBORS} neighbors per "
+        if len(view.neighbors) > MAX_NEIGHBORS:
+            raise UsageError(f"sharing: secure_aggregation needs a graph with at most {MAX_NEIGHBORS} neighbors per "
                              f"node, node {view.uid} has {len(view.neighbors)}")  # fmt: skip
         return view.among([uid for uid, weight in view.weights.items() if weight > 0])
 
@@ -186,7 +186,7 @@ class SecureAggregation(Sharing):
 
     def payload_schema(self, elements: int, dtype: torch.dtype) -> dict[str, TensorSpec]:  # noqa: ARG002
         self._elements = elements
-        return {"keys": TensorSpec(torch.uint8, MOST_NEIGHBORS * RECORD.size, exact=False),
+        return {"keys": TensorSpec(torch.uint8, MAX_NEIGHBORS * RECORD.size, exact=False),
                 "x": TensorSpec(torch.int32, elements, exact=False)}  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from decentnode.sharing.wrapper import Wrapper
 Unit = Literal["samples", "tokens"]
 TRAINED = "trained"
 """The payload's scalar with the number of samples or tokens that its sender trained on."""
-MOST_TRAINED = 1 << 40
+MAX_TRAINED = 1 << 40
 """The largest number that is accepted from a peer."""
 
 
@@ -52,7 +52,7 @@ class WeightedByTraining(Wrapper):
         """What this node has trained on since its last payload, and the number in that payload."""
 
     def changed(self, inner: Requirements) -> Requirements:
-        spec = ScalarSpec(int, low=0, high=MOST_TRAINED)
+        spec = ScalarSpec(int, low=0, high=MAX_TRAINED)
         return replace(inner, elementwise=False, linear=False, scalars={**inner.scalars, TRAINED: spec})
 
     def trained(self, samples: int, units: int) -> None:
@@ -61,7 +61,7 @@ class WeightedByTraining(Wrapper):
 
     def outgoing(self, model: Tensor, view: RoundView) -> dict[int, Payload]:
         found = self.rule.outgoing(model, view)
-        self._sent = min(self._trained, MOST_TRAINED)
+        self._sent = min(self._trained, MAX_TRAINED)
         if found:
             self._trained = 0
         outgoing: dict[int, Payload] = {}

@@ -16,11 +16,11 @@ from decentnode.sweeps.space import Settings, short_names
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-MOST_LINES = 24
+MAX_LINES = 24
 """Lines in a plot; further ones, the worst, are left out."""
 BAR_DISTANCE = 3 / 72
 """Horizontal distance in inches between the error bars of two lines at the same value."""
-MOST_ROWS = 40
+MAX_ROWS = 40
 """Rows in a plot without a numeric key; further ones, the worst, are left out."""
 
 
@@ -34,9 +34,9 @@ def draw(results: Results) -> Figure:
     rows = [each for each in rows if each.rounds == rows[0].rounds]
     key = numeric_key([each.settings for each in rows])
     if key is None:
-        figure = new_figure(7.0, 1.4 + 0.32 * min(len(rows), MOST_ROWS))
-        _rows(figure.subplots(), results, rows[:MOST_ROWS])
-        _title(figure, results, rows, any(each.worse for each in rows[:MOST_ROWS]))
+        figure = new_figure(7.0, 1.4 + 0.32 * min(len(rows), MAX_ROWS))
+        _rows(figure.subplots(), results, rows[:MAX_ROWS])
+        _title(figure, results, rows, any(each.worse for each in rows[:MAX_ROWS]))
     else:
         figure = new_figure(7.0, 4.2)
         _lines(figure, results, rows, key)
@@ -82,7 +82,7 @@ def _lines(figure: Figure, results: Results, rows: Sequence[Row], key: str) -> N
     panel, scale = figure.subplots(), results.metric.scale
     names = short_names([name for name, _ in rows[0].settings])
     drawn = groups if len(groups) > 1 and max(map(len, groups.values())) > 1 else {(): [*rows]}
-    for index, (others, group) in enumerate(list(drawn.items())[:MOST_LINES]):
+    for index, (others, group) in enumerate(list(drawn.items())[:MAX_LINES]):
         group = sorted(group, key=lambda each: _at(each, key))
         x, mean = [_at(each, key) for each in group], [scale * (each.mean or 0.0) for each in group]
         bars = [scale * (each.deviation or 0.0) for each in group]
@@ -91,7 +91,7 @@ def _lines(figure: Figure, results: Results, rows: Sequence[Row], key: str) -> N
         dashes = dashes if drawn is groups or len(rows[0].settings) == 1 else ""
         label = " ".join(f"{names[name]}={short[group[0].settings][name]}" for name, _ in others)
         # Error bars of several lines at the same value would hide each other
-        inches = (index - (min(len(drawn), MOST_LINES) - 1) / 2) * BAR_DISTANCE
+        inches = (index - (min(len(drawn), MAX_LINES) - 1) / 2) * BAR_DISTANCE
         offset = ScaledTranslation(inches, 0, figure.dpi_scale_trans)
         bar_artists = panel.errorbar(x, mean, bars if any(bars) else None, fmt=f"o{dashes}", color=color, markersize=4,
                                      capsize=3, linewidth=1.2, label=label)  # fmt: skip

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-MOST_BYTES = 1 << 20
+MAX_BYTES = 1 << 20
 """How many bytes of one file are read at a time. A longer line cannot be a record and is skipped."""
 
 
@@ -35,7 +35,7 @@ class Follower:
         return sorted((int(name), f"{self._nodes}/{name}/metrics.jsonl") for name in names)
 
     def poll(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Yields (uid, record) of unread records, at most MOST_BYTES per node. Ignores files that cannot be read now.
+        """Yields (uid, record) of unread records, at most MAX_BYTES per node. Ignores files that cannot be read now.
         """
         for uid, path in self._files():
             if self._unread_bytes(path):
@@ -53,12 +53,12 @@ class Follower:
         try:
             with open(path, "rb") as file:
                 file.seek(begin)
-                data = file.read(MOST_BYTES)
+                data = file.read(MAX_BYTES)
         except OSError:
             return
         end = data.rfind(b"\n") + 1
         if not end:
-            end = len(data) if len(data) == MOST_BYTES else 0
+            end = len(data) if len(data) == MAX_BYTES else 0
         self._read[path] = begin + end
         for line in data[:end].splitlines():
             try:
@@ -70,4 +70,4 @@ class Follower:
 
     def at_end(self) -> bool:
         """Returns whether everything written has been read, except possibly an unfinished last line."""
-        return all(self._unread_bytes(path) < MOST_BYTES for _, path in self._files())
+        return all(self._unread_bytes(path) < MAX_BYTES for _, path in self._files())

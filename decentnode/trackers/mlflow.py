@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from decentnode.config import component
 from decentnode.trackers.base import Point, TrackedRun, Tracker, TrackerConfig
 
-MOST_VALUE = 500
+MAX_VALUE = 500
 """Longest value of a parameter in characters; servers refuse longer ones."""
 AT_ONCE = 100
 """The most parameters that servers accept in one call."""
@@ -44,7 +44,7 @@ class MLflow(Tracker):
         made = self._client.create_run(experiment, run_name=f"{run.title}{machine}",
                                        tags={"decentnode.run": str(run.path)})  # fmt: skip
         self._id: str = made.info.run_id
-        params = [Param(key, value[:MOST_VALUE]) for key, value in flat(run.config)]
+        params = [Param(key, value[:MAX_VALUE]) for key, value in flat(run.config)]
         for begin in range(0, len(params), AT_ONCE):
             self._client.log_batch(self._id, params=params[begin : begin + AT_ONCE])
 

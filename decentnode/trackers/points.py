@@ -14,7 +14,7 @@ from decentnode.trackers.base import Point
 PENDING_SECONDS = 10.0
 """How long a round waits for the records of all nodes. After that its point is made from the records that have arrived,
 so that a dead or slow node does not block it."""
-MOST_PENDING = 256
+MAX_PENDING = 256
 """How many rounds may wait; beyond that the earliest point is made from the records that have arrived."""
 RUN_FIGURES = ("consensus_distance", "consensus_rms", "contributors")
 """Figures of an evaluation that are the same on all nodes."""
@@ -84,7 +84,7 @@ class Points:
         pending.records[uid], pending.sent[uid] = record, sent
         if self.uids <= pending.records.keys():
             yield from self._points_until(kind, rounds)
-        while len(self._pending) > MOST_PENDING:
+        while len(self._pending) > MAX_PENDING:
             yield from self._points_until(*min(self._pending, key=lambda key: key[1]))
 
     def overdue(self, now: float) -> Iterator[Point]:

@@ -280,7 +280,7 @@ class Suite:
         after = self.fault_free()
         calm, name = (before + after) / 2, f"SIGKILL every {interval:g} s"
         share = found.rate() / calm
-        count = found.summary.get("struck", {}).get("kill", 0)
+        count = found.summary.get("process_faults", {}).get("kill", 0)
         self.add(name, f"{share:.2f} of {calm:.1f} rounds/s ({count} kills)", f">= {least:g}", share >= least)
         skipped, repeated, made = found.out_of_order()
         self.add(name, f"{skipped} of {made:,} rounds skipped, {repeated} repeated", "none", not (skipped or repeated))
@@ -380,7 +380,7 @@ class Suite:
         kill = {"do": "kill", "nodes": list(KILLED), "count": together, "every_seconds": interval,
                 "until_seconds": seconds}  # fmt: skip
         found = self.watch("thousand", [kill], seconds + 10)
-        killed = found.summary.get("struck", {}).get("kill", 0)
+        killed = found.summary.get("process_faults", {}).get("kill", 0)
         self.add(f"{count} kills", f"{killed} kills; left behind: {len(found.left)}", "nothing left",
                  killed >= 0.9 * count and not found.left)  # fmt: skip
 

@@ -14,7 +14,7 @@ from gpu_rows import Row, failure, milliseconds, on_gpu, with_failures
 ARRIVALS = (1, 2, 4, 8)
 KERNEL = "_weighted_sum"
 """Its name in decentnode/mixing/kernel.py."""
-SUSTAINED_BYTES, MOST_WORKS = 1 << 30, 16
+SUSTAINED_BYTES, MAX_WORKS = 1 << 30, 16
 """Bytes that a timed sequence of works must move, and the most works in it. Of the data written last, up to half of a
 cache of 50 MB has not reached memory when the clock stops: a quarter of what a copy of 25 M elements in bfloat16 moves,
 but almost nothing of what mixing eight arrivals reads."""
@@ -46,7 +46,7 @@ def _mixing_rows(elements: int, dtype: Any, what: str, gpu: bool) -> Iterator[Ro
 def sustained(make: Callable[[], Callable[[], object]], moved: int, gpu: bool) -> float:
     """Returns GB/s of works made by make(), each with memory of its own, as many in sequence as together move
     SUSTAINED_BYTES. moved: bytes that one of them reads and writes."""
-    works = [make() for _ in range(min(MOST_WORKS, -(-SUSTAINED_BYTES // moved)) if gpu else 1)]
+    works = [make() for _ in range(min(MAX_WORKS, -(-SUSTAINED_BYTES // moved)) if gpu else 1)]
 
     def in_turn() -> None:
         for work in works:

@@ -146,7 +146,7 @@ def test_no_file_is_left_of_a_checkpoint_for_which_the_disk_is_full(
 
 def gather_rows(cuts: dict[int, list[Cut]], nodes: int) -> list[list[int]]:
     """Returns the rows that every node gathers when each of them contributes the cuts that it has, by way of a mean."""
-    total = sum(agreement.row(agreement.offers(own), uid, nodes, agreement.MOST_CUTS) for uid, own in cuts.items())
+    total = sum(agreement.row(agreement.offers(own), uid, nodes, agreement.MAX_CUTS) for uid, own in cuts.items())
     return agreement.gathered(total / nodes, nodes)  # type: ignore[operator]
 
 

@@ -205,7 +205,7 @@ def test_a_departed_peer_is_neither_sent_to_nor_waited_for() -> None:
     with open_nodes(BATCHED, 3, flat_schema(10)) as nodes:
         payload = Payload({"x": torch.ones(10)})
         nodes[2].depart(0, (0, 1))
-        wait_until(lambda: all(2 in node._status.departed for node in nodes[:2] if isinstance(node, ZeroMQ)))
+        wait_until(lambda: all(2 in node._run_state.departed for node in nodes[:2] if isinstance(node, ZeroMQ)))
 
         def run(node: Communication) -> None:
             if node.uid == 2:

@@ -111,7 +111,7 @@ def join_as_newcomer(
     members: dict[int, tuple[int, ...]] = {}
 
     def enter_next_generation(node: ZeroMQ) -> None:
-        wait_until(lambda: bool(node._status.regrouping))
+        wait_until(lambda: bool(node._run_state.regrouping))
         members[node.uid] = node.regroup().wait().members
         node.barrier("all there", 20)
 

@@ -212,7 +212,7 @@ def test_a_payload_is_sent_before_its_sender_waits_for_another_neighbor(transpor
             assert set(arrival.received) == {0}
             return float(arrival.received[0].tensors["x"][0])
 
-        ahead._status.wait = raise_instead_of_waiting  # type: ignore[method-assign]
+        ahead._run_state.wait = raise_instead_of_waiting  # type: ignore[method-assign]
         for round in range(40):
             payload = Payload({"x": torch.full((elements,), float(round))})
             try:
@@ -223,19 +223,21 @@ def test_a_payload_is_sent_before_its_sender_waits_for_another_neighbor(transpor
         else:
             pytest.fail("node 0 never had to wait")
         assert list(run_on_all([fast], lambda node, round=round: take(node, round)).values()) == [round]  # type: ignore[misc]
-        del ahead._status.wait
+        del ahead._run_state.wait
 
 
-@pytest.mark.parametrize("goes_on", [False, True])
-def test_waits_for_peers_that_accept_nothing_share_one_time_out(clock: WaitingClock, goes_on: bool) -> None:
-    """goes_on: rounds continue without late nodes; then a sender waits for them less than a second."""
+@pytest.mark.parametrize("continues_without_late", [False, True])
+def test_waits_for_peers_that_accept_nothing_share_one_time_out(
+    clock: WaitingClock, continues_without_late: bool
+) -> None:
+    """continues_without_late: rounds continue without late nodes; then a sender waits for them less than a second."""
     elements = 4 * BLOCK_ELEMENTS
     options = {"chunk_bytes": 1 << 20, "window_bytes": 1 << 20, "timeout_seconds": TIMEOUT_SECONDS}
     with open_nodes("tcp", 3, flat_schema(elements), **options) as nodes:
         ahead = nodes[0]
         assert isinstance(ahead, ZeroMQ)
-        ahead.goes_on = goes_on
-        ahead._status.wait = clock.sleep  # type: ignore[method-assign]
+        ahead.continues_without_late = continues_without_late
+        ahead._run_state.wait = clock.sleep  # type: ignore[method-assign]
         waits = []
         for round in range(20):
             began = clock.now()
@@ -243,10 +245,10 @@ def test_waits_for_peers_that_accept_nothing_share_one_time_out(clock: WaitingCl
             ahead.exchange(round, {1: payload, 2: payload}, ())
             waits.append(clock.now() - began)
         longest = max(waits)
-        assert 0 < longest < 1 if goes_on else TIMEOUT_SECONDS <= longest < TIMEOUT_SECONDS + 2
+        assert 0 < longest < 1 if continues_without_late else TIMEOUT_SECONDS <= longest < TIMEOUT_SECONDS + 2
         assert sum(waits) < 2 * longest + 1, "waited again for a peer that is known to be silent"
         assert sum(ahead.counters.edge(uid).wait_seconds for uid in (1, 2)) >= longest
-        del ahead._status.wait
+        del ahead._run_state.wait
 
 
 def test_the_time_out_restarts_when_a_payload_arrived_and_not_when_it_was_noticed(clock: WaitingClock) -> None:

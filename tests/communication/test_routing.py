@@ -61,7 +61,7 @@ def test_edges_whose_models_are_hit_by_faults_use_zeromq() -> None:
         Cut(sides=((0,), (2,)), at_seconds=1.0, seconds=1.0),
         Break(source=4, to=3, plane="bulk", at_seconds=1.0),
     ])  # fmt: skip
-    routing = dataclasses.replace(make_routing(gpu={0: 7, 2: 7}), struck=resolved, together=frozenset((0, 1, 2)))
+    routing = dataclasses.replace(make_routing(gpu={0: 7, 2: 7}), has_faults=resolved, together=frozenset((0, 1, 2)))
     assert paths_of(routing, (0, 1), (1, 0), (0, 2), (3, 4), (4, 3)) == ["zeromq"] * 5
     assert paths_of(routing, (1, 2), (3, 5)) == ["same_process", "shared_memory"]
 

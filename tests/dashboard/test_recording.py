@@ -40,7 +40,7 @@ def test_a_tail_gives_each_line_once_and_leaves_an_unfinished_one(tmp_path: Path
 def test_a_tail_passes_over_a_line_that_is_longer_than_any_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("decentnode.dashboard.tail.MOST_LINE_BYTES", 64)
+    monkeypatch.setattr("decentnode.dashboard.tail.MAX_LINE_BYTES", 64)
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"a": "' + b"x" * 500 + b'"}\n{"a": 2}\n')
     tail, found = Tail(path), []

@@ -9,7 +9,19 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from decentnode.errors import UsageError
-from decentnode.faults import AnyFault, Break, Corrupt, Course, Drop, Fault, Kill, MessageFates, Slow, damaged, resolve
+from decentnode.faults import (
+    AnyFault,
+    Break,
+    Corrupt,
+    Drop,
+    Fault,
+    FaultTimeline,
+    Kill,
+    MessageFates,
+    Slow,
+    damaged,
+    resolve,
+)
 
 NODES, ROUNDS = 8, 50
 
@@ -65,28 +77,28 @@ def test_unknown_nodes_and_too_many_faults_are_refused() -> None:
         resolve([parse_fault(do="kill", nodes="all", probability=1)], 1, NODES, 20_000)
 
 
-def make_course(uid: int, *faults: AnyFault) -> tuple[Course, list[int]]:
-    """Returns the course of a node, and a list to which the index of every fault that begins is appended."""
+def make_timeline(uid: int, *faults: AnyFault) -> tuple[FaultTimeline, list[int]]:
+    """Returns the timeline of a node, and a list to which the index of every fault that begins is appended."""
     began: list[int] = []
-    return Course(faults, uid, (Fault,), lambda active: began.append(active.index)), began
+    return FaultTimeline(faults, uid, (Fault,), lambda active: began.append(active.index)), began
 
 
 def test_a_timed_fault_is_in_effect_from_its_time_to_its_end() -> None:
     own, others = Slow(nodes=(1,), at_seconds=2, factor=3, seconds=4), Slow(nodes=(2,), at_seconds=2, factor=3)
-    course, began = make_course(1, own, others)
-    assert not course.in_effect(1e9)  # the run has not begun
-    course.begin(100.0, 100.0)
-    assert [len(course.in_effect(now)) for now in (101.9, 102.0, 105.9, 106.0)] == [0, 1, 1, 0]
+    timeline, began = make_timeline(1, own, others)
+    assert not timeline.in_effect(1e9)  # the run has not begun
+    timeline.begin(100.0, 100.0)
+    assert [len(timeline.in_effect(now)) for now in (101.9, 102.0, 105.9, 106.0)] == [0, 1, 1, 0]
     assert began == [0]
 
 
 def test_a_fault_of_a_round_begins_in_that_round_or_the_next_that_the_node_makes() -> None:
-    course, began = make_course(1, Slow(nodes=(1,), at_round=3, factor=3), Kill(nodes=(1,), at_round=4))
-    course.begin(0.0, 0.0)
+    timeline, began = make_timeline(1, Slow(nodes=(1,), at_round=3, factor=3), Kill(nodes=(1,), at_round=4))
+    timeline.begin(0.0, 0.0)
     in_effect = []
     for round in (0, 2, 5):  # the node makes no round 3
-        course.enter(round, float(round))
-        in_effect.append([(active.index, active.until) for active in course.in_effect(float(round))])
+        timeline.enter(round, float(round))
+        in_effect.append([(active.index, active.until) for active in timeline.in_effect(float(round))])
     assert in_effect == [[], [], [(0, math.inf)]] and began == [0, 1]
 
 
@@ -97,12 +109,12 @@ def test_a_restarted_process_resumes_only_faults_that_are_still_in_effect() -> N
         Break(source=1, to=2, at_seconds=5), Slow(nodes=(1,), at_seconds=5, factor=2, seconds=1),
         Break(source=1, to=2, at_seconds=20),
     )  # fmt: skip
-    course, began = make_course(1, *plan)
-    course.begin(0.0, 12.0, is_restart=True)
-    course.enter(5, 12.0)
-    assert began == [4, 2] and [active.index for active in course.in_effect(13.0)] == [4, 2]
-    course.enter(9, 14.0)
-    assert [active.index for active in course.in_effect(21.0)] == [2] and began == [4, 2, 1, 7]
+    timeline, began = make_timeline(1, *plan)
+    timeline.begin(0.0, 12.0, is_restart=True)
+    timeline.enter(5, 12.0)
+    assert began == [4, 2] and [active.index for active in timeline.in_effect(13.0)] == [4, 2]
+    timeline.enter(9, 14.0)
+    assert [active.index for active in timeline.in_effect(21.0)] == [2] and began == [4, 2, 1, 7]
 
 
 def test_the_fate_of_a_message_depends_only_on_seed_connection_and_number() -> None:

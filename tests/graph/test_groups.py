@@ -28,7 +28,7 @@ def test_a_grouped_graph_is_the_kronecker_product_with_the_mean_of_a_group(
     graph = make("grouped", nodes=outer.num_nodes * size, between=between)
     assert graph.period == outer.period and graph.directed == outer.directed
     groups = consecutive_groups(graph.num_nodes, size)
-    assert groups.misfit(graph) == ""
+    assert groups.describe_mismatch(graph) == ""
     for r in range(outer.period or 3):
         np.testing.assert_allclose(graph.matrix(r), np.kron(outer.matrix(r), np.full((size, size), 1 / size)))
         for uid in range(graph.num_nodes):
@@ -52,7 +52,7 @@ def test_graphs_that_fit_the_groups_have_no_misfit(name: str, options: dict[str,
     """If models are averaged in each group before W (the matrix P), they are equal in each group after it: W P = P W
     P."""
     graph = make(name, **options)
-    assert consecutive_groups(graph.num_nodes, size).misfit(graph) == ""
+    assert consecutive_groups(graph.num_nodes, size).describe_mismatch(graph) == ""
     for r in range(graph.period or 1):
         p = np.kron(np.eye(graph.num_nodes // size), np.full((size, size), 1 / size))
         np.testing.assert_allclose(graph.matrix(r) @ p, p @ graph.matrix(r) @ p, atol=1e-12)
@@ -60,9 +60,9 @@ def test_graphs_that_fit_the_groups_have_no_misfit(name: str, options: dict[str,
 
 @pytest.mark.parametrize(("name", "size"), [("ring", 2), ("star", 4), ("random_matching", 2), ("exponential", 4)])
 def test_a_misfit_names_two_nodes_of_a_group_with_different_weights(name: str, size: int) -> None:
-    misfit = consecutive_groups(8, size).misfit(make(name, nodes=8))
+    mismatch = consecutive_groups(8, size).describe_mismatch(make(name, nodes=8))
     weights = r"give weights [\d.]+ and [\d.]+ to nodes [\d, ]+"
-    assert re.match(rf"nodes \d and \d of one group {weights} in round \d+$", misfit)
+    assert re.match(rf"nodes \d and \d of one group {weights} in round \d+$", mismatch)
 
 
 @pytest.mark.parametrize(("members", "message"), [

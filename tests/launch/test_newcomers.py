@@ -104,7 +104,7 @@ def test_a_newcomer_joins_a_run_with_faults_and_its_records_are_checked_once_col
             newcomer.wait()
     summary = json.loads((latest / "summary.json").read_text())
     assert summary["checked"].keys() == {"payloads", "generations", "unseen"}, out + err
-    assert summary["checked"]["unseen"].keys() == {"4"} and summary["struck"] == {"kill": 1}
+    assert summary["checked"]["unseen"].keys() == {"4"} and summary["process_faults"] == {"kill": 1}
     details = [event["detail"] for event in read_kind(events, "fault")]
     assert any('"slow"' in detail for detail in details) and any('"drop"' in detail for detail in details)
     code, out, err = run(tmp_path, "collect", "tiny", "came")

@@ -82,9 +82,9 @@ def test_a_fault_of_a_round_before_the_checkpoint_is_not_injected_again(tmp_path
     kill = [{"do": "kill", "nodes": [1], "at_round": 2}]
     node = {"rounds": 6, "evaluate_every": 0, "checkpoint": {"every": 3}, "missing": "regroup"}
     folder = Folder(tmp_path, communication={"name": "auto", "suspect_seconds": 5}, node=node, faults=kill)
-    assert folder.run().summary["struck"] == {"kill": 1}
+    assert folder.run().summary["process_faults"] == {"kill": 1}
     resumed = folder.run("node.rounds=9", resume="")
-    assert resumed.exit_code == 0 and resumed.summary["struck"] == {} and resumed.summary["rounds"] == 9
+    assert resumed.exit_code == 0 and resumed.summary["process_faults"] == {} and resumed.summary["rounds"] == 9
 
 
 CASES = {

@@ -138,7 +138,7 @@ def test_a_run_with_a_kill_a_pause_and_lossy_connections_finishes_and_its_payloa
                        training={"name": "tests.launch.faults:Slow", "batch_size": 8,
                                  "optimizer": {"name": "sgd", "lr": 0.05}})  # fmt: skip
     assert outcome.exit_code == 0, recorder.failures
-    assert outcome.summary["struck"] == {"kill": 1, "pause": 1} and outcome.summary["restarts"] == {"2": 1}
+    assert outcome.summary["process_faults"] == {"kill": 1, "pause": 1} and outcome.summary["restarts"] == {"2": 1}
     assert outcome.summary["checked"]["payloads"] > 100 and outcome.summary["checked"]["generations"] >= 1
     assert any("node 2 was killed, as `faults` says" in notice for notice in recorder.notices)
     assert recorded_faults(outcome, 2).count("kill") == 1 and "pause" in recorded_faults(outcome, 1)

@@ -23,7 +23,7 @@ from decentnode.simulate.world.replay_run import replay_run
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 NODES, ROUNDS = 4, 12
 SECTIONS = {
-    "name": "struck", "graph": {"name": "ring", "nodes": NODES}, "communication": {"name": "zeromq"},
+    "name": "process_faults", "graph": {"name": "ring", "nodes": NODES}, "communication": {"name": "zeromq"},
     "mapping": {"name": "linear", "machines": 1, "nodes_per_machine": NODES},
     "node": {"rounds": ROUNDS, "evaluate_every": 0, "missing": "regroup", "restarts": 1},
 }  # fmt: skip

@@ -20,7 +20,7 @@ from decentnode.communication.run_state import Steps, at_once, run_without_waits
 from decentnode.errors import CheckpointError
 from decentnode.faults import Faults, Kill, Restart
 from decentnode.node.checkpoints import due_by_minutes
-from decentnode.node.checkpoints.due_asynchronously import MOST_UNASKED
+from decentnode.node.checkpoints.due_asynchronously import MAX_UNASKED
 from decentnode.node.checkpoints.manager import Checkpoints
 from decentnode.node.checkpoints.resume_agreement import ResumeFrom
 from decentnode.node.node import Node
@@ -312,7 +312,7 @@ def test_false_checkpoint_numbers_neither_fill_disks_nor_use_up_the_numbers(
     made.until(LIMIT, faults=Faults())
     for uid in (0, 1, 5):
         rounds = checkpoint_rounds_of(made, uid)
-        most = MOST_UNASKED + 3 * (600 // 150) + 2
+        most = MAX_UNASKED + 3 * (600 // 150) + 2
         assert 4 <= len(rounds) <= most, rounds
         assert sum(round > 300 for round in rounds) >= 2, rounds
         assert made.nodes[uid].schedule.cuts.number < 1 << 20
@@ -370,4 +370,4 @@ def test_nan_and_infinity_in_the_mean_of_minutes_end_neither_node_nor_checkpoint
     due_by_time._pending_poll = node
     assert run_without_waits(due_by_time.is_due()) == due
     next_poll = due_by_time._next_poll_round
-    assert next_poll is not None and 40 < next_poll <= 40 + due_by_minutes.MOST_ROUNDS_BETWEEN_POLLS
+    assert next_poll is not None and 40 < next_poll <= 40 + due_by_minutes.MAX_ROUNDS_BETWEEN_POLLS

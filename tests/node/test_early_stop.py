@@ -11,9 +11,9 @@ import torch
 from decentnode.checkpoint import store
 from decentnode.errors import ConfigError
 from decentnode.experiment import load
-from decentnode.node.checkpoints.handover import agree_on_course
+from decentnode.node.checkpoints.handover import agree_on_early_stopping
 from decentnode.node.config import NodeConfig
-from decentnode.node.measuring.early_stopping import Course, reason_for_early_end
+from decentnode.node.measuring.early_stopping import EarlyStopping, reason_for_early_end
 from tests.checkpoint.test_state import states_equal
 from tests.graph.contract import make
 from tests.node.fleet import NODES, Fleet, check_resumed, remove_checkpoints_after
@@ -30,9 +30,9 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def make_course(**keys: Any) -> Course:
+def make_course(**keys: Any) -> EarlyStopping:
     config = NodeConfig.model_validate({"early_stop": {"figure": FIGURE, **keys}})
-    return Course(config, small.make())
+    return EarlyStopping(config, small.make())
 
 
 @pytest.mark.parametrize(("keys", "values", "ends", "best"), [
@@ -68,7 +68,7 @@ def test_the_values_decide_after_which_evaluation_a_run_ends(
 
 def test_without_early_stop_the_best_value_is_known_and_the_run_does_not_end() -> None:
     for config, figure in (({}, "accuracy_merged"), ({"checkpoint": {"best": "loss_mean"}}, "loss_mean")):
-        followed = Course(NodeConfig.model_validate(config), small.make())
+        followed = EarlyStopping(NodeConfig.model_validate(config), small.make())
         for round in range(9):
             followed.take({"accuracy_merged": 0.5, "loss_mean": 1.0}, round)
         assert not followed.over and followed.figures() == {
@@ -154,14 +154,14 @@ def test_members_adopt_the_evaluation_history_of_a_member_that_has_seen_all(
     for node in fleet.nodes:
         for round in range(1, 4 if node.uid == 2 else 5):
             if node.uid not in without:
-                node.course.take({FIGURE: 0.1 + round / 3}, round)
+                node.early_stopping.take({FIGURE: 0.1 + round / 3}, round)
     giver = min({*range(NODES)} - {*without})
-    before = fleet.nodes[giver].course.numbers()
-    steps = [agree_on_course(node, frozenset(without), "test/course") for node in fleet.nodes]
+    before = fleet.nodes[giver].early_stopping.numbers()
+    steps = [agree_on_early_stopping(node, frozenset(without), "test/course") for node in fleet.nodes]
     for _ in range(4):
         for agreement in steps:
             next(agreement, None)
-    found = [node.course.numbers() for node in fleet.nodes]
+    found = [node.early_stopping.numbers() for node in fleet.nodes]
     assert found == [found[0]] * NODES and found[0] == pytest.approx(before, rel=1e-14)
     assert found[0][4:] == [4.0, 0.0, 4.0]
 
@@ -180,8 +180,8 @@ def test_a_node_that_dies_and_comes_back_stops_early_with_the_others(lost: int, 
     run.end()
     ended = {node.round for node in run.nodes.values()}
     assert len(ended) == 1 and ended < {*range(7, 12)}, ended
-    assert {*run.nodes} == {*range(8)} and all(node.course.over for node in run.nodes.values())
-    assert len({str(node.course.numbers()) for node in run.nodes.values()}) == 1
+    assert {*run.nodes} == {*range(8)} and all(node.early_stopping.over for node in run.nodes.values())
+    assert len({str(node.early_stopping.numbers()) for node in run.nodes.values()}) == 1
 
 
 def test_a_node_without_a_checkpoint_stops_early_with_the_others(tmp_path: Path) -> None:
@@ -191,7 +191,7 @@ def test_a_node_without_a_checkpoint_stops_early_with_the_others(tmp_path: Path)
         path.unlink()
     fleet = Fleet(tmp_path / "b", **keys).resume(tmp_path / "a").run()
     assert {tuple(record["without"]) for record in fleet.records_of_kind("resumed")} == {(0,)}
-    assert 4 < rounds_of(fleet) < 60 and len({str(node.course.numbers()) for node in fleet.nodes}) == 1
+    assert 4 < rounds_of(fleet) < 60 and len({str(node.early_stopping.numbers()) for node in fleet.nodes}) == 1
 
 
 def test_a_resumed_run_keeps_the_best_checkpoint_until_a_better_one(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ class NodeUnderFaults:
         self.events: list[dict[str, Any]] = []
         counters = Counters()
         counters.on_event = lambda _kind, _peer, detail: self.events.append(json.loads(detail))
-        communication: Any = SimpleNamespace(uid=1, counters=counters, fault_course=None)
+        communication: Any = SimpleNamespace(uid=1, counters=counters, fault_injector=None)
         self.faults = NodeFaults(plan, communication, self.requested.append)
         self.faults.begin(clock.now())
 

@@ -125,7 +125,7 @@ def test_no_evaluation_is_skipped_when_a_generation_begins_in_its_round(schedule
                      if record["kind"] == "evaluation" and record["uid"] == uid]  # fmt: skip
         assert sorted({*evaluated}) == [0, 4, 8, 10], "an evaluation was skipped"
         assert len(evaluated) <= 5, "repeated although no node had missed it"
-    assert len({tuple(node.course.numbers()) for node in run.nodes.values()}) == 1
+    assert len({tuple(node.early_stopping.numbers()) for node in run.nodes.values()}) == 1
 
 
 def test_a_node_that_rejoins_after_an_evaluation_does_not_cause_another_one() -> None:

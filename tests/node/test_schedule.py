@@ -49,7 +49,7 @@ class Exchange(fakes.Exchange):
 
 class Transport(fakes.Transport):
     concurrent = False
-    goes_on = False
+    continues_without_late = False
 
     def __init__(self, answer: Exchange) -> None:
         super().__init__(answer)

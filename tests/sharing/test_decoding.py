@@ -58,7 +58,7 @@ class FakeTransport:
         self.counters, self.history = Counters(), None
         self.config = SimpleNamespace(timeout_seconds=1.0)
         self.sent: dict[int, Payload] = {}
-        self.goes_on = False
+        self.continues_without_late = False
 
     def computed(self, round: int) -> None:
         """Does nothing: no peer waits for the local steps."""

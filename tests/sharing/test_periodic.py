@@ -20,7 +20,7 @@ from decentnode.parallel.planning.plan import Plan
 from decentnode.sharing import AMONG_EQUALS
 from decentnode.sharing.base import SharingConfig
 from decentnode.sharing.full import Full
-from decentnode.sharing.rounds import exchange_rounds, rule_view, unheard
+from decentnode.sharing.rounds import exchange_rounds, find_unreached_pair, rule_view
 from tests.graph.contract import make
 from tests.sharing.contract import random_models, rule, rule_traits, run_round, set_up_rules
 
@@ -61,7 +61,8 @@ def is_allowed(name: str, family: str) -> bool:
     """Returns whether a run of this rule on this graph passes the checks before its start."""
     graph = make(family, **CHANGING_GRAPHS[family])  # type: ignore[arg-type]
     requirements = rule(name, **MIXING_ONLY.get(name, {}))().requirements
-    if name == "hierarchical" and (graph.num_nodes % 2 or Groups(((0, 1), (2, 3), (4, 5), (6, 7))).misfit(graph)):
+    groups = Groups(((0, 1), (2, 3), (4, 5), (6, 7)))
+    if name == "hierarchical" and (graph.num_nodes % 2 or groups.describe_mismatch(graph)):
         return False
     return not list(unmet_requirements(requirements, graph))
 
@@ -173,7 +174,7 @@ def test_one_way_edges_alone_do_not_connect_the_nodes(step: int, expected: tuple
 
         out_weights = weights
 
-    assert unheard(rule("full")(), OneWay()) == expected  # type: ignore[arg-type]
+    assert find_unreached_pair(rule("full")(), OneWay()) == expected  # type: ignore[arg-type]
 
 
 def test_wrappers_for_scripts_refuse_steps_that_never_connect_all_ranks() -> None:

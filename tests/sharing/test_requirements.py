@@ -24,8 +24,8 @@ from decentnode.sharing.attacks.sign_flip import SignFlip, SignFlipConfig
 from decentnode.sharing.base import Sharing
 from decentnode.sharing.compressed import Compressed
 from decentnode.sharing.d2 import D2
-from decentnode.sharing.former import FORMER
 from decentnode.sharing.full import Full
+from decentnode.sharing.old_attributes import OLD_ATTRIBUTES
 from decentnode.sharing.requirements import Requirements
 from decentnode.sharing.weighted_by_training import WeightedByTraining
 from decentnode.sharing.wrapper import Wrapper
@@ -200,8 +200,8 @@ def test_former_attributes_set_the_fields_of_the_requirements_and_warn() -> None
 
 def test_every_field_that_was_an_attribute_can_be_read_by_its_former_name() -> None:
     newer = {"min_neighbors", "unweighted", "private"}
-    assert set(FORMER.values()) == {field.name for field in fields(Requirements)} - newer
-    for name, field in FORMER.items():
+    assert set(OLD_ATTRIBUTES.values()) == {field.name for field in fields(Requirements)} - newer
+    for name, field in OLD_ATTRIBUTES.items():
         assert getattr(Full, name) == getattr(Full.requirements, field)
 
 

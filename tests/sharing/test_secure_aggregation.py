@@ -34,7 +34,7 @@ from tests.sharing.test_requirements import QUICKSTART
 
 STEP = 128 / 2**30
 """What models are rounded to by default."""
-MOST_CHI_SQUARE = 377.0
+MAX_CHI_SQUARE = 377.0
 """That of uniformly distributed bytes is larger with probability 1e-6 (255 degrees of freedom)."""
 Lost = Callable[[int, int, int], bool]
 """(phase, source, receiver) -> whether the payload is lost."""
@@ -103,7 +103,7 @@ def test_a_payload_looks_like_random_bytes_and_never_repeats() -> None:
     differences = [a - b for a, b in itertools.combinations(seen, 2)]  # nor do two payloads have the same mask
     for each in (*seen, *differences):
         counts = np.bincount(each.numpy().view(np.uint8), minlength=256)
-        assert ((counts - counts.mean()) ** 2 / counts.mean()).sum() < MOST_CHI_SQUARE
+        assert ((counts - counts.mean()) ** 2 / counts.mean()).sum() < MAX_CHI_SQUARE
 
 
 def test_the_sum_without_one_payload_is_noise() -> None:

@@ -18,7 +18,7 @@ from decentnode.payload import Payload
 from decentnode.sharing.base import Sharing
 from decentnode.sharing.decoding import decode
 from decentnode.sharing.weighted_by_training import (
-    MOST_TRAINED,
+    MAX_TRAINED,
     TRAINED,
     Unit,
     WeightedByTraining,
@@ -112,7 +112,7 @@ def test_a_payload_reports_what_was_trained_on_since_the_last_payload() -> None:
     assert next(iter(restored.outgoing(model, view(graph, 0, 3)).values())).scalars[TRAINED] == 6
 
 
-@pytest.mark.parametrize("reported", [-1, MOST_TRAINED + 1, 1.5, True, None])
+@pytest.mark.parametrize("reported", [-1, MAX_TRAINED + 1, 1.5, True, None])
 def test_impossible_counts_are_refused(reported: Any) -> None:
     rule, round_view = weighted("full")(), view(make("ring", nodes=4), 0, 0)
     scalars = {} if reported is None else {TRAINED: reported}

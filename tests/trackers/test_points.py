@@ -9,7 +9,7 @@ import pytest
 
 from decentnode.trackers import follow
 from decentnode.trackers.follow import Follower
-from decentnode.trackers.points import MOST_PENDING, PENDING_SECONDS, Points
+from decentnode.trackers.points import MAX_PENDING, PENDING_SECONDS, Points
 
 
 def trained(number: int, **more: float) -> dict[str, object]:
@@ -46,8 +46,8 @@ def test_a_dead_node_holds_nothing_up_and_no_round_waits_in_memory_for_ever() ->
     (first,) = points.overdue(PENDING_SECONDS + 0.5)
     assert first.round == 1 and first.values["nodes"] == 1
     assert not list(points.take(1, trained(0), 20.0)) and points.late == 1, "its round has been told"
-    told = [each.round for number in range(3, 10 * MOST_PENDING) for each in points.take(0, trained(number), 3.0)]
-    assert told == list(range(2, 9 * MOST_PENDING + 1)) and len(points._pending) == MOST_PENDING
+    told = [each.round for number in range(3, 10 * MAX_PENDING) for each in points.take(0, trained(number), 3.0)]
+    assert told == list(range(2, 9 * MAX_PENDING + 1)) and len(points._pending) == MAX_PENDING
 
 
 def test_bytes_count_on_when_a_node_is_gone_or_began_anew() -> None:
@@ -63,7 +63,7 @@ def test_bytes_count_on_when_a_node_is_gone_or_began_anew() -> None:
 
 
 def test_files_are_read_on_while_they_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(follow, "MOST_BYTES", 64)
+    monkeypatch.setattr(follow, "MAX_BYTES", 64)
     path = tmp_path / "nodes" / "003" / "metrics.jsonl"
     follower = Follower(tmp_path)
     assert list(follower.poll()) == [] and follower.uids == []

@@ -42,7 +42,7 @@ class SlotWait:
         self._facts.raise_if_failed()
         if self.place is not None or self._last_wait_failed or now >= self.deadline or self._facts.regrouping:
             if self._began is not None:
-                self._facts.held_up(now - self._began, self._holders, self._counters)
+                self._facts.record_send_delay(now - self._began, self._holders, self._counters)
             return True
         if self._began is None:
             self._began = now

@@ -161,7 +161,7 @@ class SharedMemoryPath(Path):
     def _count_wait(self, since: float, holders: Collection[int]) -> None:
         """Counts a wait for a slot on the edges of the nodes that held the slot."""
         uids = set(holders) - {LEASED} | (self.context.leases.holders() if LEASED in holders else set())
-        self._run_state.held_up(clock.now() - since, uids, self._counters)
+        self._run_state.record_send_delay(clock.now() - since, uids, self._counters)
 
     def _map(self, run: str, on_device: bool, uids: Collection[int]) -> None:
         for uid in uids:

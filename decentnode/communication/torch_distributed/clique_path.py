@@ -179,12 +179,12 @@ class CliquePath(abc.ABC):
                 if breakage is None and self._has_room(uid):
                     self._in_flight[uid] = self._in_flight.get(uid, 0) + 1
                     if waited:
-                        self._run_state.held_up(clock.now() - began, [uid], self._counters)
+                        self._run_state.record_send_delay(clock.now() - began, [uid], self._counters)
                     return True
                 until = deadline if breakage is None else min(deadline, breakage.since + BROKEN_SECONDS)
                 remaining = until - clock.now()
                 if remaining <= 0:
-                    self._run_state.held_up(clock.now() - began, [uid], self._counters)
+                    self._run_state.record_send_delay(clock.now() - began, [uid], self._counters)
                     if breakage is None:
                         self._counters.fault("send_window", uid, f"round {round}")
                     return False

@@ -67,11 +67,11 @@ class ZeroMQ(Communication[ZeroMQConfig]):
         self.uid, self.schemas, self.counters = run.uid, run.schemas, run.counters
         self.describe = run.addresses.describe
         self.concurrent = run.process is None
-        self._process, self._status, self._session = run.process, run.state, run.session
+        self._process, self._run_state, self._session = run.process, run.state, run.session
         self._inbox, self._sender = run.inbox, run.sender
         self._driver, self._links, self._io = run.driver, run.driver.links, run.driver.io
         if isinstance(run.driver, FaultyDriver):
-            self.fault_course = run.driver
+            self.fault_injector = run.driver
         self._founders = parts.founders
         self._relays = Relays(run.uid, run.machine_of, parts.relayed, parts.founders, others=run.addresses.others,
                               io=self._io, keyring=keyring)  # fmt: skip
@@ -102,9 +102,9 @@ class ZeroMQ(Communication[ZeroMQConfig]):
 
         Called with `LinkDriver.lock` held.
         """
-        with self._status.changed:
-            self._status.silent.discard(uid)
-            self._status.notify()
+        with self._run_state.changed:
+            self._run_state.silent.discard(uid)
+            self._run_state.notify()
 
     @classmethod
     def make(cls, config: ZeroMQConfig, parts: TransportParts) -> Self:
@@ -139,8 +139,8 @@ class ZeroMQ(Communication[ZeroMQConfig]):
             raise ValueError(f"set_peers must name every uid, got none for {absent}")
         self._io.start()
         limit = timeout_seconds + (0 if self.uid == 0 else GRACE_SECONDS)
-        self._status.block(JoinWait(
-            self._status, lambda: self._protocol.joined,
+        self._run_state.block(JoinWait(
+            self._run_state, lambda: self._protocol.joined,
             lambda: self._driver.call(lambda: self._protocol.give_up(clock.now())), limit, GRACE_SECONDS, clock.now(),
         ))  # fmt: skip
         self._current.open(self.partners, timeout_seconds)
@@ -165,8 +165,8 @@ class ZeroMQ(Communication[ZeroMQConfig]):
         self, round: int, outgoing: Mapping[int, Payload], expected: tuple[int, ...], phase: int = 0,
         group: AveragingGroup | None = None,
     ) -> Exchange:
-        self._status.raise_if_failed()
-        if self._status.regrouping:
+        self._run_state.raise_if_failed()
+        if self._run_state.regrouping:
             return InboxExchange(self._inbox, (round, phase), expected, frozenset())
         self._inbox.advance(round)
         parts, key = self._current.parts, (round, phase)
@@ -183,15 +183,16 @@ class ZeroMQ(Communication[ZeroMQConfig]):
         return InboxExchange(self._inbox, key, expected, frozenset(outgoing), frozenset(dropped))
 
     def publish(self, round: int, outgoing: Mapping[int, Payload], channel: int) -> frozenset[int]:
-        self._status.raise_if_failed()
-        sent, key = publishable_payloads(outgoing, self.schemas[channel], self._sender, self._status), (round, channel)
+        self._run_state.raise_if_failed()
+        sent = publishable_payloads(outgoing, self.schemas[channel], self._sender, self._run_state)
+        key = (round, channel)
         for payload, _ in grouped(sent):
             self._sender.checked(payload, channel)
-        self._status.is_nonblocking_send = True
+        self._run_state.is_nonblocking_send = True
         try:
             dropped = self._current.parts.paths.publish(key, sent) if sent else set[int]()
         finally:
-            self._status.is_nonblocking_send = False
+            self._run_state.is_nonblocking_send = False
         self.counters.sent({uid: payload for uid, payload in sent.items() if uid not in dropped})
         return frozenset(outgoing) - sent.keys() | dropped
 
@@ -199,7 +200,7 @@ class ZeroMQ(Communication[ZeroMQConfig]):
         self, channel: int, *, round: int | None = None, count: int = 0, sources: Collection[int] = (),
         seconds: float = 0.0,
     ) -> Steps[list[Collected]]:
-        status = self._status
+        status = self._run_state
         status.raise_if_failed()
         self._inbox.look()
         if count or sources:
@@ -228,7 +229,7 @@ class ZeroMQ(Communication[ZeroMQConfig]):
         self, round: int, outgoing: Mapping[int, Payload], expected: tuple[int, ...], phase: int = 0,
         group: AveragingGroup | None = None,
     ) -> Steps[Exchange]:
-        status = self._status
+        status = self._run_state
         while status.stepped and not status.regrouping and (full := self._full_peers(outgoing)):
             with status.changed:
                 room = self._sender.room(full[0], (round, phase), clock.now())
@@ -237,7 +238,7 @@ class ZeroMQ(Communication[ZeroMQConfig]):
 
     def _full_peers(self, uids: Iterable[int]) -> list[int]:
         """Returns the uids whose queues are full, except for peers that are silent or have departed."""
-        silent, departed = self._status.silent, self._status.departed
+        silent, departed = self._run_state.silent, self._run_state.departed
         return [uid for uid in uids if not (self._sender.takes(uid) or uid in silent or uid in departed)]
 
     def reports_steps(self, timeout_seconds: float) -> Steps[dict[int, dict[str, float | int | str]]]:
@@ -272,23 +273,23 @@ class ZeroMQ(Communication[ZeroMQConfig]):
             self._generations.end_after(rounds)
 
     def raise_if_over(self) -> None:
-        self._status.raise_if_over()
+        self._run_state.raise_if_over()
 
     def ping_silent(self, heard: Mapping[int, float]) -> None:
-        with self._status.lock:
-            self._status.ping_silent(heard, self.config.silence_seconds)
+        with self._run_state.lock:
+            self._run_state.ping_silent(heard, self.config.silence_seconds)
 
     def suspect(self, uids: Collection[int], reason: str) -> None:
         if self._generations is None:
             super().suspect(uids, reason)
-        elif self._status.broken.keys() >= set(uids):  # they may be alive; the leader finds out which are not
+        elif self._run_state.broken.keys() >= set(uids):  # they may be alive; the leader finds out which are not
             self._generations.renew(reason)
         else:
             self._generations.suspect(uids, reason)
 
     def why_broken(self, uids: Collection[int]) -> str:
-        with self._status.lock:
-            return self._status.why_broken(uids)
+        with self._run_state.lock:
+            return self._run_state.why_broken(uids)
 
     def begin_at(self, round: int) -> None:
         if self._generations is not None:
@@ -340,62 +341,62 @@ class ZeroMQ(Communication[ZeroMQConfig]):
 
     @property
     def obeys_orders_alone(self) -> bool:
-        return self._status.orders.apart
+        return self._run_state.orders.apart
 
     @obeys_orders_alone.setter
     def obeys_orders_alone(self, value: bool) -> None:
-        self._status.orders.apart = value
+        self._run_state.orders.apart = value
 
     def order(self, action: Action) -> None:
         self._driver.call(lambda: self._protocol.order(action, clock.now()))
 
     def next_step(self, round: int) -> Next:
-        with self._status.lock:
-            return self._status.orders.next(round)
+        with self._run_state.lock:
+            return self._run_state.orders.next(round)
 
     def order_done(self, round: int) -> None:
-        with self._status.lock:
-            self._status.orders.evaluated(round)
+        with self._run_state.lock:
+            self._run_state.orders.evaluated(round)
 
     def wait_for_order(self, round: int, until: float) -> Steps[None]:
-        yield from self._status.wait_steps(OrderWait(self._status, round, until))
+        yield from self._run_state.wait_steps(OrderWait(self._run_state, round, until))
 
     # -- the end ----------------------------------------------------------------------------------------------
 
     def announce_stop(self) -> None:
-        self._status.stopping = True
-        self._status.wake()
+        self._run_state.stopping = True
+        self._run_state.wake()
         self._driver.call(lambda: self._protocol.ask_stop(clock.now()))
 
     @property
     def waiting(self) -> tuple[tuple[int, ...], float] | None:
-        return self._status.waiting
+        return self._run_state.waiting
 
     @property
     def blocked_since(self) -> float:
-        return self._status.blocked_since
+        return self._run_state.blocked_since
 
     @blocked_since.setter
     def blocked_since(self, since: float) -> None:
-        with self._status.changed:
-            self._status.blocked_since = since
-            self._status.notify()  # the time-out of the other thread starts now
+        with self._run_state.changed:
+            self._run_state.blocked_since = since
+            self._run_state.notify()  # the time-out of the other thread starts now
 
     @property
-    def goes_on(self) -> bool:
-        return self._status.goes_on
+    def continues_without_late(self) -> bool:
+        return self._run_state.continues_without_late
 
-    @goes_on.setter
-    def goes_on(self, value: bool) -> None:
-        self._status.goes_on = value
+    @continues_without_late.setter
+    def continues_without_late(self, value: bool) -> None:
+        self._run_state.continues_without_late = value
 
     @property
     def quorum(self) -> Quorum | None:
-        return self._status.quorum
+        return self._run_state.quorum
 
     @quorum.setter
     def quorum(self, value: Quorum | None) -> None:
-        self._status.quorum = value
+        self._run_state.quorum = value
 
     @property
     def prefetch_bytes(self) -> float:
@@ -407,7 +408,7 @@ class ZeroMQ(Communication[ZeroMQConfig]):
 
     @property
     def stopping(self) -> bool:
-        return self._status.stopping
+        return self._run_state.stopping
 
     def depart(self, rounds: int, neighbors: Collection[int]) -> None:
         self._inbox.end(rounds)
@@ -423,14 +424,14 @@ class ZeroMQ(Communication[ZeroMQConfig]):
 
         self._driver.call(lambda: self._protocol.fail(uid, reason, clock.now()))
         if uid != self.uid:
-            self._status.fail(PeerLost(f"{self.describe(uid)} failed: {reason}", [uid]))
+            self._run_state.fail(PeerLost(f"{self.describe(uid)} failed: {reason}", [uid]))
 
     def close(self) -> None:
         if not self._closed:
             self._current.close(leaving_chunks=False)
             self._closed = True
-            has_failed = self._status.failure is not None or bool(self._status.regrouping)
+            has_failed = self._run_state.failure is not None or bool(self._run_state.regrouping)
             self._io.close(0.5 if has_failed else CLOSE_SECONDS)
             self._relays.close()
             self._current.close(leaving_chunks=True)
-            self._status.fail(NodeFailed(f"node {self.uid}: its communication was closed"))  # ends other waits
+            self._run_state.fail(NodeFailed(f"node {self.uid}: its communication was closed"))  # ends other waits

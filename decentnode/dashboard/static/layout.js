@@ -1,6 +1,6 @@
 // Force-directed layout: edges attract, nodes repel each other. Computed in small steps; deterministic for a graph.
 
-const MOST_EXACT = 250, ROUNDS = 300;
+const MAX_EXACT = 250, ROUNDS = 300;
 
 export class Layout {
   constructor(count, pairs, before) {
@@ -33,7 +33,7 @@ export class Layout {
       const a = x[i] - x[j], b = y[i] - y[j], square = a * a + b * b + 1e-6, force = (ideal * ideal) / square;
       dx[i] += a * force; dy[i] += b * force; dx[j] -= a * force; dy[j] -= b * force;
     };
-    if (count <= MOST_EXACT) {
+    if (count <= MAX_EXACT) {
       for (let i = 0; i < count; i++) for (let j = i + 1; j < count; j++) push(i, j);
     } else this.pushNear(push);
     for (const [a, b] of this.pairs) {

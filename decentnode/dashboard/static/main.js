@@ -8,7 +8,7 @@ import { Run } from "./model.js";
 import { element, figures, PANELS } from "./panels.js";
 import { Timeline } from "./timeline.js";
 
-const SPEEDS = { "1/s": 1, "4/s": 4, "10/s": 10, "30/s": 30 }, MOST_RUNS = 8, PANEL_MS = 900;
+const SPEEDS = { "1/s": 1, "4/s": 4, "10/s": 10, "30/s": 30 }, MAX_RUNS = 8, PANEL_MS = 900;
 const $ = (id) => document.getElementById(id);
 
 const app = {
@@ -65,7 +65,7 @@ async function list() {
 
 function pick(id, wanted) {
   const ids = app.runs.map((run) => run.id).filter((each) => each !== id);
-  show(wanted ? [...ids, id].slice(-MOST_RUNS) : ids);
+  show(wanted ? [...ids, id].slice(-MAX_RUNS) : ids);
 }
 
 function show(ids) {
@@ -326,8 +326,8 @@ async function begin() {
   delete document.body.dataset.locked;
   $("connection").textContent = "";
   const known = new Set(app.listed.map((each) => each.id)), named = app.listed.filter((each) => each.named);
-  let wanted = app.recall().filter((id) => known.has(id)).slice(0, MOST_RUNS);
-  if (!wanted.length) wanted = (named.length ? named : app.listed.slice(0, 1)).slice(0, MOST_RUNS).map((each) => each.id);
+  let wanted = app.recall().filter((id) => known.has(id)).slice(0, MAX_RUNS);
+  if (!wanted.length) wanted = (named.length ? named : app.listed.slice(0, 1)).slice(0, MAX_RUNS).map((each) => each.id);
   show(wanted);
   sync();
   if (!wanted.length) $("connection").textContent = "no runs are there yet";

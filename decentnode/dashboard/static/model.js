@@ -2,7 +2,7 @@
 
 import { frames } from "./api.js";
 
-const MOST_FRAME_BYTES = 96e6, AT_ONCE = 32;
+const MAX_FRAME_BYTES = 96e6, AT_ONCE = 32;
 export const unknown = (value) => value === null || value === undefined || Number.isNaN(value);
 
 export class Run {
@@ -131,7 +131,7 @@ export class Run {
       }
       const bytes = found.length ? 4 * (found[0].nodes.length + found[0].edges.length) : 1;
       for (const key of this.frames.keys()) {
-        if (this.frames.size * bytes <= MOST_FRAME_BYTES) break;
+        if (this.frames.size * bytes <= MAX_FRAME_BYTES) break;
         this.frames.delete(key);
       }
     } catch { /* the stream reports that the server is gone */ }

@@ -6,7 +6,7 @@ import { EDGE_COLORS, NODE_COLORS } from "./graph.js";
 import { unknown } from "./model.js";
 import { describe } from "./timeline.js";
 
-const MOST_ROWS = 1000, MOST_LINES = 40;
+const MAX_ROWS = 1000, MAX_LINES = 40;
 
 export function element(name, attributes = {}, ...children) {
   const made = document.createElement(name);
@@ -41,7 +41,7 @@ function waits(run, view) {
       : "no node is waiting for long right now" }));
     const waiting = Object.entries(run.status).filter(([, each]) => each.for.length).sort((a, b) => b[1].seconds - a[1].seconds);
     if (waiting.length) {
-      parts.push(table(["node", "waits for", "since"], waiting.slice(0, MOST_LINES).map(([uid, each]) => [uid, each.for.slice(0, 10).join(", "), seconds(each.seconds)])));
+      parts.push(table(["node", "waits for", "since"], waiting.slice(0, MAX_LINES).map(([uid, each]) => [uid, each.for.slice(0, 10).join(", "), seconds(each.seconds)])));
     }
     const doing = new Map();
     for (const each of Object.values(run.status)) doing.set(each.doing, (doing.get(each.doing) || 0) + 1);
@@ -55,7 +55,7 @@ function waits(run, view) {
   });
   found.sort((a, b) => b[2] - a[2]);
   parts.push(element("h3", { text: view.live ? "longest waits in the newest round" : `longest waits in the round before ${view.rounds}` }));
-  parts.push(found.length ? table(["node", "waited for", "seconds"], found.slice(0, MOST_LINES).map(([a, b, c]) => [a, b, seconds(c)]))
+  parts.push(found.length ? table(["node", "waited for", "seconds"], found.slice(0, MAX_LINES).map(([a, b, c]) => [a, b, seconds(c)]))
     : element("p", { class: "soft", text: "none" }));
   return parts;
 }
@@ -71,7 +71,7 @@ function nodes(run, view, app) {
   const chosen = columns.find(([name]) => name === order[0]) || columns[0];
   const rows = run.uids.map((_, i) => i);
   rows.sort((a, b) => { const x = chosen[1](a), y = chosen[1](b); return order[1] * (unknown(x) ? 1 : unknown(y) ? -1 : x < y ? -1 : x > y ? 1 : 0); });
-  const made = table(columns.map(([name]) => name), rows.slice(0, MOST_ROWS).map((i) => columns.map(([, value, text]) => { const v = value(i); return unknown(v) || v === "" ? "–" : text(v); })),
+  const made = table(columns.map(([name]) => name), rows.slice(0, MAX_ROWS).map((i) => columns.map(([, value, text]) => { const v = value(i); return unknown(v) || v === "" ? "–" : text(v); })),
     (at) => ({ "data-node": run.uids[rows[at]], class: run.uids[rows[at]] === app.node ? "chosen" : "", onclick: () => app.choose(run.uids[rows[at]]) }));
   made.querySelectorAll("th").forEach((head, i) => head.addEventListener("click", () => {
     order = [columns[i][0], order[0] === columns[i][0] ? -order[1] : 1];
@@ -124,7 +124,7 @@ function events(run, view, app) {
   const all = [...run.events].sort((a, b) => a.time - b.time);
   const counts = Object.keys(GROUPS).map((group) => [group, all.filter((each) => each.group === group).length]).filter(([, n]) => n);
   const parts = [element("p", {}, ...counts.flatMap(([group, n]) => [element("span", { class: "dot", style: { background: GROUPS[group] } }), `${group} ${n}   `]))];
-  const rows = all.slice(-MOST_ROWS);
+  const rows = all.slice(-MAX_ROWS);
   if (!rows.length) return [element("p", { class: "soft", text: "nothing but rounds" })];
   const made = table(["seconds", "what happened"], rows.map((event) => [run.began === null ? "" : (event.time - run.began).toFixed(1), describe(event)]),
     (at) => ({ "data-node": rows[at].uid, onclick: () => app.seek(run.roundsAt(rows[at].time - run.began)) }));

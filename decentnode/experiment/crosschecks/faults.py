@@ -58,8 +58,8 @@ def _never_killed(faults: Sequence[Fault], restart: Restart) -> str:
     killed = [fault for fault in faults if isinstance(fault, Kill)]
     if any(fault.nodes == "all" for fault in killed) or (restart.nodes == "all" and killed):
         return ""
-    struck = {uid for fault in killed for uid in fault.uids}
-    return ", ".join(map(str, sorted({*restart.uids} - struck))) if killed or restart.nodes != "all" else "any"
+    killed_uids = {uid for fault in killed for uid in fault.uids}
+    return ", ".join(map(str, sorted({*restart.uids} - killed_uids))) if killed or restart.nodes != "all" else "any"
 
 
 def _named_uids(fault: Fault) -> Iterator[tuple[tuple[str | int, ...], int]]:
@@ -115,7 +115,7 @@ def _check_link_fault(experiment: Experiment, path: tuple[str | int, ...], fault
     config, mapping = experiment.communication, mapping_of(experiment)
     if mapping is None or not isinstance(config, ZeroMQConfig):
         return
-    nodes, struck = range(mapping.num_nodes), FaultyModelLinks([fault])
+    nodes, affects_models = range(mapping.num_nodes), FaultyModelLinks([fault])
     routing = config.routing({uid: mapping.place(uid).machine for uid in nodes})
     asked = {pair: path for pair, path in routing.chosen.items() if path != "zeromq"}
     asked |= {frozenset(pair): "collective" for clique in routing.cliques for pair in combinations(clique, 2)
@@ -123,7 +123,7 @@ def _check_link_fault(experiment: Experiment, path: tuple[str | int, ...], fault
     if config.shared_memory:
         asked |= {frozenset(pair): "shared_memory" for pair in combinations(nodes, 2)
                   if routing.machine_of[pair[0]] == routing.machine_of[pair[1]]}  # fmt: skip
-    other = next((path for pair, path in asked.items() if struck(*pair)), None)
+    other = next((path for pair, path in asked.items() if affects_models(*pair)), None)
     if other is not None:
         message = f": {fault.do} acts on messages that go through sockets, but here models go through {other}; use " \
                   f"communication: {{name: auto}}{', or plane: control' * hasattr(fault, 'plane')}"

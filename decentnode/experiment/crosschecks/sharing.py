@@ -27,7 +27,7 @@ from decentnode.experiment.tree import Experiment
 from decentnode.graph import build as build_graph
 from decentnode.graph.base import Graph
 from decentnode.graph.families import Ring
-from decentnode.graph.groups import Groups, members_of, problem_of
+from decentnode.graph.groups import CHECKED_ROUNDS, Groups, members_of, problem_of
 from decentnode.node.schedules.schedules import SCHEDULES
 from decentnode.sharing import SHARINGS
 from decentnode.sharing.base import Sharing
@@ -36,7 +36,7 @@ from decentnode.sharing.dump import DumpConfig
 from decentnode.sharing.hooks import AROUND_STEPS, Hooks, own_methods
 from decentnode.sharing.parameters import ParametersConfig
 from decentnode.sharing.requirements import Requirements
-from decentnode.sharing.rounds import exchange_rounds, plan_mismatch, unheard
+from decentnode.sharing.rounds import exchange_rounds, find_unreached_pair, plan_mismatch
 from decentnode.sharing.step_size import STEPS
 from decentnode.sharing.weighted_by_training import reason_against_weights
 
@@ -110,11 +110,11 @@ def check_step_hooks(experiment: Experiment) -> Iterator[Problem]:
     rule = _rule_class(experiment)
     if rule is None or experiment.node.schedule != "overlapped" or _requirements(experiment).sequential:
         return
-    unheard = own_methods(rule, AROUND_STEPS)
-    if unheard and not own_methods(rule, ["advance"]):
-        yield Problem(("node", "schedule"), f": {experiment.sharing.name} has a method {unheard[0]}, which overlapped "
-                      f"does not call; use schedule: sequential, which {rule.__name__}.requirements can ask for "
-                      "with sequential=True", other=("sharing",))  # fmt: skip
+    never_called = own_methods(rule, AROUND_STEPS)
+    if never_called and not own_methods(rule, ["advance"]):
+        yield Problem(("node", "schedule"), f": {experiment.sharing.name} has a method {never_called[0]}, which "
+                      "overlapped does not call; use schedule: sequential, which "
+                      f"{rule.__name__}.requirements can ask for with sequential=True", other=("sharing",))  # fmt: skip
 
 
 def check_sharing_fits_graph(experiment: Experiment) -> Iterator[Problem]:
@@ -153,11 +153,12 @@ def _group_asymmetry(members: Sequence[Sequence[int]], graph: Graph) -> str:
     """Returns how a graph treats nodes of a group differently, and a graph that does not; "" if it treats them
     alike."""
     groups = Groups(tuple(map(tuple, members)))
-    misfit = groups.misfit(graph) if graph.num_nodes <= MAX_CHECKED_NODES else groups.misfit(graph, rounds=1)
+    checked_rounds = CHECKED_ROUNDS if graph.num_nodes <= MAX_CHECKED_NODES else 1
+    mismatch = groups.describe_mismatch(graph, checked_rounds)
     in_a_row = [uid for group in groups.members for uid in group] == list(range(graph.num_nodes))
     instead = (f"{{name: grouped, nodes: {graph.num_nodes}, between: {{name: ring, nodes: {len(members)}}}}}"
                if in_a_row else f"{{name: complete, nodes: {graph.num_nodes}}}")  # fmt: skip
-    return f"{misfit}; use {instead}" if misfit else ""
+    return f"{mismatch}; use {instead}" if mismatch else ""
 
 
 def unmet_requirements(needs: Requirements, graph: Graph) -> Iterator[str]:
@@ -232,14 +233,14 @@ def check_information_spreads(experiment: Experiment) -> Iterator[Problem]:
             continue
         name = experiment.sharing.name
         try:
-            alone = unheard(rule, graph, experiment.seed, index)
+            alone = find_unreached_pair(rule, graph, experiment.seed, index)
         except UsageError:  # the weights cannot be made, which check_graph reports
             continue
         if alone is not None:
             section = Ring.Config.model_validate({"name": "ring", "nodes": graph.num_nodes})
             ring = build_graph(section, None, experiment.seed)
             instead = f"graph: {{name: ring, nodes: {graph.num_nodes}}}"
-            if unheard(rule, ring, experiment.seed) is not None:
+            if find_unreached_pair(rule, ring, experiment.seed) is not None:
                 instead = "sharing: {name: full} on a connected graph"
             yield Problem(("sharing",), f": {name} needs a graph that joins all nodes over the rounds in which it "
                           f"exchanges, node {alone[0]} never hears of node {alone[1]}; use {instead}",

@@ -128,8 +128,8 @@ class NodeRecords:
         """Records that a node has ended regularly: after its last round, after a stop, or because it left."""
         end = self._ends[node.uid] = "left" if node.left else "stopped" if stopped else "finished"
         if node.uid in self._events:
-            course = node.communication.fault_course
-            for kind, count in sorted(course.touched.items() if course is not None else ()):
+            injector = node.communication.fault_injector
+            for kind, count in sorted(injector.touched.items() if injector is not None else ()):
                 self._events[node.uid]("fault", None, f"{kind}: {count} messages")
             self._events[node.uid]("left_run" if node.left else end, None, f"{node.round} rounds")
 

@@ -22,7 +22,7 @@ LOOK_SECONDS = 0.25
 POLL_SECONDS = 0.05
 """Time between two looks for the answer."""
 MAX_BYTES = 4096
-MOST_AT_ONCE = 16
+MAX_AT_ONCE = 16
 """The most requests that are taken at a time."""
 
 Content = dict[str, Any]
@@ -86,7 +86,7 @@ class Requests:
         found = []
         with contextlib.suppress(OSError):
             asked = {path: match[1] for path in self._run.iterdir() if (match := self._name.fullmatch(path.name))}
-            for path in sorted(asked)[:MOST_AT_ONCE]:
+            for path in sorted(asked)[:MAX_AT_ONCE]:
                 content = _read(path)
                 path.unlink(missing_ok=True)
                 found.append((asked[path], content or {}))

@@ -13,7 +13,7 @@ from decentnode.launch.children.messages import Engine, Facts, Failed, NodesAbse
 if TYPE_CHECKING:
     from decentnode.launch.reporting.outcome import Outcome
 
-MOST_PROBLEMS = 5
+MAX_PROBLEMS = 5
 """How many different reasons for failed checkpoints are reported during a run."""
 
 
@@ -117,7 +117,7 @@ def checkpoint_notice(uid: int, record: Mapping[str, Any], reported: set[str]) -
     """
     lacking = ", ".join(record.get("left_out", ()))
     problem = str(record.get("problem", lacking))
-    if not problem or problem in reported or len(reported) >= MOST_PROBLEMS:
+    if not problem or problem in reported or len(reported) >= MAX_PROBLEMS:
         return ""
     reported.add(problem)
     if lacking:

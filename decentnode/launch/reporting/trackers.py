@@ -23,9 +23,9 @@ CLOSE_SECONDS = 30.0
 """How long trackers may take after the end of the run to send the rest of the data."""
 TICK_SECONDS = 0.5
 """Least time between two checks of the trackers."""
-MOST_LINES = 20
+MAX_LINES = 20
 """How many lines of one tracker are shown to the user; later ones are not."""
-MOST_BYTES = 1 << 16
+MAX_BYTES = 1 << 16
 """How many bytes are read from a tracker at a time."""
 
 
@@ -64,9 +64,9 @@ class _Tracker:
             return
         gone = self.process.poll() is not None
         with contextlib.suppress(BlockingIOError):
-            self._text += os.read(self._status, MOST_BYTES)
+            self._text += os.read(self._status, MAX_BYTES)
         *lines, self._text = self._text.split(b"\n")
-        self._text = self._text[-MOST_BYTES:]
+        self._text = self._text[-MAX_BYTES:]
         for line in lines:
             yield from self._messages_of(line.decode(errors="replace"))
         if gone:
@@ -83,7 +83,7 @@ class _Tracker:
         if line.startswith("! "):
             self.failed = True
             yield f"tracker {self.name} {line[2:]}; the run continues without it, its log is {self.log}"
-        elif self._lines_shown <= MOST_LINES:
+        elif self._lines_shown <= MAX_LINES:
             yield f"tracker {self.name}: {line[2:]}" if line.startswith("= ") else f"tracker {self.name} {line}"
 
     def close_input(self) -> None:

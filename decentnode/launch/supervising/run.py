@@ -309,7 +309,7 @@ class Run:
         if self.facts.faults:
             reports = (each.injected_faults for each in self.ledger.finished.values())
             simulated = next((report for report in reports if report), {})
-            contents |= {"struck": dict(self._process_faults.counts) or simulated, "checked": checked}
+            contents |= {"process_faults": dict(self._process_faults.counts) or simulated, "checked": checked}
         if self.directory is not None and contents.get("members"):
             with contextlib.suppress(OSError):  # if it fails, the models stay where the nodes wrote them
                 promote_merged_model(self.directory)

@@ -11,7 +11,7 @@ from decentnode.node.measuring.evaluation import mean_of
 from decentnode.node.resumable import Resumable
 from decentnode.node.schedules.asynchronous.cuts import MAX_NUMBER, Cuts
 
-MOST_UNASKED = 8
+MAX_UNASKED = 8
 """The number of checkpoints per generation, initiated by other nodes, that a node makes even if neither its own round
 count nor its clock allows for them."""
 
@@ -22,7 +22,7 @@ class DueAsynchronously:
     The lowest member initiates a checkpoint when it is due by its own round count or clock, once all members have made
     the previous one; the other members make it when they learn its number from a payload. So all members make the same
     checkpoints, however slow one of them is. A member that does not report its last checkpoint delays the next one by
-    the time-out. A member that invents numbers can cause at most MOST_UNASKED checkpoints plus twice as many as the run
+    the time-out. A member that invents numbers can cause at most MAX_UNASKED checkpoints plus twice as many as the run
     is configured to make; after that, a node only makes those that are due by its own round count or clock.
     """
 
@@ -81,8 +81,8 @@ class DueAsynchronously:
 
     def _most_unasked(self, now: float) -> float:
         """Returns how many checkpoints honest members can have initiated in this generation by now: twice what the
-        round count and the clock allow, as clocks differ, plus MOST_UNASKED."""
+        round count and the clock allow, as clocks differ, plus MAX_UNASKED."""
         config = self._config
         by_rounds = self._node.config.rounds // config.every if config.every is not None else 0
         by_clock = (now - self._generation_began) / (60 * config.minutes) if config.minutes is not None else 0.0
-        return MOST_UNASKED + 2 * (by_rounds + by_clock)
+        return MAX_UNASKED + 2 * (by_rounds + by_clock)

@@ -15,7 +15,7 @@ from decentnode.node.resumable import Resumable
 POLLS_PER_PERIOD = 32
 """The least number of times that the lowest member checks its clock between two checkpoints, if rounds are short enough
 for it."""
-MOST_ROUNDS_BETWEEN_POLLS = 1024
+MAX_ROUNDS_BETWEEN_POLLS = 1024
 """A poll costs a mean of two numbers over all nodes, which is negligible over this many rounds even if rounds are so
 short that this bound applies."""
 
@@ -58,7 +58,7 @@ class DueByMinutes:
             return False
         mean, contributors = found
         due, rounds = agreement.gathered(mean.view(1, -1), contributors)[0]
-        self._next_poll_round = self._node.round + min(max(1, rounds), MOST_ROUNDS_BETWEEN_POLLS)
+        self._next_poll_round = self._node.round + min(max(1, rounds), MAX_ROUNDS_BETWEEN_POLLS)
         return due > 0
 
     def begin_poll_if_due(self) -> None:
@@ -78,5 +78,5 @@ class DueByMinutes:
                 per_round = max(1e-9, (now - self._last_poll[0]) / (node.round - self._last_poll[1]))
                 rounds = int(max(period / POLLS_PER_PERIOD, (period if due else seconds_left) / 2) / per_round)
             self._last_poll = now, node.round
-            answer[0], answer[1] = float(due), min(max(1, rounds), MOST_ROUNDS_BETWEEN_POLLS)
+            answer[0], answer[1] = float(due), min(max(1, rounds), MAX_ROUNDS_BETWEEN_POLLS)
         self._pending_poll = node.communication.mean(f"checkpoint/due-{node.round}", answer)

@@ -35,19 +35,19 @@ def give_models(node: Resumable, to: frozenset[int], key: str) -> Steps[None]:
             model.buffers.copy_(mean[shared:])
 
 
-def agree_on_course(node: Resumable, without: frozenset[int], key: str) -> Steps[None]:
+def agree_on_early_stopping(node: Resumable, without: frozenset[int], key: str) -> Steps[None]:
     """Give all members the same record of the evaluations so far: that of the lowest member that is not in `without`. A
     joining member has seen none of the evaluations, and one of the others may have missed the last. As steps; does
     nothing if no early stopping is configured. key: the name of the mean, the same on all nodes."""
     if node.config.early_stop is None:
         return
     giver = min(uid for uid in node.generation.members if uid not in without)
-    numbers = node.course.numbers() if node.uid == giver else [0.0] * NUM_NUMBERS
+    numbers = node.early_stopping.numbers() if node.uid == giver else [0.0] * NUM_NUMBERS
     pending = begin_mean(node.communication, key, torch.tensor(numbers, dtype=torch.float64), closing=True)
     timeout_seconds = node.communication.config.timeout_seconds
     mean, contributors = yield from mean_of(pending, node.sharing.requirements.phases, timeout_seconds)
     # the giver as well, so that all have the same rounded values
-    node.course.load_numbers((mean * contributors).tolist())
+    node.early_stopping.load_numbers((mean * contributors).tolist())
 
 
 def deal_samples(node: Resumable, first_round: int) -> None:

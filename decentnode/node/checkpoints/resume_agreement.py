@@ -50,7 +50,7 @@ def read_agreed_cut(node: Resumable, resume: ResumeFrom) -> Steps[AgreedCut]:
     and training state are then restored. Blocks while nodes agree and read. Raises CheckpointError if there is no such
     cut."""
     manifests, problems = store.scan(resume.folders, node.uid, resume.runs)
-    for attempt in range(agreement.MOST_CUTS + 1):
+    for attempt in range(agreement.MAX_CUTS + 1):
         chosen = yield from agreed_cut(node, [each.cut for each in manifests], attempt)
         if chosen is None:
             raise CheckpointError(no_common_cut(node.uid, manifests, problems))
@@ -89,7 +89,7 @@ def agreed_cut(node: Resumable, cuts: Sequence[Cut], attempt: int) -> Steps[tupl
     cuts: those of which this node has a complete checkpoint. attempt: 0 for the first call, then one more for each call
     after a cut that could not be read.
     """
-    rows = yield from gathered(node, f"resume/offers-{attempt}", agreement.offers(cuts), agreement.MOST_CUTS)
+    rows = yield from gathered(node, f"resume/offers-{attempt}", agreement.offers(cuts), agreement.MAX_CUTS)
     without = [uid for uid, row in enumerate(rows) if not any(row)]
     found = agreement.complete(cuts, rows, without)
     votes = yield from gathered(node, f"resume/votes-{attempt}", agreement.vote(found), 3)

@@ -15,7 +15,7 @@ from decentnode.communication.run_state import Steps
 from decentnode.errors import CheckpointError
 from decentnode.formatting import names
 from decentnode.node.checkpoints.checkpoint_mean import mean_unless_ending
-from decentnode.node.checkpoints.handover import agree_on_course, begin_rules_anew, deal_samples, give_models
+from decentnode.node.checkpoints.handover import agree_on_early_stopping, begin_rules_anew, deal_samples, give_models
 from decentnode.node.checkpoints.snapshot import Restored
 from decentnode.node.measuring.evaluation import begin_mean
 from decentnode.node.resumable import Resumable
@@ -72,7 +72,7 @@ def go_on(node: Resumable, restored: Restored | None, cut: str, where: ResumePos
         node.round = where.round
         yield from begin_rules_anew(node, "resume/dealt")
     if where.without:
-        yield from agree_on_course(node, frozenset(where.without), "resume/course")
+        yield from agree_on_early_stopping(node, frozenset(where.without), "resume/course")
     node.round = where.round
     node.communication.begin_at(where.round)
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from decentnode import clock
 from decentnode.communication.run_state import Steps
-from decentnode.node.checkpoints.handover import agree_on_course, begin_rules_anew, deal_samples, give_models
+from decentnode.node.checkpoints.handover import agree_on_early_stopping, begin_rules_anew, deal_samples, give_models
 from decentnode.node.checkpoints.resuming import evaluate_alone_if_missed, evaluation_missed
 from decentnode.node.generations.disconnected import disconnected_graphs
 from decentnode.node.generations.merging import TrainingWork, merge_models
@@ -67,7 +67,7 @@ class NodeGenerations:
         self._work.mark_separated(old_members - new_members)
         self._rules.lost |= old_members - (new_members - generation.fresh)
         merge_record = yield from self._hand_over(generation)
-        yield from agree_on_course(node, generation.fresh, "generation/course")
+        yield from agree_on_early_stopping(node, generation.fresh, "generation/course")
         self._work.mark_reunited(new_members)
         node.communication.mark_in_sync(generation)
         is_asynchronous = self._rules.schedule.asynchronous

@@ -52,7 +52,7 @@ class Best:
         return True
 
 
-class Course:
+class EarlyStopping:
     """Tracks `node.early_stop.figure`; if that is not set, the figure of the best checkpoint, else the main metric of
     the merged model."""
 
@@ -127,7 +127,7 @@ class Course:
 
 
 NUM_NUMBERS = 7
-"""The length of `Course.numbers()`."""
+"""The length of `EarlyStopping.numbers()`."""
 
 
 def reason_for_early_end(config: EarlyStopConfig, best: Mapping[str, Any]) -> str:

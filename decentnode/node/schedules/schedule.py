@@ -201,7 +201,7 @@ class Schedule(abc.ABC):
         """Returns whether the only node that would use the result of the local steps has already continued without this
         one. If a node still made the steps of all rounds that it missed, it would fall behind further and further, and
         delay the next evaluation."""
-        if not self.communication.goes_on:
+        if not self.communication.continues_without_late:
             return False
         takes = [each.rule.steps_are_for(each.view) for each in self.fragments]
         return all(uid is not None and self.communication.has_sent_later(round, uid) for uid in takes)

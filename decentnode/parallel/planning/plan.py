@@ -14,7 +14,7 @@ from decentnode.parallel.planning.differences import Differences
 from decentnode.parallel.planning.rules import make_coding
 from decentnode.sharing.base import Sharing
 from decentnode.sharing.hooks import own_methods
-from decentnode.sharing.rounds import exchange_rounds, plan_mismatch, rule_view, unheard
+from decentnode.sharing.rounds import exchange_rounds, find_unreached_pair, plan_mismatch, rule_view
 from decentnode.sharing.step_size import MATRIX_ROUNDS
 
 CHECKED_ROUNDS = 32
@@ -59,7 +59,7 @@ class Plan:
         ):
             if needed and not good:
                 raise ValueError(f"topology must be {word} for {type(rule).__name__}")
-        alone = unheard(rule, graph) if graph.num_nodes <= CHECKED_RANKS else None
+        alone = find_unreached_pair(rule, graph) if graph.num_nodes <= CHECKED_RANKS else None
         if alone is not None:
             raise ValueError(f"topology must connect all ranks over the steps in which {type(rule).__name__} "
                              "exchanges, "

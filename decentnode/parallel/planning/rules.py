@@ -72,7 +72,7 @@ def make_sharing(given: SharingRule) -> Sharing:
         cls = load_class(section.get("name", "full"), SHARINGS, "sharing")
         cls = Differences if cls is Choco else cls
         rule = cls(config_of("sharing", cls, section))
-    needs, unheard = rule.requirements, own_methods(type(rule), NEVER_CALLED)
+    needs, never_called = rule.requirements, own_methods(type(rule), NEVER_CALLED)
     around = [] if needs.sequential else own_methods(type(rule), AROUND_STEPS)
     lacks = next((why for bad, why in (
         (not needs.elementwise, "is not elementwise: it cannot mix one bucket after the other"),
@@ -81,7 +81,7 @@ def make_sharing(given: SharingRule) -> Sharing:
         (type(rule).adjust is not Sharing.adjust, "needs the loss of the step"),
         (not needs.linear and getattr(rule.config, "compression", None) is not None,
          "is not linear, and has compression"),
-        (bool(unheard), f"has a method {next(iter(unheard), '')}, which scripts do not call"),
+        (bool(never_called), f"has a method {next(iter(never_called), '')}, which scripts do not call"),
         (bool(around), f"has a method {next(iter(around), '')}, which is only called where its requirements have "
          "sequential=True"),
         (_sends_other_payloads(rule), "sends something other than the parameters (its method outgoing), where scripts "

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from decentnode.report.pictures.plots import COLORS, new_figure, save
 
-MOST_NAMES = 12
+MAX_NAMES = 12
 """Candidates that are named beside the picture, best ranked first; all Pareto-optimal ones are named in any case."""
 
 
@@ -25,7 +25,7 @@ def plot(rows: Sequence[tuple[str, float, float | None, bool]], target: float, p
     for rank, ((name, _, slow, star), (x, y)) in enumerate(zip(rows, points, strict=True), 1):
         color = COLORS[0] if star else "#909090"
         panel.plot([x], [y], "o" if slow is not None else "x", color=color, markersize=7 if star else 5)
-        if star or rank <= MOST_NAMES:
+        if star or rank <= MAX_NAMES:
             ranks.setdefault((x, y), []).append(str(rank))
             panel.plot([], [], " ", label=f"{rank}{'*' if star else ''}  {name}" + ("" if slow is not None else
                                                                                     ", never"))  # fmt: skip

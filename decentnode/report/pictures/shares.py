@@ -13,7 +13,7 @@ from decentnode.errors import UsageError
 from decentnode.samples import AnySamples, ImageFiles, Samples
 
 LEVELS = " ▁▂▃▄▅▆▇█"
-MOST_CLASSES = 100
+MAX_CLASSES = 100
 """With more classes, the terminal shows no column per class."""
 
 
@@ -58,7 +58,7 @@ def shares_of(data: OpenedData) -> Shares:
 def lines(shares: Shares) -> list[str]:
     """Returns one line per node. The height of a class's bar is its number of samples, relative to the largest number
     that any node has of any class."""
-    bars = shares.classes if shares.classes is not None and shares.classes.shape[1] <= MOST_CLASSES else None
+    bars = shares.classes if shares.classes is not None and shares.classes.shape[1] <= MAX_CLASSES else None
     heading = "node    samples" + ("  classes" if shares.classes is not None else "") + (
         "     keys" if shares.keys is not None else "") + ("  samples of each class" if bars is not None else "")
     texts = [heading]

@@ -8,14 +8,14 @@ import numpy as np
 
 from decentnode.report.pictures.plots import COLORS, new_figure, save
 
-MOST_NODES, MOST_ROUNDS = 32, 12
+MAX_NODES, MAX_ROUNDS = 32, 12
 """A picture shows the first nodes and rounds, at most this many."""
 
 
 def plot(begin: np.ndarray, computed: np.ndarray, end: np.ndarray, path: Path) -> None:
     """Draws the first rounds of the first nodes. Arrays are [rounds, N] seconds. Raises EnvironmentFault if the file
     cannot be written."""
-    rounds, nodes = min(MOST_ROUNDS, begin.shape[0]), min(MOST_NODES, begin.shape[1])
+    rounds, nodes = min(MAX_ROUNDS, begin.shape[0]), min(MAX_NODES, begin.shape[1])
     figure = new_figure(9, 1.2 + 0.26 * nodes)
     panel = figure.subplots()
     for kind, (a, b, color) in {

@@ -27,7 +27,7 @@ from decentnode.sharing.requirements import Requirements
 DOWN, UP, BETWEEN = range(3)
 """The phases of a round: from server to clients, from clients to server (clients train before it), and between several
 servers."""
-MOST_SAMPLES = 1 << 53
+MAX_SAMPLES = 1 << 53
 
 
 class FederatedConfig(SharingConfig):
@@ -75,7 +75,7 @@ class Federated(Sharing):
     config: FederatedConfig
     requirements = Requirements(
         star=True, sequential=True, phases=2, steps_before=UP,
-        scalars={"samples": ScalarSpec(int, low=0, high=MOST_SAMPLES, optional=True),
+        scalars={"samples": ScalarSpec(int, low=0, high=MAX_SAMPLES, optional=True),
                  "lost": ScalarSpec(int, low=0, optional=True)},
     )  # fmt: skip
     NAMES: ClassVar[tuple[str, ...]] = ("x",)

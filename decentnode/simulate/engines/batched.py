@@ -12,7 +12,7 @@ import torch
 
 from decentnode import clock
 from decentnode.errors import Diverged
-from decentnode.node.measuring.early_stopping import Course
+from decentnode.node.measuring.early_stopping import EarlyStopping
 from decentnode.node.schedules.schedules import SCHEDULES
 from decentnode.simulate.engines.evaluation import EvaluationResult, Evaluator
 from decentnode.simulate.engines.exchange import PopulationExchange, RoundTraffic, make_exchange
@@ -80,7 +80,7 @@ class Batched:
         self.exchange, self.rows_reason = make_exchange(population)
         forward = steps.forward if isinstance(steps, StackedSteps) else None
         self._evaluator = Evaluator(population, forward)
-        self.course = Course(self.config, population.trainings[0])
+        self.early_stopping = EarlyStopping(self.config, population.trainings[0])
         self.round = 0
         """Number of finished rounds."""
         self.found: EvaluationResult | None = None
@@ -97,7 +97,7 @@ class Batched:
     @property
     def over(self) -> bool:
         """Whether all rounds are finished, or the run stopped early."""
-        return self.round >= self.config.rounds or self.course.over
+        return self.round >= self.config.rounds or self.early_stopping.over
 
     def ask_stop(self) -> None:
         """Ends the run after the current round. Any thread or signal handler may call it."""
@@ -202,11 +202,11 @@ class Batched:
         for uid, figures in enumerate(found.figures):
             sink.take_record(uid, {"kind": "evaluation", "round": self.round, "time": now, **figures})
         if not ordered:
-            self.course.take(found.figures[0], self.round)
-        if self.course.over and not closing:
+            self.early_stopping.take(found.figures[0], self.round)
+        if self.early_stopping.over and not closing:
             for uid in range(self.population.num_nodes):
                 sink.take_record(uid, {"kind": "early_stop", "round": self.round, "time": now,
-                                       **self.course.figures()})  # fmt: skip
+                                       **self.early_stopping.figures()})  # fmt: skip
 
     def figures(self, uid: int) -> dict[str, float | int | str]:
         """Returns a node's closing figures, by the names of summary.json."""
@@ -214,7 +214,7 @@ class Batched:
         return {
             "uid": uid, "rounds": self.round, "train_samples": self.population.trainings[uid].num_samples,
             **(self.found.figures[uid] | {"evaluated_round": self.evaluated} if self.found is not None else {}),
-            **self.course.figures(),
+            **self.early_stopping.figures(),
             "round_seconds_median": ordered[len(ordered) // 2] if ordered else 0.0,
             "round_seconds_total": sum(ordered), "train_seconds": self._train_seconds, "wait_seconds": 0.0,
             "overlap": 1.0 if ordered else 0.0, "waited_for": -1, "waited_seconds": 0.0, "rounds_without": 0,

@@ -19,7 +19,7 @@ from decentnode.simulate.traffic import Traffic
 from decentnode.simulate.virtual import local_steps, make_clock, make_compute, make_network
 
 # a candidate's figures are means over four periods of its graph, with at least and at most this many rounds
-LEAST_ROUNDS, MOST_ROUNDS = 16, 128
+LEAST_ROUNDS, MAX_ROUNDS = 16, 128
 OPTIMIZER_STATES = {"adam": 2, "adamw": 2, "accum_adam": 3, "accum_adamw": 3}
 """Copies of the parameters that optimizers keep. Other optimizers keep 1 if they have momentum, else 0."""
 
@@ -111,7 +111,7 @@ def predict(
     traffic = Traffic(experiment, module)
     made = make_clock(experiment, links=links, step_seconds=step_seconds, traffic=traffic)
     period = experiment.make_graph().period or 4
-    rounds = min(MOST_ROUNDS, max(LEAST_ROUNDS, 4 * period))
+    rounds = min(MAX_ROUNDS, max(LEAST_ROUNDS, 4 * period))
     found = time_line(made, rounds)
     loads: dict[str, list[float]] = {}
     sent = 0.0
@@ -166,7 +166,7 @@ def predict_all_reduce(
     size = Traffic(experiment, module).model_bytes
     calls = calls_of(experiment, network, range(compute.num_nodes), BUCKET_BYTES)
     clock = all_reduce_clock(compute, calls, network, size)
-    found, batch = time_line(clock, MOST_ROUNDS), int(getattr(experiment.training, "batch_size", 1))
+    found, batch = time_line(clock, MAX_ROUNDS), int(getattr(experiment.training, "batch_size", 1))
     seconds, n = found.steady_seconds(), compute.num_nodes
     sent = sum(float(each.sizes.sum()) for each in clock.transfers(0)) / n
     return AllReduce(seconds, float((found.computed - found.steps_began).mean()), sent,

@@ -49,7 +49,7 @@ def check_links(links: ReliableLinks, now: float) -> None:
         if edge.queued > most:
             raise Violation(f"{edge.queued} payloads wait for {uid}")
         for number, plane in enumerate(edge.planes):
-            out, unreported = plane.out, plane.came.unreported
+            out, unreported = plane.out, plane.received.unreported
             if len(plane.urgent) > MAX_URGENT or len(plane.queue) > MAX_QUEUED:
                 raise Violation(f"too much waits for {uid}")
             if len(plane.again) > out.following:
@@ -270,7 +270,7 @@ class History(TransportObserver):
     def _check_inbox(self, transport: Simulated) -> None:
         window = transport.links.window
         for uid, edge in transport.links.sender.edges.items():
-            held_bytes = edge.came - transport.io.credits.used.get(uid, 0)
+            held_bytes = edge.received - transport.io.credits.used.get(uid, 0)
             if held_bytes > window:
                 raise Violation(f"{held_bytes} bytes of {uid} are held, with a window of {window}")
         if transport.io.resends_under_lease:

@@ -360,12 +360,12 @@ class Simulated(Communication[ZeroMQConfig]):
         return self.inbox.has_later(round, uid)
 
     @property
-    def goes_on(self) -> bool:
-        return self.facts.goes_on
+    def continues_without_late(self) -> bool:
+        return self.facts.continues_without_late
 
-    @goes_on.setter
-    def goes_on(self, value: bool) -> None:
-        self.facts.goes_on = value
+    @continues_without_late.setter
+    def continues_without_late(self, value: bool) -> None:
+        self.facts.continues_without_late = value
 
     @property
     def quorum(self) -> Quorum | None:

@@ -181,7 +181,7 @@ def test_a_departed_neighbor_is_not_waited_for(transport: str) -> None:
         nodes[1].depart(0, (0,))
         waiting = nodes[0]
         assert isinstance(waiting, ZeroMQ)
-        wait_until(lambda: 1 in waiting._status.departed, "node 0 was not told that node 1 departed")
+        wait_until(lambda: 1 in waiting._run_state.departed, "node 0 was not told that node 1 departed")
         exchange = nodes[0].exchange(0, {1: Payload({"x": torch.ones(10)})}, (1,))
         (arrival,) = exchange.arrivals(LONG)
         assert arrival.missing == exchange.departed == exchange.undelivered == {1}

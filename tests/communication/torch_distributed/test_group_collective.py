@@ -297,9 +297,9 @@ def test_no_node_waits_for_a_member_that_left(transport: str, before: bool) -> N
 
 def _wait_until_departed(node: Communication, uid: int) -> None:
     assert isinstance(node, ZeroMQ)
-    with node._status.changed:
-        while uid not in node._status.departed:
-            node._status.wait(1.0)
+    with node._run_state.changed:
+        while uid not in node._run_state.departed:
+            node._run_state.wait(1.0)
 
 
 def test_scalars_are_refused_in_an_averaging_group() -> None:

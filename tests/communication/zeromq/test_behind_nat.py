@@ -131,7 +131,7 @@ def test_newcomers_behind_nat_routers_are_recognized_and_exchange_with_each_othe
         return node
 
     def enter_next_generation(node: ZeroMQ) -> object:
-        wait_until(lambda: bool(node._status.regrouping))
+        wait_until(lambda: bool(node._run_state.regrouping))
         members = node.regroup().wait().members
         node.mark_caught_up()
         node.barrier("all there", 30)

@@ -155,7 +155,7 @@ def test_nodes_reached_through_a_relay_that_dies_stay_members(tmp_path: Path) ->
         members: dict[int, tuple[int, ...]] = {}
 
         def enter_next_generation(node: ZeroMQ) -> None:
-            wait_until(lambda: bool(node._status.regrouping))
+            wait_until(lambda: bool(node._run_state.regrouping))
             members[node.uid] = node.regroup().wait().members
             node.barrier("without it", 30)
 

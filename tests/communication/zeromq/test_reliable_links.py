@@ -24,7 +24,7 @@ def test_a_closing_node_acknowledges_and_probes_every_link_once_at_once(monkeypa
     monkeypatch.setattr(links.sender, "pump", lambda *_: None)  # messages stay in the queues
     edges = {uid: links.sender.edge(uid) for uid in (1, 2)}
     for edge in edges.values():
-        edge.planes[CONTROL].came.unreported = 1
+        edge.planes[CONTROL].received.unreported = 1
         edge.planes[CONTROL].out.keep(None, 0.0)  # type: ignore[arg-type]
     for now in (1.0, 1.001):
         assert not links.finished(now), "a message is not acknowledged yet"

@@ -187,7 +187,7 @@ def test_after_an_early_stop_nodes_that_have_finished_are_not_taken_for_lost(uid
     assert world.run(60.0) and not any(process.error for process in world.lives)
     assert "generation_over" not in dict(events), events
     assert {node.round for node in run.nodes.values()} == {2} and not members_of(run)
-    assert all(len(run.nodes[0].reports) == NODES and node.course.over for node in run.nodes.values())
+    assert all(len(run.nodes[0].reports) == NODES and node.early_stopping.over for node in run.nodes.values())
 
 
 @pytest.mark.parametrize("at", [2.0, 2.8])

@@ -91,8 +91,8 @@ class GenerationPaths:
         members = set(run.session.members)
         cliques = tuple(tuple(uid for uid in clique if uid in members) for clique in routing.cliques)
         together = frozenset[int]() if run.process is None else frozenset(run.process.uids)
-        struck = None if run.faults is None else run.faults.struck
-        routing = dataclasses.replace(routing, cliques=cliques, together=together, struck=struck)
+        has_faults = None if run.faults is None else run.faults.affects_models
+        routing = dataclasses.replace(routing, cliques=cliques, together=together, has_faults=has_faults)
         if run.config.looks_for_gpus(routing):
             found = self._gather("cliques/gpus", gpu_number(run.inbox.device), timeout_seconds)
             routing = dataclasses.replace(routing, gpu={uid: gpu for uid, gpu in enumerate(found) if gpu})

@@ -146,7 +146,7 @@ class Channel:
     again: dict[int, None] = field(default_factory=dict)
     """Sequence numbers of kept messages that have to be sent again, in this order, each once."""
     queue: deque[QueuedMessage] = field(default_factory=deque)
-    came: ReceiveStream = field(default_factory=lambda: ReceiveStream(ordered=False))
+    received: ReceiveStream = field(default_factory=lambda: ReceiveStream(ordered=False))
     probes: int = 0
     """Number of probes of the peer since any other message of this plane arrived."""
     probed_at: int = -1
@@ -199,7 +199,7 @@ class PeerLink:
     """The state of the link to one peer."""
 
     def __init__(self, window: int, needs_credential: bool) -> None:
-        self.planes = (Channel(came=ReceiveStream(ordered=True)), Channel())
+        self.planes = (Channel(received=ReceiveStream(ordered=True)), Channel())
         self.sent = 0
         """Total cost of the bulk messages sent so far."""
         self.allowed = window
@@ -208,7 +208,7 @@ class PeerLink:
         """Number of payloads of which a message waits in the bulk plane's queue."""
         self.withheld: tuple[ExchangeKey, ExchangeKey] | None = None
         """The first and the last (round, phase) of payloads that were not sent, until the peer is told so."""
-        self.came = 0
+        self.received = 0
         """Total cost of the bulk messages that arrived."""
         self.needs_credential = needs_credential
         """Whether bulk messages to the peer wait for a credential of it."""

@@ -143,13 +143,13 @@ class ReliableLinks:
             if fault.reason == "protocol_version":  # another version may use other checksums
                 self.refuse(fault)
             return
-        came = edge.planes[plane].came
-        came.gap = True
-        if now - edge.last_damage_report >= DOUBT_SECONDS or came.unreported + 1 >= ACK_EVERY[plane]:
+        received = edge.planes[plane].received
+        received.gap = True
+        if now - edge.last_damage_report >= DOUBT_SECONDS or received.unreported + 1 >= ACK_EVERY[plane]:
             edge.last_damage_report = now
             self._acknowledge(message.source, edge, plane, now)
         else:
-            came.unreported += 1
+            received.unreported += 1
             self._report_by(now + ACK_SECONDS)
 
     def _report_by(self, when: float) -> None:
@@ -163,9 +163,9 @@ class ReliableLinks:
         kind_of = type(message)
         if sequence:
             edge = self._edge(message.source)
-            came = edge.planes[plane].came
-            new = came.take(sequence)
-            if came.gap or self._closing or came.unreported >= ACK_EVERY[plane] or kind_of is Ask:
+            received = edge.planes[plane].received
+            new = received.take(sequence)
+            if received.gap or self._closing or received.unreported >= ACK_EVERY[plane] or kind_of is Ask:
                 self._acknowledge(message.source, edge, plane, now)
             elif self._report_at == math.inf:
                 self._report_by(now + ACK_SECONDS)
@@ -184,9 +184,9 @@ class ReliableLinks:
 
     def _admit_bulk(self, edge: PeerLink, message: Message, body: memoryview, now: float) -> None:
         cost = body.nbytes + MESSAGE_COST
-        edge.came += cost
+        edge.received += cost
         try:
-            if edge.came - self._credits.used.get(message.source, 0) > self._credits.window:
+            if edge.received - self._credits.used.get(message.source, 0) > self._credits.window:
                 raise PeerFault("window_exceeded", f"from {message.source}")
             self._session.admit(message)
             self._port.deliver(message, body, now)
@@ -240,8 +240,8 @@ class ReliableLinks:
         shows that while no numbered messages are sent over it.
         """
         plane = edge.planes[number]
-        if plane.probed_at != plane.came.taken:
-            plane.probed_at, plane.probes, plane.probed_since = plane.came.taken, 0, now
+        if plane.probed_at != plane.received.taken:
+            plane.probed_at, plane.probes, plane.probed_since = plane.received.taken, 0, now
         plane.probes += 1
         if plane.probes >= PROBES_PER_CONNECTION and now >= plane.probed_since + RENEW_SECONDS:
             plane.probes, plane.probed_since = 0, now
@@ -256,7 +256,7 @@ class ReliableLinks:
         return edge.inwards.decrypt(sequence, header, body)
 
     def _acknowledge(self, uid: int, edge: PeerLink, number: int, now: float, probe: int = 0) -> None:
-        first_missing, ahead, gap = edge.planes[number].came.report()
+        first_missing, ahead, gap = edge.planes[number].received.report()
         header = codec.encode(self._message(Ack, number, first_missing, ahead, int(gap), probe))
         self.sender.control_header(uid, header, now, numbered=False, purpose="protocol")
 
@@ -288,7 +288,7 @@ class ReliableLinks:
         self._report_at = math.inf
         for uid, edge in self._edges.items():
             for number, plane in enumerate(edge.planes):
-                if plane.came.unreported:
+                if plane.received.unreported:
                     self._acknowledge(uid, edge, number, now)
                 if self.sender.stuck(uid, number, plane, now):
                     self.sender.renew(uid, edge, number)
@@ -323,7 +323,7 @@ class ReliableLinks:
             self._closing = True
             for uid, edge in self._edges.items():
                 for number, plane in enumerate(edge.planes):
-                    if plane.came.unreported:
+                    if plane.received.unreported:
                         self._acknowledge(uid, edge, number, now)
                     if number == CONTROL:
                         plane.close(now)

@@ -50,7 +50,7 @@ class RoomWait:
         else:
             return False
         self._end(now)
-        facts.held_up(now - self._began, [uid], self._counters)
+        facts.record_send_delay(now - self._began, [uid], self._counters)
         return True
 
     def _end(self, now: float) -> None:

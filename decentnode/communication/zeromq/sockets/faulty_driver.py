@@ -19,11 +19,11 @@ from decentnode.faults import (
     ActiveFault,
     Break,
     Corrupt,
-    Course,
     Cut,
     Delay,
     Drop,
     Duplicate,
+    FaultTimeline,
     HalfOpen,
     MessageFate,
     MessageFates,
@@ -62,7 +62,7 @@ class FaultyDriver(LinkDriver):
         super().__init__(session, counters, sizes, security, process)
         self._uid = session.uid
         kinds = Cut, Break, HalfOpen, Delay, Drop, Corrupt, Duplicate, Reorder
-        self._course = Course(faults.plan, session.uid, kinds, self._fault_began)
+        self._timeline = FaultTimeline(faults.plan, session.uid, kinds, self._fault_began)
         self._fates = MessageFates(faults.seed)
         self.touched: dict[str, int] = {}
         """Kind of fault -> number of messages that it changed; a cut or half-open connection loses them."""
@@ -83,17 +83,17 @@ class FaultyDriver(LinkDriver):
         """When the first message of `_delayed` is due or a connection breaks; read without the lock."""
         self.send, self.renew = self._send, self._renew
 
-    # -- the course of faults (`base.FaultCourse`) ---------------------------------------------------
+    # -- base.FaultInjector -----------------------------------------------------------------------
 
     def begin(self, zero: float, again: bool = False) -> None:
         """Notes that the run began at `zero`. again: whether this is a restarted process of the node."""
         with self.sending():
-            self._course.begin(zero, clock.now(), again)
+            self._timeline.begin(zero, clock.now(), again)
 
     def enter(self, round: int) -> None:
         """Notes that the node begins a round."""
         with self.sending():
-            self._course.enter(round, clock.now())
+            self._timeline.enter(round, clock.now())
 
     def _fault_began(self, found: ActiveFault) -> None:
         fault = found.fault
@@ -111,7 +111,7 @@ class FaultyDriver(LinkDriver):
     def _send(self, uid: int, plane: int, first: bytes, body: Body | None) -> bool:
         """Replaces `PeerSockets.send`: sends, changes, delays or drops a message, as its faults say."""
         now, to = clock.now(), (uid, plane)
-        found = self._course.in_effect(now)
+        found = self._timeline.in_effect(now)
         if to in self._half_open:
             self._count_fault("half_open")
             return True
