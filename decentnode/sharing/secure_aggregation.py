@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
@@ -76,12 +76,16 @@ class SecureAggregation(Sharing):
                                    "pip install 'decentnode[security]'") from error
         self._scale = LARGEST_INTEGER / config.largest
         self._elements = 0
+        """The number of parameters."""
         # all of the following is of one round
         self._own: KeyPair | None = None
         self._senders: dict[int, bytes] = {}
         """The public keys of the nodes whose models this node adds; empty if they are too few."""
         self._senders_of: dict[int, dict[int, bytes]] = {}
         """For each neighbor, what it sent of `_senders`."""
+
+    def set_parameter_shapes(self, shapes: Sequence[tuple[int, ...]]) -> None:
+        self._elements = sum(map(math.prod, shapes))
 
     def plan(self, view: RoundView) -> RoundView:
         """Leaves out neighbors without weight, which would hide nothing in the sum."""
@@ -185,7 +189,6 @@ class SecureAggregation(Sharing):
             model[a:b] = model[a:b].to(wide) * own + total.to(wide) / self._scale
 
     def payload_schema(self, elements: int, dtype: torch.dtype) -> dict[str, TensorSpec]:  # noqa: ARG002
-        self._elements = elements
         return {"keys": TensorSpec(torch.uint8, MAX_NEIGHBORS * RECORD.size, exact=False),
                 "x": TensorSpec(torch.int32, elements, exact=False)}  # fmt: skip
 
