@@ -17,6 +17,7 @@ from decentnode.communication.shared_memory.segment import Backoff
 from decentnode.parallel.membership.addresses import Address, format_endpoint, parse_endpoint
 from decentnode.parallel.membership.control import ConnectionBroken, Control
 from decentnode.parallel.membership.socket_group import BACKEND, GroupSockets, use_sockets
+from decentnode.parallel.process_group.shutdown import let_threads_release_tensors
 from decentnode.wire.generation import FIRST, Generation, Name, proposer_of
 
 FORM_SECONDS = 20.0
@@ -60,6 +61,8 @@ class GenerationGroups(abc.ABC):
 
     def drop_old(self) -> None:
         """Drops the groups of earlier generations with their interrupted operations, which no rank needs any more."""
+        if self._old:
+            let_threads_release_tensors()
         self._old = []
 
     def close(self) -> None:  # noqa: B027

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -27,7 +28,8 @@ from decentnode.parallel.process_group.rank_status import report_end
 
 EXIT_SECONDS = 2.0
 SETTLE_SECONDS = 0.3
-"""How long the threads of groups that the script itself still references get to release their tensors."""
+"""How long the threads of groups get to release their tensors: of groups that the script itself still references, and
+of all groups with torch before 2.8."""
 
 
 class Closable(Protocol):
@@ -103,9 +105,18 @@ def _close_all() -> None:
 def leave_groups() -> None:
     """Leaves all process groups and joins their threads. Idempotent; blocking until pending operations have ended."""
     if dist.is_available() and dist.is_initialized():
+        let_threads_release_tensors()
         dist.destroy_process_group()
     gc.collect()  # frees groups that only reference cycles hold
     if _has_gloo_threads():
+        clock.sleep(SETTLE_SECONDS)
+
+
+def let_threads_release_tensors() -> None:
+    """Is to be called before a group is dropped. Torch before 2.8 joins the group's threads while it holds the
+    interpreter's lock, for which a thread waits for ever that still has to release a tensor. Such threads get
+    SETTLE_SECONDS, which blocks this thread; with later versions this returns at once."""
+    if torch.__version__ < "2.8" and _has_gloo_threads():
         clock.sleep(SETTLE_SECONDS)
 
 
