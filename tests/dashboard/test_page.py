@@ -1,4 +1,4 @@
-"""The page in a real browser: what it draws, what changes, the replay, who is refused."""
+"""The dashboard's page in a real browser: the graph, live updates, the replay, the token and the control buttons."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from playwright import sync_api
 from decentnode.dashboard.catalog import Catalog
 from decentnode.dashboard.serve import listen, new_token
 from decentnode.dashboard.server import application
-from tests.dashboard.folder import BEGAN, evaluation, line, round_record, run_folder
+from tests.dashboard.folder import START_TIME, append_records, evaluation_record, round_record, write_run_folder
 from tests.dashboard.test_live import write_status
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")]
 
 Served = tuple[str, str, Path, list[tuple[str, str]]]
-"""(address, token, folder of runs, what was asked of runs)."""
+"""(address, token, folder of runs, (run, action) of every control request)."""
 
 
 @pytest.fixture(scope="module")
@@ -40,31 +40,31 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[Served]:
-    """A run that goes on, and one that is over."""
-    run = run_folder(tmp_path, nodes=8, rounds=20)
+    """Serves a run in progress, and a finished one named "over"."""
+    run = write_run_folder(tmp_path, nodes=8, rounds=20)
     (run / "summary.json").unlink()
     (run / "supervisor.json").write_text("{}")
-    run_folder(tmp_path, nodes=5, rounds=12, name="over")
-    asked: list[tuple[str, str]] = []
+    write_run_folder(tmp_path, nodes=5, rounds=12, name="over")
+    actions: list[tuple[str, str]] = []
 
     def ask(path: Path, action: str) -> str:
-        asked.append((path.parent.name, action))
+        actions.append((path.parent.name, action))
         return f"told to {action}"
 
     token = new_token()
     with listen("127.0.0.1", 0) as listening:
-        told = application(Catalog([run], [tmp_path]), token, ask=ask)
-        server = uvicorn.Server(uvicorn.Config(told, log_level="critical", lifespan="off", timeout_graceful_shutdown=1))
+        app = application(Catalog([run], [tmp_path]), token, ask=ask)
+        server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="off", timeout_graceful_shutdown=1))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
         thread.start()
-        yield f"http://127.0.0.1:{listening.getsockname()[1]}/", token, tmp_path, asked
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}/", token, tmp_path, actions
         server.should_exit = True
         thread.join(30)
     assert not thread.is_alive()
 
 
 class Page:
-    """A page of its own, with what went wrong in it."""
+    """A page in a browser context of its own; records errors in it and its requests to other servers."""
 
     def __init__(self, browser: Any, address: str, **options: Any) -> None:
         self.context = browser.new_context(viewport={"width": 1300, "height": 850}, **options)
@@ -98,7 +98,7 @@ COLORS = """(canvas) => {
 }"""
 
 
-def test_the_graph_is_drawn_and_values_change(browser: Any, served: Served) -> None:
+def test_the_page_draws_the_graph_and_updates_with_new_records(browser: Any, served: Served) -> None:
     address, token, root, _ = served
     with Page(browser, f"{address}#token={token}") as shown:
         canvas = shown.wait("canvas[data-nodes='8'][data-edges='8'][data-rounds='20']")
@@ -109,8 +109,8 @@ def test_the_graph_is_drawn_and_values_change(browser: Any, served: Served) -> N
         assert shown.page.locator(".chart canvas").evaluate_all(points) == [11, 20, 11, 20]
         for uid in range(8):
             write_status(root / "ring" / "2026-01-01", uid, doing="exchange", waiting_for=[] if uid == 3 else [3])
-            line(root / "ring" / "2026-01-01" / "nodes" / f"{uid:03d}" / "metrics.jsonl", round_record(uid, 20, 8),
-                 evaluation(uid, 21))  # fmt: skip
+            path = root / "ring" / "2026-01-01" / "nodes" / f"{uid:03d}" / "metrics.jsonl"
+            append_records(path, round_record(uid, 20, 8), evaluation_record(uid, 21))
         shown.wait("canvas[data-rounds='21']")
         assert shown.figure("round") == "21 of 20"
         assert shown.wait("#panel .blame:has-text('node 3')").text_content() == (
@@ -118,13 +118,13 @@ def test_the_graph_is_drawn_and_values_change(browser: Any, served: Served) -> N
         assert shown.problems == [] and shown.elsewhere == []
 
 
-def test_figures_of_now_are_those_of_all_nodes_whichever_round_they_are_in(browser: Any, served: Served) -> None:
+def test_current_figures_include_all_nodes_when_one_is_a_round_ahead(browser: Any, served: Served) -> None:
     address, token, root, _ = served
     run = root / "over" / "2026-01-01"
     summary = {"name": "over", "status": "failed", "failure": {"node": 4, "title": "node 4 was killed"}}
     (run / "summary.json").write_text(json.dumps(summary))
-    ahead = evaluation(0, 13) | {"accuracy": 0.4}
-    line(run / "nodes" / "000" / "metrics.jsonl", round_record(0, 12, 5, loss=1.0), ahead)
+    ahead = evaluation_record(0, 13) | {"accuracy": 0.4}
+    append_records(run / "nodes" / "000" / "metrics.jsonl", round_record(0, 12, 5, loss=1.0), ahead)
     with Page(browser, f"{address}#token={token}&runs=over/2026-01-01") as shown:
         shown.wait("canvas[data-nodes='5'][data-rounds='13']")
         assert shown.figure("accuracy") == "80 (40 to 90)" and shown.figure("nodes") == "5"
@@ -132,10 +132,10 @@ def test_figures_of_now_are_those_of_all_nodes_whichever_round_they_are_in(brows
         assert shown.problems == []
 
 
-def test_a_run_is_replayed_and_every_view_has_its_address(browser: Any, served: Served) -> None:
+def test_the_replay_of_a_run_and_views_restored_from_their_url(browser: Any, served: Served) -> None:
     address, token, root, _ = served
-    line(root / "over" / "2026-01-01" / "nodes" / "000" / "events.jsonl",
-         {"time": BEGAN + 6, "uid": 0, "kind": "suspected", "peer": 2, "detail": "<b>silent</b>"})  # fmt: skip
+    append_records(root / "over" / "2026-01-01" / "nodes" / "000" / "events.jsonl",
+         {"time": START_TIME + 6, "uid": 0, "kind": "suspected", "peer": 2, "detail": "<b>silent</b>"})  # fmt: skip
     with Page(browser, f"{address}#token={token}&runs=over/2026-01-01&color=wait&tab=events") as shown:
         shown.wait("canvas[data-nodes='5'][data-rounds='12']")
         assert "<b>silent</b>" in str(shown.wait("#panel td:has-text('silent')").text_content()), "text, never HTML"
@@ -161,7 +161,7 @@ def test_a_run_is_replayed_and_every_view_has_its_address(browser: Any, served: 
         assert shown.problems == []
 
 
-def test_a_wrong_token_is_refused_and_the_right_one_taken(browser: Any, served: Served) -> None:
+def test_the_page_refuses_a_wrong_token_and_accepts_the_right_one(browser: Any, served: Served) -> None:
     address, token, *_ = served
     with Page(browser, f"{address}#token=wrong") as shown:
         shown.wait("#locked[open]")
@@ -173,7 +173,7 @@ def test_a_wrong_token_is_refused_and_the_right_one_taken(browser: Any, served: 
 
 
 def test_a_run_is_controlled_from_the_page(browser: Any, served: Served) -> None:
-    address, token, _, asked = served
+    address, token, _, actions = served
     with Page(browser, f"{address}#token={token}") as shown:
         shown.wait("canvas[data-nodes='8']")
         shown.page.click("button[data-action='pause']")
@@ -185,11 +185,11 @@ def test_a_run_is_controlled_from_the_page(browser: Any, served: Served) -> None
         shown.page.click("button[data-action='stop']")
         shown.page.click("#sure button[value='yes']")
         shown.wait(".said:has-text('told to stop')")
-        assert asked == [("ring", "pause"), ("ring", "evaluate"), ("ring", "stop")]
+        assert actions == [("ring", "pause"), ("ring", "evaluate"), ("ring", "stop")]
         assert shown.problems == []
 
 
-def test_runs_stand_side_by_side_and_the_theme_is_kept(browser: Any, served: Served) -> None:
+def test_two_runs_side_by_side_and_the_theme_in_the_url(browser: Any, served: Served) -> None:
     address, token, *_ = served
     with Page(browser, f"{address}#token={token}", color_scheme="dark") as shown:
         shown.wait("canvas[data-nodes='8']")
@@ -214,7 +214,7 @@ def test_runs_stand_side_by_side_and_the_theme_is_kept(browser: Any, served: Ser
         assert shown.problems == []
 
 
-def test_names_stay_in_their_column_and_runs_of_one_name_are_told_apart(browser: Any, served: Served) -> None:
+def test_long_names_fit_their_column_and_equal_names_get_their_folder_beside_them(browser: Any, served: Served) -> None:
     address, token, root, _ = served
     shutil.copytree(root / "over" / "2026-01-01", root / "over" / "2026-01-02")
     (root / ("a" * 120)).mkdir()

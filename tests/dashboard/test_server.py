@@ -1,4 +1,4 @@
-"""What the server of the dashboard answers, and to whom."""
+"""The answers of the dashboard's server, and which requests it refuses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from decentnode.dashboard import server
 from decentnode.dashboard.catalog import Catalog
 from decentnode.dashboard.server import application
 from decentnode.errors import UsageError
-from tests.dashboard.folder import line, round_record, run_folder
+from tests.dashboard.folder import append_records, round_record, write_run_folder
 
 TOKEN = "0123456789abcdef"
 OWN = {"authorization": f"Bearer {TOKEN}"}
@@ -32,85 +32,89 @@ def client(root: Path, named: list[Path] | None = None, **options: Any) -> TestC
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    return run_folder(tmp_path)
+    return write_run_folder(tmp_path)
 
 
 @pytest.mark.parametrize("path", ["/api/runs", "/api/stream?runs=ring/2026-01-01", "/api/frames", "/api/config",
                                   "/api/nothing", "/api"])  # fmt: skip
-def test_nothing_is_told_without_the_token(run: Path, path: str) -> None:
-    asking = client(run.parents[1])
-    assert asking.get(path).status_code == 401
+def test_the_api_refuses_requests_without_the_token(run: Path, path: str) -> None:
+    api = client(run.parents[1])
+    assert api.get(path).status_code == 401
     for wrong in ("", "x", TOKEN[:-1], TOKEN + "0", "\xff"):
-        assert asking.get(path, headers={"authorization": f"Bearer {wrong}".encode("latin-1")}).status_code == 401
-    assert asking.get(path, params={"token": "wrong"}).status_code == 401
+        assert api.get(path, headers={"authorization": f"Bearer {wrong}".encode("latin-1")}).status_code == 401
+    assert api.get(path, params={"token": "wrong"}).status_code == 401
 
 
 def test_runs_are_listed(run: Path) -> None:
-    run_folder(run.parents[1], name="other")
-    asking = client(run.parents[1], [run])
-    found = asking.get("/api/runs", headers=OWN).json()["runs"]
+    write_run_folder(run.parents[1], name="other")
+    api = client(run.parents[1], [run])
+    found = api.get("/api/runs", headers=OWN).json()["runs"]
     assert [(each["id"], each["state"], each["named"]) for each in found] == [
         ("ring/2026-01-01", "finished", True), ("other/2026-01-01", "finished", False)]  # fmt: skip
-    assert asking.get(f"/api/runs?token={TOKEN}").json()["runs"] == found
+    assert api.get(f"/api/runs?token={TOKEN}").json()["runs"] == found
 
 
 @pytest.mark.parametrize(
     "id", ["../ring/2026-01-01", "/etc", "ring", "", "ring/2026-01-01/../2026-01-01", "ring/latest"])  # fmt: skip
-def test_only_names_from_the_list_are_runs(run: Path, id: str) -> None:
+def test_only_ids_from_the_list_of_runs_are_found(run: Path, id: str) -> None:
     (run.parent / "latest").symlink_to(run.name)
-    asking = client(run.parents[1])
+    api = client(run.parents[1])
     for path in ("/api/config", "/api/frames"):
-        assert asking.get(path, params={"run": id}, headers=OWN).status_code == 404
-    assert asking.get("/api/stream", params={"runs": id}, headers=OWN).status_code == 404
-    assert asking.post("/api/control", json={"run": id, "action": "stop"}, headers=OWN).status_code == 404
+        assert api.get(path, params={"run": id}, headers=OWN).status_code == 404
+    assert api.get("/api/stream", params={"runs": id}, headers=OWN).status_code == 404
+    assert api.post("/api/control", json={"run": id, "action": "stop"}, headers=OWN).status_code == 404
 
 
-def test_the_page_and_what_it_needs_come_without_a_network(run: Path) -> None:
-    asking = client(run.parents[1])
-    page = asking.get("/")
+def test_the_page_its_script_and_style_need_no_other_server(run: Path) -> None:
+    api = client(run.parents[1])
+    page = api.get("/")
     assert page.status_code == 200
     assert "default-src 'none'" in page.headers["content-security-policy"]
     assert page.headers["referrer-policy"] == "no-referrer"
-    script = asking.get("/main.js")
+    script = api.get("/main.js")
     assert script.headers["content-type"].startswith("text/javascript")
-    for text in (page.text, script.text, asking.get("/style.css").text):
+    for text in (page.text, script.text, api.get("/style.css").text):
         assert "http://" not in text and "https://" not in text
-    assert asking.get("/../server.py").status_code == 404
-    assert asking.get("/server.py").status_code == 404
+    assert api.get("/../server.py").status_code == 404
+    assert api.get("/server.py").status_code == 404
 
 
-def test_a_run_that_is_still_read_has_its_state_beside_its_name() -> None:
-    """The state is a class of the chip: a rule for that word alone, which is the bar's too, laid it over the name."""
+def test_the_style_of_a_run_that_is_still_read_applies_only_to_panes() -> None:
+    """The state of a run is a CSS class of the chip with its name, and `reading` is also the class of a progress bar. A
+    rule for `.reading` alone, without `.pane >`, once drew the chip's state over the name."""
     text = (Path(server.__file__).parent / "static" / "style.css").read_text()
     assert re.search(r"\.pane > \.reading\b", text) and not re.search(r"(^|[,}])\s*\.reading\b", text, re.MULTILINE)
 
 
-def test_a_page_under_a_strangers_name_is_told_nothing(run: Path) -> None:
-    asking = client(run.parents[1])
-    assert asking.get("/api/runs", headers={**OWN, "host": "evil.example:8765"}).status_code == 421
-    assert asking.get("/", headers={"host": "evil.example"}).status_code == 421
-    assert asking.get("/api/runs", headers={**OWN, "host": "localhost:8765"}).status_code == 200
+def test_requests_for_an_unknown_host_name_are_refused(run: Path) -> None:
+    api = client(run.parents[1])
+    assert api.get("/api/runs", headers={**OWN, "host": "evil.example:8765"}).status_code == 421
+    assert api.get("/", headers={"host": "evil.example"}).status_code == 421
+    assert api.get("/api/runs", headers={**OWN, "host": "localhost:8765"}).status_code == 200
     open_to_all = client(run.parents[1], host="0.0.0.0")
     assert open_to_all.get("/api/runs", headers={**OWN, "host": "gpu7:8765"}).status_code == 200
 
 
-def test_the_config_is_text(run: Path) -> None:
+def test_the_config_is_served_as_json_text(run: Path) -> None:
     (run / "config.yaml").write_text("name: <script>alert(1)</script>\n")
     found = client(run.parents[1]).get("/api/config", params={"run": "ring/2026-01-01"}, headers=OWN)
     assert found.headers["content-type"] == "application/json"
     assert found.json()["text"].startswith("name: <script>")
 
 
-def test_frames_come_as_numbers(run: Path) -> None:
-    asking = client(run.parents[1])
-    found = asking.get("/api/frames", params={"run": "ring/2026-01-01", "first": 5, "count": 9}, headers=OWN)
+def test_frames_are_served_as_float32(run: Path) -> None:
+    api = client(run.parents[1])
+    found = api.get("/api/frames", params={"run": "ring/2026-01-01", "first": 5, "count": 9}, headers=OWN)
     values = np.frombuffer(found.content, "<f4")
     assert [*values[:4]] == [2, 4, 8, 5]
-    assert asking.get("/api/frames", params={"run": "ring/2026-01-01", "first": "x"}, headers=OWN).status_code == 400
+    assert api.get("/api/frames", params={"run": "ring/2026-01-01", "first": "x"}, headers=OWN).status_code == 400
 
 
-def lines(application_of: Any, path: str, wanted: int, between: Any = lambda at: None) -> list[dict[str, Any]]:
-    """The first lines of a stream, as an ASGI server would take them: one at a time, and gone after the last."""
+def read_stream_lines(app: Any, path: str, count: int, after_line: Any = lambda at: None) -> list[dict[str, Any]]:
+    """Returns the first `count` lines of a stream, read as an ASGI server does, one at a time; then disconnects.
+
+    after_line: called with the number of lines read so far after each of them.
+    """
     import anyio
 
     found: list[dict[str, Any]] = []
@@ -122,40 +126,40 @@ def lines(application_of: Any, path: str, wanted: int, between: Any = lambda at:
                  "headers": [(b"host", b"127.0.0.1:8765"), (b"authorization", f"Bearer {TOKEN}".encode())],
                  "raw_path": b"", "root_path": "", "client": ("127.0.0.1", 1),
                  "server": ("127.0.0.1", 8765)}  # fmt: skip
-        asked = False
+        request_sent = False
 
         async def receive() -> dict[str, Any]:
-            nonlocal asked
-            if not asked:
-                asked = True
+            nonlocal request_sent
+            if not request_sent:
+                request_sent = True
                 return {"type": "http.request", "body": b"", "more_body": False}
             await over.wait()
             return {"type": "http.disconnect"}
 
         async def send(message: Any) -> None:
             for text in message.get("body", b"").split(b"\n"):
-                if text and len(found) < wanted:
+                if text and len(found) < count:
                     found.append(json.loads(text))
-                    between(len(found))
-            if len(found) >= wanted:
+                    after_line(len(found))
+            if len(found) >= count:
                 over.set()
 
         with anyio.fail_after(20):
-            await application_of(scope, receive, send)
+            await app(scope, receive, send)
 
     anyio.run(take)
     return found
 
 
-def test_a_stream_tells_all_and_then_what_changes(run: Path) -> None:
+def test_a_stream_sends_the_whole_run_and_then_changes(run: Path) -> None:
     (run / "summary.json").unlink()
-    told = application(Catalog([run], []), TOKEN)
+    app = application(Catalog([run], []), TOKEN)
 
-    def go_on(at: int) -> None:
+    def append_a_round(at: int) -> None:
         if at == 1:
-            line(run / "nodes" / "001" / "metrics.jsonl", round_record(1, 6, 4))
+            append_records(run / "nodes" / "001" / "metrics.jsonl", round_record(1, 6, 4))
 
-    first, second = lines(told, "/api/stream?runs=ring/2026-01-01", 2, go_on)
+    first, second = read_stream_lines(app, "/api/stream?runs=ring/2026-01-01", 2, append_a_round)
     assert first["anew"] and first["about"]["name"] == "ring" and first["about"]["seed"] == 3
     assert first["about"]["rounds"] == 6 and len(first["nodes"]) == 4
     assert [each["machine"] for each in first["machines"]] == [0, 1]
@@ -164,39 +168,41 @@ def test_a_stream_tells_all_and_then_what_changes(run: Path) -> None:
     assert len(json.dumps(second)) < len(json.dumps(first)) / 2
 
 
-def test_a_slow_reader_gets_one_line_with_everything(run: Path) -> None:
-    """Whatever was written while it did not read comes in the next line: nothing queues up."""
+def test_a_slow_reader_gets_all_changes_in_one_line(run: Path) -> None:
+    """All rounds that were written while the reader did not read come in the next line: no queue of lines grows."""
     (run / "summary.json").unlink()
-    told = application(Catalog([run], []), TOKEN)
+    app = application(Catalog([run], []), TOKEN)
 
-    def write_much(at: int) -> None:
+    def append_many_rounds(at: int) -> None:
         if at == 1:
             for uid in range(4):
-                line(run / "nodes" / f"{uid:03d}" / "metrics.jsonl", *(round_record(uid, r, 4) for r in range(6, 40)))
+                path = run / "nodes" / f"{uid:03d}" / "metrics.jsonl"
+                append_records(path, *(round_record(uid, round, 4) for round in range(6, 40)))
 
-    _, second = lines(told, "/api/stream?runs=ring/2026-01-01", 2, write_much)
+    _, second = read_stream_lines(app, "/api/stream?runs=ring/2026-01-01", 2, append_many_rounds)
     assert [point[0] for point in second["points"]] == [*range(7, 41)]
     assert [each[1] for each in second["nodes"]] == [40] * 4
 
 
-def test_a_folder_that_is_written_anew_is_read_anew(run: Path) -> None:
+def test_a_stream_starts_over_when_a_file_is_rewritten(run: Path) -> None:
     (run / "summary.json").unlink()
-    told = application(Catalog([run], []), TOKEN)
+    app = application(Catalog([run], []), TOKEN)
 
-    def replace(at: int) -> None:
+    def truncate_metrics(at: int) -> None:
         if at == 1:
             (run / "nodes" / "000" / "metrics.jsonl").write_text("")
 
-    _, second = lines(told, "/api/stream?runs=ring/2026-01-01", 2, replace)
+    _, second = read_stream_lines(app, "/api/stream?runs=ring/2026-01-01", 2, truncate_metrics)
     assert second["anew"]
 
 
 # -- control
 
 
-def asking_to(run: Path, said: list[tuple[Path, str]]) -> TestClient:
+def client_that_records_actions(run: Path, actions: list[tuple[Path, str]]) -> TestClient:
+    """Returns a client of a server whose control handler appends (folder, action) to `actions`."""
     def ask(path: Path, action: str) -> str:
-        said.append((path, action))
+        actions.append((path, action))
         if action not in ("pause", "resume", "stop", "evaluate"):
             raise UsageError(f"no such action: {action}")
         return f"asked to {action}"
@@ -205,39 +211,41 @@ def asking_to(run: Path, said: list[tuple[Path, str]]) -> TestClient:
 
 
 def test_a_run_is_controlled_with_the_token_in_the_header(run: Path) -> None:
-    said: list[tuple[Path, str]] = []
-    asking = asking_to(run, said)
-    answer = asking.post("/api/control", json={"run": "ring/2026-01-01", "action": "pause"}, headers=OWN)
+    actions: list[tuple[Path, str]] = []
+    api = client_that_records_actions(run, actions)
+    answer = api.post("/api/control", json={"run": "ring/2026-01-01", "action": "pause"}, headers=OWN)
     assert answer.json() == {"said": "asked to pause"}
-    assert said == [(run.resolve(), "pause")]
-    wrong = asking.post("/api/control", json={"run": "ring/2026-01-01", "action": "explode"}, headers=OWN)
+    assert actions == [(run.resolve(), "pause")]
+    wrong = api.post("/api/control", json={"run": "ring/2026-01-01", "action": "explode"}, headers=OWN)
     assert (wrong.status_code, wrong.json()) == (409, {"error": "no such action: explode"})
 
 
-def test_other_pages_cannot_control_a_run(run: Path) -> None:
-    said: list[tuple[Path, str]] = []
-    asking = asking_to(run, said)
+def test_requests_of_other_pages_cannot_control_a_run(run: Path) -> None:
+    actions: list[tuple[Path, str]] = []
+    api = client_that_records_actions(run, actions)
     body = {"run": "ring/2026-01-01", "action": "stop"}
-    assert asking.post("/api/control", json=body).status_code == 401
-    assert asking.post("/api/control", json=body, params={"token": TOKEN}).status_code == 401, "what a form could do"
-    assert asking.post("/api/control", json=body, headers={"cookie": f"token={TOKEN}"}).status_code == 401
-    assert asking.post("/api/control", json=body, headers={**OWN, "origin": "http://evil.example"}).status_code == 403
-    assert asking.post("/api/control", json=body, headers={**OWN, "origin": "null"}).status_code == 403
-    assert asking.get("/api/control", headers=OWN).status_code == 405
-    assert asking.post("/", headers=OWN).status_code == 405
-    assert said == []
-    assert asking.post("/api/control", json=body, headers={**OWN, "origin": BASE}).status_code == 200
+    assert api.post("/api/control", json=body).status_code == 401
+    form = api.post("/api/control", json=body, params={"token": TOKEN})
+    assert form.status_code == 401, "an HTML form of another page can send this"
+    assert api.post("/api/control", json=body, headers={"cookie": f"token={TOKEN}"}).status_code == 401
+    assert api.post("/api/control", json=body, headers={**OWN, "origin": "http://evil.example"}).status_code == 403
+    assert api.post("/api/control", json=body, headers={**OWN, "origin": "null"}).status_code == 403
+    assert api.get("/api/control", headers=OWN).status_code == 405
+    assert api.post("/", headers=OWN).status_code == 405
+    assert actions == []
+    assert api.post("/api/control", json=body, headers={**OWN, "origin": BASE}).status_code == 200
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"{}", b'{"run": 1, "action": "stop"}', b'{"run": [], "action": "stop"}',
                                   b'{"run": "ring/2026-01-01", "action": 5}', b"x" * 10_000, b"\xff\xfe",
                                   b"[" * 4000])  # fmt: skip
-def test_what_is_no_request_is_refused(run: Path, body: bytes) -> None:
-    said: list[tuple[Path, str]] = []
-    assert asking_to(run, said).post("/api/control", content=body, headers=OWN).status_code in (400, 404, 413)
-    assert said == []
+def test_malformed_control_requests_are_refused(run: Path, body: bytes) -> None:
+    actions: list[tuple[Path, str]] = []
+    api = client_that_records_actions(run, actions)
+    assert api.post("/api/control", content=body, headers=OWN).status_code in (400, 404, 413)
+    assert actions == []
 
 
-def test_without_a_way_to_control_the_answer_says_so(run: Path) -> None:
+def test_control_without_a_handler_is_answered_with_conflict(run: Path) -> None:
     answer = client(run.parents[1]).post("/api/control", json={"run": "ring/2026-01-01", "action": "stop"}, headers=OWN)
     assert answer.status_code == 409
