@@ -172,7 +172,7 @@ def test_reviews_that_are_none(tmp_path: Path, name: str, text: str, problem: st
         open_dataset(REVIEWS, tmp_path)
 
 
-def test_keys_that_do_not_go_together(tmp_path: Path) -> None:
+def test_options_that_exclude_each_other_are_refused(tmp_path: Path) -> None:
     both = {"vocabulary": "v.txt", "tokenizer": "x"}
     for keys, problem in ((both, "got both"), ({"folder": None}, "must have folder")):
         with pytest.raises(pydantic.ValidationError, match=problem):

@@ -51,7 +51,7 @@ class Fleet:
         self.nodes = [self.make(uid) for uid in range(NODES)]
 
     def make(self, uid: int) -> Node:
-        training = small.make(uid, small.noisy, small.samples(20 + uid, uid), **self.training)
+        training = small.make(uid, small.batch_norm_net, small.make_samples(20 + uid, uid), **self.training)
 
         def make_rule() -> Sharing:
             made = self.rule()

@@ -273,12 +273,12 @@ def test_resuming_without_a_complete_checkpoint_is_an_error(tmp_path: Path) -> N
 
 
 def test_loading_the_state_of_another_module_is_refused() -> None:
-    state = module_state(small.noisy())
+    state = module_state(small.batch_norm_net())
     with pytest.raises(CheckpointError, match="differs in"):
-        load_module_state(small.linear(), state, "there")
+        load_module_state(small.linear_net(), state, "there")
     wider = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(6, 5))
     with pytest.raises(CheckpointError, match=r"1\.weight is \[4, 6\]"):
-        load_module_state(wider, module_state(small.linear()), "there")
+        load_module_state(wider, module_state(small.linear_net()), "there")
 
 
 # -- random graphs --------------------------------------------------------------------------------------------

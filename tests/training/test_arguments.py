@@ -1,4 +1,4 @@
-"""Every number that an optimizer or a schedule takes is refused in the config, or one that torch computes with."""
+"""Every numeric argument of optimizers and schedules: an extreme value is refused by the config, or torch steps."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from decentnode.training.lr_schedules import LR_SCHEDULES, LearningRateSchedule,
 from decentnode.training.optimizers import OptimizerConfig, _optimizers, make_optimizer
 
 FLOAT32 = 3.4e38
-ENDS = (FLOAT32, -FLOAT32, 1e30, 1e9, 10**9, 10**15, 10**30, 1e-300, 1e-45, 0.0, 0.9999999999999999)
-BEYOND = (3.5e38, -1e300, 10**39, -(10**300))
+EXTREMES = (FLOAT32, -FLOAT32, 1e30, 1e9, 10**9, 10**15, 10**30, 1e-300, 1e-45, 0.0, 0.9999999999999999)
+BEYOND_FLOAT32 = (3.5e38, -1e300, 10**39, -(10**300))
 REFUSED = re.compile("must be within float32, from -3.4e38 to 3.4e38")
 SCHEDULES: dict[str, dict[str, Any]] = {
     "cosine": {"T_max": 5}, "cosine_warm_restarts": {"T_0": 3}, "cyclic": {"base_lr": 0.01, "max_lr": 0.1},
@@ -28,8 +28,8 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def numbers(of: Any) -> Iterator[tuple[str, int]]:
-    """The arguments of a class that are numbers, and of how many each is; 0 for a single one."""
+def numeric_arguments(of: Any) -> Iterator[tuple[str, int]]:
+    """Yields (name, length of the tuple, or 0 for a single number) of the numeric arguments of a class."""
     for key, parameter in inspect.signature(of).parameters.items():
         default = parameter.default
         if isinstance(default, tuple):
@@ -39,17 +39,17 @@ def numbers(of: Any) -> Iterator[tuple[str, int]]:
 
 
 @pytest.mark.parametrize("name", sorted(_optimizers()))
-def test_optimizers(name: str) -> None:
+def test_every_number_of_an_optimizer_is_refused_or_steps(name: str) -> None:
     """Three steps each, with gradients of one, of zero, and beyond what float32 can square."""
-    for key, count in numbers(_optimizers()[name]):
-        for value in (*ENDS, *BEYOND):
+    for key, count in numeric_arguments(_optimizers()[name]):
+        for value in (*EXTREMES, *BEYOND_FLOAT32):
             section = {"name": name, "lr": 0.1, key: [value] * count if count else value}
             try:
                 config = OptimizerConfig.model_validate(section)
             except pydantic.ValidationError as error:
-                assert value not in BEYOND or REFUSED.search(str(error)), section
+                assert value not in BEYOND_FLOAT32 or REFUSED.search(str(error)), section
                 continue
-            assert value not in BEYOND, section
+            assert value not in BEYOND_FLOAT32, section
             parameter = nn.Parameter(torch.ones(2, 3))
             optimizer = make_optimizer(config, [parameter])
             for gradient in (1.0, 0.0, 1e30):
@@ -58,15 +58,15 @@ def test_optimizers(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(LR_SCHEDULES))
-def test_schedules(name: str) -> None:
-    for (key, _), value in itertools.product(numbers(LR_SCHEDULES[name]), (*ENDS, *BEYOND)):
+def test_every_number_of_a_schedule_is_refused_or_ticks(name: str) -> None:
+    for (key, _), value in itertools.product(numeric_arguments(LR_SCHEDULES[name]), (*EXTREMES, *BEYOND_FLOAT32)):
         section = {"name": name, **SCHEDULES.get(name, {}), key: value}
         try:
             config = ScheduleConfig.model_validate(section)
         except pydantic.ValidationError as error:
-            assert value not in BEYOND or REFUSED.search(str(error)), section
+            assert value not in BEYOND_FLOAT32 or REFUSED.search(str(error)), section
             continue
-        assert value not in BEYOND, section
+        assert value not in BEYOND_FLOAT32, section
         optimizer = torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=0.1, momentum=0.9)
         try:
             schedule = LearningRateSchedule(config, optimizer)
@@ -77,7 +77,7 @@ def test_schedules(name: str) -> None:
             assert "the learning rate is" in str(error) and f"training.lr_schedule {name}" in str(error)
 
 
-def test_a_learning_rate_that_grows_without_end_is_told() -> None:
+def test_a_learning_rate_beyond_float32_raises_diverged() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=0.1)
     schedule = LearningRateSchedule(ScheduleConfig.model_validate({"name": "exponential", "gamma": 1e20}), optimizer)
     schedule.tick()

@@ -28,24 +28,24 @@ from tests.launch.test_resume import Folder, models
 from tests.training import small
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
-ALL = {"random_crop": 2, "flip": True, "cutout": 3}
+ALL_KINDS = {"random_crop": 2, "flip": True, "cutout": 3}
 MASK = (1 << 64) - 1
 
 
-def images(count: int = 6, height: int = 7, width: int = 5) -> torch.Tensor:
+def numbered_images(count: int = 6, height: int = 7, width: int = 5) -> torch.Tensor:
     return torch.arange(count * 2 * height * width, dtype=torch.float32).view(count, 2, height, width) + 1
 
 
 def splitmix(key: int, counter: int) -> int:
-    """31 random bits, by whole numbers without a sign."""
+    """Returns 31 random bits; computed with Python integers modulo 2^64, as the package does with tensors."""
     x = (counter * 0x9E3779B97F4A7C15 + key) & MASK
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK
     return (x ^ (x >> 31)) >> 33
 
 
-def expected(image: np.ndarray, sample: int, key: int, config: AugmentConfig, zero: float) -> np.ndarray:
-    """Pixel by pixel."""
+def augment_pixel_by_pixel(image: np.ndarray, sample: int, key: int, config: AugmentConfig, zero: float) -> np.ndarray:
+    """Augments one image with loops over its pixels. zero: the value of pixels beyond the border."""
     numbers = [splitmix(key, sample * 8 + k + 1) for k in range(8)]
     _, height, width = image.shape
     down, right = ((number * (2 * config.random_crop + 1) >> 31) - config.random_crop for number in numbers[:2])
@@ -65,17 +65,17 @@ def expected(image: np.ndarray, sample: int, key: int, config: AugmentConfig, ze
 
 
 @pytest.mark.parametrize("epoch", [0, 3])
-def test_against_plain_python(epoch: int) -> None:
-    config = AugmentConfig.model_validate(ALL)
+def test_augmentation_equals_plain_python_pixel_by_pixel(epoch: int) -> None:
+    config = AugmentConfig.model_validate(ALL_KINDS)
     samples = torch.tensor([0, 1, 5, 123_456_789, 2**40, 7])
-    found = Augmentation(config, seed=3, uid=2)(images(), samples, epoch, -0.5)
+    found = Augmentation(config, seed=3, uid=2)(numbered_images(), samples, epoch, -0.5)
     key = rng.torch_seed(3, 2, "augmentation", epoch)
-    for image, sample, one in zip(images().numpy(), samples.tolist(), found.numpy(), strict=True):
-        assert np.array_equal(one, expected(image, sample, key, config, -0.5))
+    for image, sample, one in zip(numbered_images().numpy(), samples.tolist(), found.numpy(), strict=True):
+        assert np.array_equal(one, augment_pixel_by_pixel(image, sample, key, config, -0.5))
 
 
-def test_each_part() -> None:
-    x = images(2, 3, 3)
+def test_shift_flip_and_cutout_separately() -> None:
+    x = numbered_images(2, 3, 3)
     moved = shifted(x, torch.tensor([1, 0]), torch.tensor([0, -1]), 0.0)
     assert torch.equal(moved[0, :, :2], x[0, :, 1:]) and not moved[0, :, 2].any()
     assert torch.equal(moved[1, :, :, 1:], x[1, :, :, :2]) and not moved[1, :, :, 0].any()
@@ -87,7 +87,7 @@ def test_each_part() -> None:
     assert (holes == 0).sum((1, 2, 3)).tolist() == [2 * 1, 2 * 4], "a square may reach beyond the border"
 
 
-def test_draws_are_spread_evenly() -> None:
+def test_draws_of_shifts_are_uniform_and_independent() -> None:
     config = AugmentConfig(random_crop=1, flip=True)
     image = torch.zeros(9000, 1, 3, 3)
     image[:, :, 1, 1] = 1
@@ -100,15 +100,15 @@ def test_draws_are_spread_evenly() -> None:
         assert 0.07 < float((each == found).all(3).all(2).all(1).float().mean()) < 0.15  # 1 in 9 by chance
 
 
-def test_the_batch_does_not_matter() -> None:
-    made = Augmentation(AugmentConfig.model_validate(ALL), seed=1, uid=4)
+def test_augmentation_does_not_depend_on_the_batch() -> None:
+    made = Augmentation(AugmentConfig.model_validate(ALL_KINDS), seed=1, uid=4)
     samples = torch.arange(6)
-    whole = made(images(), samples, 2, 0.0)
+    whole = made(numbered_images(), samples, 2, 0.0)
     for order in ([3], [5, 0], [4, 4, 1]):
-        assert torch.equal(made(images()[order], samples[order], 2, 0.0), whole[order])
+        assert torch.equal(made(numbered_images()[order], samples[order], 2, 0.0), whole[order])
 
 
-def training(seen: list[Any], **keys: Any) -> Any:
+def make_training(seen: list[Any], **keys: Any) -> Any:
     draw = np.random.default_rng(0)
     share = Samples(draw.integers(1, 256, (10, 1, 6, 6), np.uint8), np.arange(10) % 4, scale=1 / 255, offset=-0.5)
     module = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(36, 4))
@@ -117,33 +117,33 @@ def training(seen: list[Any], **keys: Any) -> Any:
     return made
 
 
-def test_epochs_differ_and_repeat_and_evaluation_is_plain() -> None:
+def test_augmentation_differs_between_epochs_repeats_after_a_resume_and_spares_evaluation() -> None:
     seen: list[Any] = []
-    made = training(seen, augment={"random_crop": 2}, shuffle=False)
+    made = make_training(seen, augment={"random_crop": 2}, shuffle=False)
     for round in range(2):
         made.local_update(round)  # three batches, an epoch
     first, second = torch.cat(seen[:3]), torch.cat(seen[3:])
     assert first.shape == second.shape == (10, 1, 6, 6) and not torch.equal(first, second)
-    assert (first == -0.5).any(), "what is beyond the border is black: 0 * scale + offset"
+    assert (first == -0.5).any(), "pixels beyond the border are black: 0 * scale + offset"
     plain: list[Any] = []
-    training(plain, shuffle=False).local_update(0)
+    make_training(plain, shuffle=False).local_update(0)
     assert not (torch.cat(plain) == -0.5).any() and len(seen) == 6
     before = made.evaluate("train").sums
     assert made.evaluate("train").sums == before
     again: list[Any] = []
-    resumed = training(again, augment={"random_crop": 2}, shuffle=False)
+    resumed = make_training(again, augment={"random_crop": 2}, shuffle=False)
     resumed.skip_to(1)
     resumed.local_update(1)
-    assert torch.equal(torch.cat(again), second), "without the epoch before"
+    assert torch.equal(torch.cat(again), second), "skipping the first epoch changes no draw of the second"
 
 
-def test_steps_that_cross_an_epoch_have_the_draws_of_theirs() -> None:
+def test_steps_after_the_end_of_an_epoch_use_the_draws_of_the_next() -> None:
     seen: list[Any] = []
-    made = training(seen, augment={"flip": True, "random_crop": 1}, shuffle=False)
+    made = make_training(seen, augment={"flip": True, "random_crop": 1}, shuffle=False)
     made.config.__dict__["local_steps"] = 5
     made.local_update(0)
     by_epochs: list[Any] = []
-    other = training(by_epochs, augment={"flip": True, "random_crop": 1}, shuffle=False)
+    other = make_training(by_epochs, augment={"flip": True, "random_crop": 1}, shuffle=False)
     for round in range(2):
         other.local_update(round)
     assert all(torch.equal(a, b) for a, b in zip(seen, by_epochs, strict=False)) and len(seen) == 5
@@ -154,7 +154,7 @@ def test_steps_that_cross_an_epoch_have_the_draws_of_theirs() -> None:
     ("{}", "must have random_resized_crop, random_crop, flip or cutout"),
     ("{cutout: -1}", "training.augment.cutout"),
 ])
-def test_what_cannot_be_augmented(section: str, problem: str) -> None:
+def test_invalid_augmentation_is_refused(section: str, problem: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load(QUICKSTART, [f"training.augment={section}"])
     assert problem in str(caught.value)
@@ -163,7 +163,7 @@ def test_what_cannot_be_augmented(section: str, problem: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_repeats_over_every_transport_and_after_a_stop(tmp_path: Path) -> None:
+def test_augmented_runs_repeat_over_transports_and_after_a_resume(tmp_path: Path) -> None:
     section = ["training.augment={random_crop: 1, flip: true, cutout: 2}"]
     folder, keep = Folder(tmp_path), "node.checkpoint={every: 3}"
     straight = models(folder.run_successfully(*section))
@@ -175,7 +175,7 @@ def test_a_run_repeats_over_every_transport_and_after_a_stop(tmp_path: Path) -> 
     assert any(not torch.equal(tensor, plain[name]) for name, tensor in straight.items())
 
 
-def test_shares_that_are_dealt_anew(tmp_path: Path) -> None:
+def test_augmentation_runs_with_resampled_shares(tmp_path: Path) -> None:
     nodes = build_in_process(load(QUICKSTART, ["training.augment={flip: true}", "training.sampling=resample",
                                                "node={rounds: 2}", "communication=inproc"]))  # fmt: skip
     step_all(nodes)
@@ -188,7 +188,7 @@ def test_shares_that_are_dealt_anew(tmp_path: Path) -> None:
 def torchvision_box(
     draws: list[float], width: int, height: int, scale: tuple[float, float], ratio: tuple[float, float]
 ) -> tuple[int, int, int, int] | None:
-    """The first box in the image, as RandomResizedCrop.get_params of torchvision finds it; None for its fallback.
+    """Returns the first box within the image, as RandomResizedCrop.get_params of torchvision; None for its fallback.
 
     draws: in [0, 1), two for each try, then those of the row and the column.
     """
@@ -204,10 +204,10 @@ def torchvision_box(
 
 @pytest.mark.parametrize("width, height", [(500, 375), (40, 300), (1, 1), (7, 3)])
 @pytest.mark.parametrize("keys", [{}, {"scale": [0.5, 1]}, {"scale": [1, 1], "ratio": [1, 1]}])
-def test_boxes_are_drawn_as_torchvision_draws_them(width: int, height: int, keys: dict[str, Any]) -> None:
+def test_crop_boxes_equal_those_of_torchvision_for_equal_draws(width: int, height: int, keys: dict[str, Any]) -> None:
     config = ResizedCropConfig.model_validate(keys)
     draw = np.random.default_rng(5)
-    fallen = 0
+    num_fallbacks = 0
     for _ in range(50):
         numbers = draw.integers(0, 1 << 31, 22).tolist()
         found = drawn_box(numbers, width, height, config)
@@ -215,17 +215,17 @@ def test_boxes_are_drawn_as_torchvision_draws_them(width: int, height: int, keys
         left, upper, right, lower = found
         assert 0 <= left < right <= width and 0 <= upper < lower <= height
         if wanted is None:
-            fallen += 1
-            narrow, wide = config.ratio  # the largest middle of such a ratio
+            num_fallbacks += 1
+            narrow, wide = config.ratio  # the fallback: the largest centered box within the ratios
             w, h = min(width, round(height * wide)), min(height, round(width / narrow))
             assert (right - left, lower - upper) == (w, h) and (left, upper) == ((width - w) // 2, (height - h) // 2)
         else:
             assert found == wanted
     if not keys and width > 30:
-        assert (fallen == 0) == (width == 500), "a box of such a ratio has at most a sixth of a narrow image"
+        assert (num_fallbacks == 0) == (width == 500), "a box of such a ratio has at most a sixth of a narrow image"
 
 
-def test_boxes_cover_the_areas_and_ratios() -> None:
+def test_areas_and_ratios_of_crop_boxes_are_uniform() -> None:
     made = Augmentation(AugmentConfig(random_resized_crop=True), seed=1, uid=0)
     crop = made.crop(np.arange(4000), 0)
     assert crop is not None
@@ -238,7 +238,7 @@ def test_boxes_cover_the_areas_and_ratios() -> None:
     assert area.min() > 0.079 and ratio.min() > math.log(3 / 4) - 0.03 and ratio.max() < math.log(4 / 3) + 0.03
 
 
-def test_a_box_depends_on_seed_node_epoch_and_image_alone() -> None:
+def test_a_crop_box_depends_only_on_seed_node_epoch_and_image() -> None:
     def boxes(samples: list[int], seed: int = 1, uid: int = 0, epoch: int = 0) -> list[Any]:
         made = Augmentation(AugmentConfig(random_resized_crop=True), seed=seed, uid=uid)
         crop = made.crop(np.array(samples), epoch)
@@ -252,18 +252,18 @@ def test_a_box_depends_on_seed_node_epoch_and_image_alone() -> None:
     assert Augmentation(AugmentConfig(flip=True), seed=1, uid=0).crop(np.arange(2), 0) is None
 
 
-def test_arrays_have_no_files_to_cut_boxes_from() -> None:
+def test_random_resized_crop_is_refused_for_data_in_arrays() -> None:
     with pytest.raises(ConfigError, match="random_resized_crop needs images that are read from their files, got digi"):
         load(QUICKSTART, ["training.augment={random_resized_crop: true}"])
     with pytest.raises(DataError, match="needs images that are read from their files, as data image_folder has them"):
-        training([], augment={"random_resized_crop": True})
+        make_training([], augment={"random_resized_crop": True})
     for section in ("{scale: [0, 1]}", "{scale: [0.5, 0.2]}", "{ratio: [2, 1]}"):
         with pytest.raises(ConfigError, match=r"training\.augment\.random_resized_crop must have 0 < "):
             load(QUICKSTART, [f"training.augment.random_resized_crop={section}"])
 
 
-def test_beyond_the_border_each_channel_is_black() -> None:
-    x = images(2, 3, 3)
+def test_shifted_in_pixels_have_the_black_value_of_their_channel() -> None:
+    x = numbered_images(2, 3, 3)
     black = torch.tensor([-1.0, -2.0])[:, None, None]
     found = shifted(x, torch.tensor([1, 0]), torch.tensor([0, 0]), black)
     assert torch.equal(found[0, :, 2], torch.tensor([[-1.0] * 3, [-2.0] * 3])) and torch.equal(found[1], x[1])

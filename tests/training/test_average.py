@@ -1,4 +1,4 @@
-"""The moving average of a node's models, and figures of its training samples, beside those of the tests."""
+"""The moving average of a node's models, and metrics on training samples, beside those on test samples."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from decentnode.models.weights import load_weights
 from decentnode.node.node import Node
 
 from .contract import check_training
-from .small import make, noisy, samples
+from .small import batch_norm_net, make, make_samples
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 STEPS: dict[str, Any] = {"batch_size": 4, "local_steps": 3, "optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9}}
 
 
 @pytest.mark.parametrize("every", ["round", "step"])
-def test_against_the_weighted_mean_in_float64(every: str) -> None:
-    training = make(module=noisy, **{**STEPS, "local_steps": 1}, ema={"decay": 0.8, "every": every})
+def test_the_moving_average_equals_the_weighted_mean_in_float64(every: str) -> None:
+    training = make(module=batch_norm_net, **{**STEPS, "local_steps": 1}, ema={"decay": 0.8, "every": every})
     seen: list[torch.Tensor] = []
     first = training.average()
     assert first is not None and torch.equal(first[: training.model.num_parameters], training.model.parameters)
     for round in range(6):
         training.local_update(round)
-        if every == "round":  # what mixing makes of the model counts
+        if every == "round":  # stands for mixing, after which the average is updated
             training.model.parameters.mul_(0.99)
         seen.append(torch.cat([training.model.parameters, training.model.buffers]).double())
         training.finish_round()
@@ -47,11 +47,12 @@ def test_against_the_weighted_mean_in_float64(every: str) -> None:
     {"evaluate_train": 7},
 ], ids=str)  # fmt: skip
 def test_contract(keys: dict[str, Any]) -> None:
-    check_training(lambda uid: make(uid, noisy, samples(24, uid), **{**STEPS, **keys}))
+    check_training(lambda uid: make(uid, batch_norm_net, make_samples(24, uid), **{**STEPS, **keys}))
 
 
 def test_the_average_changes_nothing_that_is_trained() -> None:
-    plain, averaged = make(module=noisy, **STEPS), make(module=noisy, **STEPS, ema={"decay": 0.9, "every": "step"})
+    plain = make(module=batch_norm_net, **STEPS)
+    averaged = make(module=batch_norm_net, **STEPS, ema={"decay": 0.9, "every": "step"})
     for round in range(4):
         for training in (plain, averaged):
             training.local_update(round)
@@ -60,7 +61,7 @@ def test_the_average_changes_nothing_that_is_trained() -> None:
     assert torch.equal(plain.model.buffers, averaged.model.buffers) and plain.average() is None
 
 
-def test_its_state_goes_on_and_another_model_s_is_refused() -> None:
+def test_the_average_resumes_and_a_state_of_another_model_is_refused() -> None:
     first, second = make(**STEPS, ema=0.9), make(**STEPS, ema=0.9)
     for round in range(3):
         first.local_update(round)
@@ -76,23 +77,23 @@ def test_its_state_goes_on_and_another_model_s_is_refused() -> None:
     with pytest.raises(CheckpointError, match="ema"):
         make(**STEPS, ema=0.9).load_state_dict(make(**STEPS).state_dict())
     with pytest.raises(CheckpointError, match="average of a model with 28 values does not fit"):
-        made = make(module=noisy, **STEPS, ema=0.9)
+        made = make(module=batch_norm_net, **STEPS, ema=0.9)
         made.load_state_dict({**made.state_dict(), "ema": state["ema"]})
 
 
 # -- in a run -------------------------------------------------------------------------------------------------------
 
 
-def ran(*sets: str, rounds: int = 4) -> tuple[list[Node], list[dict[str, Any]], dict[str, Any]]:
-    """(nodes, records of evaluations, the summary's figures)."""
+def run_stepped(*sets: str, rounds: int = 4) -> tuple[list[Node], list[dict[str, Any]], dict[str, Any]]:
+    """Runs four nodes in steps. Returns them, the records of their evaluations, and the figures of the summary."""
     records: list[dict[str, Any]] = []
     experiment = load(QUICKSTART, [
         "graph={name: ring, nodes: 4}", "mapping={nodes_per_machine: 4}", f"node.rounds={rounds}",
         "node.evaluate_every=2", *sets], {})  # fmt: skip
     nodes = build_in_process(experiment, lambda uid, record: records.append({"uid": uid, **record}))
     step_all(nodes)
-    told = summary.combine({node.uid: node.figures() for node in nodes}, experiment.measured())
-    return nodes, [each for each in records if each["kind"] == "evaluation"], told
+    figures = summary.combine({node.uid: node.figures() for node in nodes}, experiment.measured())
+    return nodes, [each for each in records if each["kind"] == "evaluation"], figures
 
 
 VARIANTS = [
@@ -104,15 +105,15 @@ VARIANTS = [
 @pytest.mark.sampled(one=["sets"])
 @pytest.mark.parametrize("sets", VARIANTS, ids=str)
 def test_averages_are_measured_of_every_node_and_merged(sets: list[str]) -> None:
-    nodes, records, told = ran("training.ema=0.6", *sets)
-    plain, _, before = ran(*sets)
+    nodes, records, figures = run_stepped("training.ema=0.6", *sets)
+    plain, _, before = run_stepped(*sets)
     for one, other in zip(nodes, plain, strict=True):
         assert torch.equal(one.training.model.parameters, other.training.model.parameters)
-    assert before["accuracy_mean"] == told["accuracy_mean"] and "ema_accuracy_mean" not in before
+    assert before["accuracy_mean"] == figures["accuracy_mean"] and "ema_accuracy_mean" not in before
     assert {"ema_accuracy_mean", "ema_accuracy_min", "ema_accuracy_max", "ema_accuracy_merged", "ema_loss_merged"} <= {
-        *told}  # fmt: skip
+        *figures}  # fmt: skip
     last = [record for record in records if record["round"] == 4]
-    assert told["ema_loss_mean"] == pytest.approx(sum(record["ema_loss"] for record in last) / 4)
+    assert figures["ema_loss_mean"] == pytest.approx(sum(record["ema_loss"] for record in last) / 4)
     assert len({record["ema_loss"] for record in last}) == 4
     assert len({record["ema_loss_merged"] for record in last}) == 1
     shared = nodes[0].shared
@@ -120,11 +121,11 @@ def test_averages_are_measured_of_every_node_and_merged(sets: list[str]) -> None
     merged = [node.averages[1] for node in nodes if node.averages is not None]
     assert len(averages) == 4 and merged[0] is not None
     assert torch.allclose(torch.stack(averages).mean(0)[:shared], merged[0][:shared], atol=1e-6)
-    assert torch.equal(merged[0][shared:], averages[0][shared:]), "what a node keeps is its own"
+    assert torch.equal(merged[0][shared:], averages[0][shared:]), "parameters that a node does not share are not merged"
 
 
-def test_with_statistics_that_are_measured_anew() -> None:
-    nodes, records, _ = ran(
+def test_averages_with_recomputed_batch_norm_statistics() -> None:
+    nodes, records, _ = run_stepped(
         "training.ema=0.6", "node.buffers=recompute", "data={name: synthetic, input_shape: [6], num_classes: 3, "
         "train_samples: 60, test_samples: 30, partition: {name: iid}}", "model='tests.node.test_product:Normed'")
     averages = [node.averages for node in nodes]
@@ -136,8 +137,8 @@ def test_with_statistics_that_are_measured_anew() -> None:
     assert all(record["ema_loss_merged"] == records[-1]["ema_loss_merged"] for record in records[-4:])
 
 
-def test_its_files_hold_what_was_measured(tmp_path: Path) -> None:
-    nodes, records, _ = ran("training.ema=0.6", "model={name: mlp, hidden: [8]}")
+def test_saved_averages_are_the_measured_models(tmp_path: Path) -> None:
+    nodes, records, _ = run_stepped("training.ema=0.6", "model={name: mlp, hidden: [8]}")
     (tmp_path / "models").mkdir()
     for node in reversed(nodes):
         save_node(node, tmp_path)
@@ -154,19 +155,20 @@ def test_its_files_hold_what_was_measured(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("most", ["all", 10])
-def test_training_samples_are_measured_too(most: int | str) -> None:
-    nodes, records, told = ran(f"training.evaluate_train={most}", "model={name: mlp, hidden: [8]}")
+def test_metrics_on_training_samples_are_measured(most: int | str) -> None:
+    nodes, records, figures = run_stepped(f"training.evaluate_train={most}", "model={name: mlp, hidden: [8]}")
     for node in nodes:
         own = next(each for each in reversed(records) if each["uid"] == node.uid)
         found = node.training.evaluate("train")
         assert found.samples == (node.training.num_samples if most == "all" else 10)
         assert own["train_loss"] == pytest.approx(found.metrics["loss"])
-    assert told["train_loss_mean"] == pytest.approx(sum(f["train_loss"] for f in told["nodes"].values()) / 4)
-    assert told["train_accuracy_min"] <= told["train_accuracy_mean"] <= told["train_accuracy_max"]
-    assert told["train_accuracy_merged"] is not None and told["train_accuracy_merged"] != told["accuracy_merged"]
+    assert figures["train_loss_mean"] == pytest.approx(sum(f["train_loss"] for f in figures["nodes"].values()) / 4)
+    assert figures["train_accuracy_min"] <= figures["train_accuracy_mean"] <= figures["train_accuracy_max"]
+    assert figures["train_accuracy_merged"] is not None
+    assert figures["train_accuracy_merged"] != figures["accuracy_merged"]
 
 
-def test_curves_of_both_say_what_they_are_of() -> None:
+def test_curves_of_averages_and_training_samples_are_labelled() -> None:
     experiment = load(QUICKSTART, ["training.ema=0.9", "training.evaluate_train=50"], {})
     curves = experiment.measured().curves
     assert curves["ema_accuracy"].label == "test EMA accuracy (%)"

@@ -1,4 +1,4 @@
-"""Optimizers and schedules by name: what is accepted, what is refused, and with which words."""
+"""Optimizers and learning rate schedules by name: valid and invalid sections, and the error messages."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ REQUIRED: dict[str, dict[str, Any]] = {
 }
 
 
-def optimizer_of(section: dict[str, Any]) -> torch.optim.Optimizer:
+def make_optimizer_of(section: dict[str, Any]) -> torch.optim.Optimizer:
     return make_optimizer(OptimizerConfig.model_validate(section), [nn.Parameter(torch.zeros(2, 2))])
 
 
 @pytest.mark.parametrize("name", [
     "adadelta", "adafactor", "adagrad", "adam", "adamax", "adamw", "asgd", "nadam", "radam", "rmsprop", "rprop", "sgd"])
 def test_every_optimizer_can_step(name: str) -> None:
-    optimizer = optimizer_of({"name": name})
+    optimizer = make_optimizer_of({"name": name})
     assert type(optimizer).__name__.lower() == name
     (parameter,) = optimizer.param_groups[0]["params"]
     parameter.grad = torch.ones(2, 2)
@@ -41,14 +41,14 @@ def test_every_optimizer_can_step(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "adagrad"])
-def test_fused_unless_the_config_chooses(name: str) -> None:
-    assert optimizer_of({"name": name}).defaults["fused"] is True
-    assert optimizer_of({"name": name, "foreach": False}).defaults["fused"] is None
-    assert optimizer_of({"name": name, "fused": False}).defaults["fused"] is False
+def test_optimizers_are_fused_unless_the_config_chooses(name: str) -> None:
+    assert make_optimizer_of({"name": name}).defaults["fused"] is True
+    assert make_optimizer_of({"name": name, "foreach": False}).defaults["fused"] is None
+    assert make_optimizer_of({"name": name, "fused": False}).defaults["fused"] is False
 
 
 class LateRefusal(torch.optim.Adagrad):
-    """Says only at the first step that it has no fused kernel, as torch's did on GPUs in earlier versions."""
+    """Raises only at its first step that it has no fused kernel, as torch's Adagrad did on GPUs in earlier versions."""
 
     def step(self, closure: Any = None) -> Any:
         if self.param_groups[0]["fused"]:
@@ -56,16 +56,16 @@ class LateRefusal(torch.optim.Adagrad):
         return super().step(closure)
 
 
-def test_not_fused_where_only_the_first_step_says_that_it_cannot_be() -> None:
-    optimizer = optimizer_of({"name": f"{__name__}:LateRefusal"})
+def test_an_optimizer_whose_first_fused_step_fails_is_not_fused() -> None:
+    optimizer = make_optimizer_of({"name": f"{__name__}:LateRefusal"})
     assert optimizer.defaults["fused"] is None and optimizer.defaults["foreach"] is True
     optimizer.step()
 
 
 @pytest.mark.parametrize(("saved", "own"), [({}, {"fused": False}), ({"fused": False}, {}), ({"foreach": True}, {})])
-def test_a_loaded_state_is_stepped_by_the_kernel_of_the_optimizer_at_hand(saved: Any, own: Any) -> None:
-    """A GPU may have another one than the device that the state was saved on."""
-    made, given = optimizer_of({"name": "adam", **own}), optimizer_of({"name": "adam", "lr": 0.5, **saved})
+def test_loading_a_state_keeps_the_kernel_of_the_loading_optimizer(saved: Any, own: Any) -> None:
+    """The state may have been saved on a device with another kernel, for example a GPU."""
+    made, given = make_optimizer_of({"name": "adam", **own}), make_optimizer_of({"name": "adam", "lr": 0.5, **saved})
     before = dict(made.param_groups[0])
     for optimizer in (given, made):
         (parameter,) = optimizer.param_groups[0]["params"]
@@ -81,7 +81,7 @@ def test_a_loaded_state_is_stepped_by_the_kernel_of_the_optimizer_at_hand(saved:
 
 
 def test_arguments_reach_the_optimizer() -> None:
-    optimizer = optimizer_of({"name": "adam", "lr": 0.5, "betas": [0.8, 0.9], "weight_decay": 0.1})
+    optimizer = make_optimizer_of({"name": "adam", "lr": 0.5, "betas": [0.8, 0.9], "weight_decay": 0.1})
     group = optimizer.param_groups[0]
     assert (group["lr"], group["betas"], group["weight_decay"]) == (0.5, (0.8, 0.9), 0.1)
 
@@ -121,7 +121,7 @@ def test_arguments_reach_the_optimizer() -> None:
     ({"validation": {"fraction": 1}}, "validation.fraction", "less than 1"),
     ({"clip_norm": 0}, "clip_norm", "greater than 0"),
 ])
-def test_refused(section: dict[str, Any], place: str, message: str) -> None:
+def test_invalid_sections_are_refused_at_their_key(section: dict[str, Any], place: str, message: str) -> None:
     with pytest.raises(pydantic.ValidationError, match=message) as caught:
         SupervisedConfig.model_validate(section)
     (error,) = caught.value.errors()
@@ -136,7 +136,7 @@ def test_a_config_survives_its_own_dump() -> None:
     assert SupervisedConfig.model_validate(config.model_dump(mode="json")) == config
 
 
-def rates(section: dict[str, Any], ticks: int, lr: float = 0.1) -> list[float]:
+def learning_rates(section: dict[str, Any], ticks: int, lr: float = 0.1) -> list[float]:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=lr, momentum=0.9)
     schedule = LearningRateSchedule(ScheduleConfig.model_validate(section), optimizer)
     found = []
@@ -146,15 +146,15 @@ def rates(section: dict[str, Any], ticks: int, lr: float = 0.1) -> list[float]:
     return found
 
 
-def test_required_arguments_are_known_here() -> None:
+def test_the_table_of_required_arguments_names_known_schedules() -> None:
     assert set(REQUIRED) < set(LR_SCHEDULES)
 
 
 @pytest.mark.parametrize("name", LR_SCHEDULES)
 @pytest.mark.filterwarnings("ignore:Detected call of")
-def test_schedules_are_those_of_torch(name: str) -> None:
+def test_schedules_equal_those_of_torch(name: str) -> None:
     arguments = REQUIRED.get(name, {})
-    ours = rates({"name": name, **arguments}, 10)
+    ours = learning_rates({"name": name, **arguments}, 10)
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1, momentum=0.9)
     theirs = []
     scheduler = LR_SCHEDULES[name](optimizer, **arguments)
@@ -197,7 +197,7 @@ def test_a_schedule_that_ends_before_the_run_is_refused(schedule: str, training:
         ours.tick()
 
 
-def test_a_sample_that_every_epoch_leaves_out_is_no_step_of_the_schedule() -> None:
+def test_the_number_of_ticks_omits_a_last_batch_of_one_sample() -> None:
     """Batch normalization cannot train on the last sample of 181 in batches of 10."""
     config = SupervisedConfig.model_validate({
         "name": "supervised", "batch_size": 10, "local_epochs": 2,
@@ -207,16 +207,17 @@ def test_a_sample_that_every_epoch_leaves_out_is_no_step_of_the_schedule() -> No
     assert config.most_ticks(2, 182, needs_two_samples=True) == 2 * 2 * 19
 
 
-def test_warm_up_comes_before_the_schedule() -> None:
-    plain = rates({"name": "cosine", "T_max": 6}, 6)
-    warmed = rates({"name": "cosine", "T_max": 6, "warmup": 4, "warmup_factor": 0.2}, 10)
+def test_warm_up_precedes_the_schedule() -> None:
+    plain = learning_rates({"name": "cosine", "T_max": 6}, 6)
+    warmed = learning_rates({"name": "cosine", "T_max": 6, "warmup": 4, "warmup_factor": 0.2}, 10)
     assert warmed[:4] == pytest.approx([0.02, 0.04, 0.06, 0.08])
     assert warmed[4:] == plain
-    assert rates({"name": "constant", "warmup": 2, "warmup_factor": 0.5}, 4) == pytest.approx([0.05, 0.075, 0.1, 0.1])
+    constant = learning_rates({"name": "constant", "warmup": 2, "warmup_factor": 0.5}, 4)
+    assert constant == pytest.approx([0.05, 0.075, 0.1, 0.1])
 
 
 @pytest.mark.parametrize("name", LR_SCHEDULES)
-def test_a_restored_schedule_goes_on_with_the_same_bits(name: str) -> None:
+def test_a_restored_schedule_continues_bit_for_bit(name: str) -> None:
     config = ScheduleConfig.model_validate({"name": name, "warmup": 2, **REQUIRED.get(name, {})})
 
     def make() -> tuple[torch.optim.Optimizer, LearningRateSchedule]:
@@ -246,7 +247,7 @@ def test_checking_a_config_does_not_import_the_compiler() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_nothing_warns(recwarn: pytest.WarningsRecorder) -> None:
+def test_schedules_emit_no_warnings(recwarn: pytest.WarningsRecorder) -> None:
     for name in LR_SCHEDULES:
-        rates({"name": name, **REQUIRED.get(name, {})}, 5)
+        learning_rates({"name": name, **REQUIRED.get(name, {})}, 5)
     assert not recwarn.list

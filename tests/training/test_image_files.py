@@ -1,4 +1,4 @@
-"""Training on images that are read from their files while shares change, and statistics that are measured anew."""
+"""Training on images that are read from files, with shares that change, and recomputed batch norm statistics."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.data.files import write_image_folder
 
 from .contract import check_training
 
-TEXT = """graph: {name: complete, nodes: 3}
+CONFIG = """graph: {name: complete, nodes: 3}
 data: {name: image_folder, folder: images, size: 8, resize: 10}
 model: 'thin:Thin'
 training:
@@ -29,7 +29,7 @@ training:
 node: {rounds: 5, evaluate_every: 2, buffers: recompute}
 communication: inproc
 """
-THIN = """from torch import nn
+THIN_MODULE = """from torch import nn
 
 
 class Thin(nn.Sequential):
@@ -41,22 +41,22 @@ FIXED = "training={batch_size: 4, local_steps: 3, augment: {random_resized_crop:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """31 training images, which no number of nodes or samples of a batch divides."""
+    """Writes 31 training images, a number that neither 3 nodes nor batches of 4 divide, a model and a config."""
     monkeypatch.setenv("DECENTNODE_CACHE", str(tmp_path / "cache"))
     write_image_folder(tmp_path / "images", per_class=10, tests=3)
     first = tmp_path / "images" / "train" / "n00"
     (first / "one.png").write_bytes((first / "train_1.png").read_bytes())
-    (tmp_path / "thin.py").write_text(THIN)
-    (tmp_path / "a.yaml").write_text(TEXT)
+    (tmp_path / "thin.py").write_text(THIN_MODULE)
+    (tmp_path / "a.yaml").write_text(CONFIG)
     return tmp_path
 
 
-def nodes(folder: Path, *overrides: str) -> list[Node]:
+def build_nodes(folder: Path, *overrides: str) -> list[Node]:
     return build_in_process(load(folder / "a.yaml", overrides))
 
 
-def trained(folder: Path, *overrides: str) -> torch.Tensor:
-    made = nodes(folder, *overrides)
+def train_models(folder: Path, *overrides: str) -> torch.Tensor:
+    made = build_nodes(folder, *overrides)
     step_all(made)
     return torch.stack([torch.cat([node.training.model.parameters, node.training.model.buffers]) for node in made])
 
@@ -64,16 +64,16 @@ def trained(folder: Path, *overrides: str) -> torch.Tensor:
 @pytest.mark.slow
 @pytest.mark.parametrize("keys", [[], ["training.local_steps=7"], [FIXED]], ids=["resample", "two epochs", "fixed"])
 def test_contract(folder: Path, keys: list[str]) -> None:
-    """Repeated rounds, evaluations, resumption and directions."""
-    check_training(lambda uid: nodes(folder, *keys)[uid].training)
+    """Checks the contract of `Training` on image files."""
+    check_training(lambda uid: build_nodes(folder, *keys)[uid].training)
 
 
 @pytest.mark.slow
-def test_a_run_has_the_bits_of_every_number_of_threads_and_sees_other_images_in_each_epoch(folder: Path) -> None:
-    one = trained(folder, "data.threads=1")
-    assert torch.equal(one, trained(folder, "data.threads=4"))
-    assert not torch.equal(one, trained(folder, "training.sampling=fixed"))
-    training = nodes(folder)[0].training
+def test_a_resampled_run_does_not_depend_on_threads_and_its_shares_differ_by_epoch(folder: Path) -> None:
+    one = train_models(folder, "data.threads=1")
+    assert torch.equal(one, train_models(folder, "data.threads=4"))
+    assert not torch.equal(one, train_models(folder, "training.sampling=fixed"))
+    training = build_nodes(folder)[0].training
     assert isinstance(training, Supervised)
     shares = []
     for epoch in range(3):
@@ -83,9 +83,9 @@ def test_a_run_has_the_bits_of_every_number_of_threads_and_sees_other_images_in_
     assert not any(one.shape == other.shape and torch.equal(one, other) for one, other in itertools.pairwise(shares))
 
 
-def test_statistics_are_those_of_all_images_of_all_nodes(folder: Path) -> None:
-    """Of the merged model, over what they were at the evaluation: the middles of the images, none of them augmented."""
-    made = nodes(folder, "training.sampling=fixed")
+def test_recomputed_statistics_are_those_of_all_images_of_all_nodes(folder: Path) -> None:
+    """The statistics of the merged model are those of the center crops of all images, without augmentation."""
+    made = build_nodes(folder, "training.sampling=fixed")
     step_all(made)
     merged = made[0].merged
     assert merged is not None and all(torch.equal(merged, node.merged) for node in made if node.merged is not None)
@@ -110,16 +110,16 @@ def test_statistics_are_those_of_all_images_of_all_nodes(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_images_of_absent_nodes_are_adopted(folder: Path) -> None:
-    """As a generation begins without node 1: its images are trained on, and nothing that was read ahead is lost."""
-    made = nodes(folder, FIXED)
+def test_images_of_absent_nodes_are_dealt_to_the_others(folder: Path) -> None:
+    """A generation begins without node 1: the others train on its images, and lose no batch that was read ahead."""
+    made = build_nodes(folder, FIXED)
     trainings = [made[uid].training for uid in (0, 2)]
     before = [training.num_samples for training in trainings]
     for training in trainings:
         training.local_update(0)
         training.deal_among((0, 2), 1, 1)
     assert sum(training.num_samples for training in trainings) == 31 > sum(before)
-    again = nodes(folder, FIXED)
+    again = build_nodes(folder, FIXED)
     for uid, training in zip((0, 2), trainings, strict=True):
         other = again[uid].training
         other.local_update(0)

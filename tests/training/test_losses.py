@@ -1,4 +1,4 @@
-"""Losses by name, and steps whose batches have unequal numbers of tokens."""
+"""Losses by name, and the weight of tokens in steps whose batches have unequal numbers of them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from decentnode.training.supervised_config import SupervisedConfig
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_what_is_evaluated_is_the_sum_of_what_is_trained(name: str) -> None:
+def test_the_evaluated_sum_is_the_mean_training_loss_times_the_units(name: str) -> None:
     loss = Loss(LossConfig(name=name))
     outputs, targets = torch.randn(6, 4).log_softmax(1), torch.tensor([0, 1, 2, 3, 0, 1])
     wanted = targets if name in ("cross_entropy", "nll") else torch.randn(6, 4)
@@ -30,7 +30,7 @@ def test_what_is_evaluated_is_the_sum_of_what_is_trained(name: str) -> None:
     assert summed == pytest.approx(units * mean, rel=1e-5)
 
 
-def test_arguments_are_those_of_the_torch_class() -> None:
+def test_arguments_of_a_loss_are_those_of_the_torch_class() -> None:
     config = SupervisedConfig.model_validate({"loss": {"name": "huber", "delta": 0.5}})
     assert config.loss is not None and Loss(config.loss).mean.delta == 0.5
     for wrong, text in (({"name": "huber", "dleta": 1}, "did you mean 'delta'"), ({"name": "hubre"}, "'huber'"),
@@ -79,7 +79,7 @@ def test_every_token_of_a_step_counts_alike(accumulate: int) -> None:
 
 
 @pytest.mark.parametrize("given", [False, True])
-def test_tensors_of_a_loss_lie_where_the_model_does(given: bool) -> None:
+def test_tensors_of_a_loss_are_on_the_device_of_the_model(given: bool) -> None:
     weighted = nn.CrossEntropyLoss(weight=torch.ones(3))
     made, _ = make_loss(weighted)
     with bound({"loss": made if given else Weighted}):

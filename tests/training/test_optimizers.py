@@ -1,4 +1,4 @@
-"""Optimizers as runs make them: with torch's own steps, without torch's compiler."""
+"""Optimizers as runs make them: their steps equal torch's, and torch's compiler is not imported."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from torch import nn
 
 from decentnode.training.optimizers import OptimizerConfig, _optimizers, load_state, make_optimizer
 
-MORE: dict[str, dict[str, Any]] = {"sgd": {"lr": 0.1, "momentum": 0.9, "nesterov": True}, "asgd": {"lr": 0.1}}
+ARGUMENTS: dict[str, dict[str, Any]] = {"sgd": {"lr": 0.1, "momentum": 0.9, "nesterov": True}, "asgd": {"lr": 0.1}}
 
 
-class Registered(torch.optim.SGD):
-    """A class of one's own that asks something of those that derive from it."""
+class SgdWithClassArgument(torch.optim.SGD):
+    """A user's class of which the package cannot make a subclass without arguments."""
 
     def __init_subclass__(cls, *, name: str) -> None:
         raise AssertionError(name)
 
 
-class Counting(torch.optim.Optimizer):
-    """One with a step of its own."""
+class SgdWithCustomStep(torch.optim.Optimizer):
+    """A user's optimizer with its own `step`."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr})
@@ -43,7 +43,7 @@ def parameters() -> list[nn.Parameter]:
     return [nn.Parameter(torch.randn(3, 2)), nn.Parameter(torch.randn(5))]
 
 
-def stepped(optimizer: torch.optim.Optimizer, steps: int) -> list[torch.Tensor]:
+def run_steps(optimizer: torch.optim.Optimizer, steps: int) -> list[torch.Tensor]:
     every = [p for group in optimizer.param_groups for p in group["params"]]
     for _ in range(steps):
         for p in every:
@@ -53,43 +53,43 @@ def stepped(optimizer: torch.optim.Optimizer, steps: int) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", sorted(_optimizers()))
-def test_steps_are_those_of_the_class_that_is_named(name: str) -> None:
+def test_steps_equal_those_of_the_torch_optimizer(name: str) -> None:
     of = _optimizers()[name]
-    config = OptimizerConfig(name=name, **MORE.get(name, {}))
+    config = OptimizerConfig(name=name, **ARGUMENTS.get(name, {}))
     made = make_optimizer(config, parameters())
     how = {key: made.defaults[key] for key in ("fused", "foreach") if made.defaults.get(key)}
     plain = of(parameters(), **config.arguments(), **how)
     assert isinstance(made, of) and type(made).__name__ == of.__name__
-    assert all(map(torch.equal, stepped(made, 3), stepped(plain, 3)))
+    assert all(map(torch.equal, run_steps(made, 3), run_steps(plain, 3)))
 
     again = make_optimizer(config, parameters())
     for mine, source in zip(again.param_groups[0]["params"], made.param_groups[0]["params"], strict=True):
         mine.data.copy_(source)
     load_state(again, made.state_dict())
-    assert all(map(torch.equal, stepped(again, 2), stepped(plain, 2)))
+    assert all(map(torch.equal, run_steps(again, 2), run_steps(plain, 2)))
 
 
-def test_no_gradient_is_kept_of_a_step() -> None:
+def test_optimizer_steps_are_not_recorded_by_autograd() -> None:
     made = make_optimizer(OptimizerConfig(name="sgd", lr=0.1), parameters())
-    assert all(not each.requires_grad for each in stepped(made, 1))
+    assert all(not each.requires_grad for each in run_steps(made, 1))
     assert all(p.is_leaf for p in made.param_groups[0]["params"])
 
 
-def test_profilers_and_hooks_are_told_of_steps() -> None:
+def test_profilers_and_step_hooks_see_the_steps() -> None:
     made, told = make_optimizer(OptimizerConfig(name="sgd", lr=0.1), parameters()), []
     made.register_step_post_hook(lambda *_: told.append("stepped"))
     with torch.profiler.profile() as profile:
-        stepped(made, 1)
+        run_steps(made, 1)
     assert told == ["stepped"]
     assert "Optimizer.step#SGD.step" in {each.key for each in profile.key_averages()}
 
 
-@pytest.mark.parametrize("of", [Registered, Counting])
-def test_classes_of_ones_own_step(of: type[torch.optim.Optimizer]) -> None:
+@pytest.mark.parametrize("of", [SgdWithClassArgument, SgdWithCustomStep])
+def test_optimizers_of_the_user_step_as_their_class_does(of: type[torch.optim.Optimizer]) -> None:
     config = OptimizerConfig(name=f"{__name__}:{of.__name__}", lr=0.1)
     made = make_optimizer(config, parameters())
     assert isinstance(made, of)
-    assert all(map(torch.equal, stepped(made, 2), stepped(of(parameters(), lr=0.1), 2)))  # type: ignore[call-arg]
+    assert all(map(torch.equal, run_steps(made, 2), run_steps(of(parameters(), lr=0.1), 2)))  # type: ignore[call-arg]
 
 
 RUN = """
@@ -105,8 +105,8 @@ sys.exit("torch._dynamo" in sys.modules)
 
 
 @pytest.mark.slow
-def test_a_run_does_without_the_compiler(tmp_path: Path) -> None:
-    """75 MB, and a fifth of what the fork server computes before it has nodes."""
+def test_a_run_does_not_import_the_compiler(tmp_path: Path) -> None:
+    """Importing it costs 75 MB, and a fifth of the time that the fork server takes before it forks nodes."""
     done = subprocess.run([sys.executable, "-c", RUN], cwd=tmp_path, check=False, capture_output=True, text=True,
                           timeout=100)  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Losses, optimizers and schedules of one's own, by `package.module:Class`."""
+"""Losses, optimizers and schedules of the user, by `package.module:Class`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tests.training.contract import check_resume, check_rounds
 from tests.training.small import make
 
 
-class Focal(nn.Module):
-    """Gives the mean alone, as a loss without `reduction` does."""
+class FocalLoss(nn.Module):
+    """A loss without the argument `reduction`, which returns the mean."""
 
     def __init__(self, gamma: float = 2.0) -> None:
         super().__init__()
@@ -26,14 +26,14 @@ class Focal(nn.Module):
         return -((1 - likelihood.exp()) ** self.gamma * likelihood).mean()
 
 
-class Plain(nn.Module):
-    """Has the constructor of nn.Module, which says (*args, **kwargs) and takes none."""
+class LossWithoutConstructor(nn.Module):
+    """Inherits the constructor of nn.Module, whose signature is (*args, **kwargs) but which takes no argument."""
 
     def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return nn.functional.cross_entropy(outputs, targets)
 
 
-class Signed(torch.optim.Optimizer):
+class SignSgd(torch.optim.Optimizer):
     def __init__(self, params: Any, lr: float, decay: float = 0.0) -> None:
         if decay < 0:
             raise ValueError(f"decay must be at least 0, got {decay}")
@@ -46,7 +46,7 @@ class Signed(torch.optim.Optimizer):
                 p.sub_(group["lr"] * (p.grad.sign() + group["decay"] * p))
 
 
-class Halving(torch.optim.lr_scheduler.LRScheduler):
+class HalvingSchedule(torch.optim.lr_scheduler.LRScheduler):
     def __init__(self, optimizer: torch.optim.Optimizer, every: int = 2) -> None:
         self.ticks = every
         super().__init__(optimizer)
@@ -56,13 +56,13 @@ class Halving(torch.optim.lr_scheduler.LRScheduler):
 
 
 OWN: dict[str, Any] = {
-    "loss": {"name": f"{__name__}:Focal", "gamma": 1.0},
-    "optimizer": {"name": f"{__name__}:Signed", "lr": 0.01},
-    "lr_schedule": {"name": f"{__name__}:Halving"},
+    "loss": {"name": f"{__name__}:FocalLoss", "gamma": 1.0},
+    "optimizer": {"name": f"{__name__}:SignSgd", "lr": 0.01},
+    "lr_schedule": {"name": f"{__name__}:HalvingSchedule"},
 }
 
 
-def test_they_train_repeat_and_resume() -> None:
+def test_custom_loss_optimizer_and_schedule_train_repeat_and_resume() -> None:
     def made(uid: int) -> Any:
         return make(uid, batch_size=4, local_steps=3, **OWN)
 
@@ -76,29 +76,29 @@ def test_they_train_repeat_and_resume() -> None:
     assert rates == pytest.approx([0.01, 0.01, 0.005, 0.005, 0.0025])
 
 
-def test_the_loss_is_evaluated_as_the_mean_over_samples() -> None:
+def test_a_custom_loss_is_evaluated_as_the_mean_over_samples() -> None:
     training = make(0, **OWN)
     source, members = training.share.splits["test"]
     inputs, targets = source.take(members)
-    expected = float(Focal(1.0)(training.model.module(inputs), targets).detach())
+    expected = float(FocalLoss(1.0)(training.model.module(inputs), targets).detach())
     assert training.evaluate("test").metrics["loss"] == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_loss_without_a_constructor_of_its_own() -> None:
-    make(0, batch_size=4, loss={"name": f"{__name__}:Plain"}).local_update(0)
+def test_a_custom_loss_may_inherit_the_constructor_of_module() -> None:
+    make(0, batch_size=4, loss={"name": f"{__name__}:LossWithoutConstructor"}).local_update(0)
 
 
 @pytest.mark.parametrize(("key", "value", "text"), [
-    ("loss", {"name": f"{__name__}:Focla"}, "did you mean 'Focal'"),
-    ("loss", {"name": f"{__name__}:Focal", "gama": 1}, "must be an argument of .*did you mean 'gamma'"),
-    ("optimizer", {"name": f"{__name__}:Focal"}, r"must name a class derived from torch\.optim"),
-    ("optimizer", {"name": f"{__name__}:Signed"}, "needs 'lr' beside it"),
-    ("optimizer", {"name": f"{__name__}:Signed", "lr": 0.1, "decay": -1}, "decay must be at least 0, got -1"),
+    ("loss", {"name": f"{__name__}:FoclaLoss"}, "did you mean 'FocalLoss'"),
+    ("loss", {"name": f"{__name__}:FocalLoss", "gama": 1}, "must be an argument of .*did you mean 'gamma'"),
+    ("optimizer", {"name": f"{__name__}:FocalLoss"}, r"must name a class derived from torch\.optim"),
+    ("optimizer", {"name": f"{__name__}:SignSgd"}, "needs 'lr' beside it"),
+    ("optimizer", {"name": f"{__name__}:SignSgd", "lr": 0.1, "decay": -1}, "decay must be at least 0, got -1"),
     ("optimizer", {"name": "sgd", "lr": float("nan")}, "must be a finite number, got nan"),
     ("lr_schedule", {"name": "step", "step_size": 3, "gamma": float("inf")}, "must be a finite number, got inf"),
-    ("optimizer", {"name": "nowhere_such:Signed"}, "no module named 'nowhere_such'"),
-    ("lr_schedule", {"name": f"{__name__}:Signed"}, r"must name a class derived from torch\.optim\.lr_scheduler"),
+    ("optimizer", {"name": "nowhere_such:SignSgd"}, "no module named 'nowhere_such'"),
+    ("lr_schedule", {"name": f"{__name__}:SignSgd"}, r"must name a class derived from torch\.optim\.lr_scheduler"),
 ])  # fmt: skip
-def test_wrong_names_and_arguments_are_told(key: str, value: dict[str, Any], text: str) -> None:
+def test_wrong_names_and_arguments_of_custom_classes_are_refused(key: str, value: dict[str, Any], text: str) -> None:
     with pytest.raises(pydantic.ValidationError, match=text):
         SupervisedConfig.model_validate({"batch_size": 4, key: value})

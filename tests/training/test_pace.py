@@ -1,4 +1,4 @@
-"""Local steps by a time instead of a number."""
+"""local_seconds: the number of local steps follows from a time."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from decentnode.training.pace import Pace
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 
 
-def test_as_many_steps_fit_as_the_speed_says() -> None:
+def test_the_pace_adapts_the_number_of_steps_to_their_duration() -> None:
     pace, made = Pace(1.0), []
     for round in range(12):
         steps, each = pace.steps(), 5.0 if round == 0 else 0.05 if round < 8 else 0.1
         made.append(steps)
         pace.record(steps, each * steps)
-    assert made[:3] == [1, 1, 2] and made[6:8] == [20, 20], "the first step took long for other reasons"
+    assert made[:3] == [1, 1, 2] and made[6:8] == [20, 20], "the first step, slow for other reasons, must not count"
     assert made[-1] in (10, 11) and min(made) == 1
     slow = Pace(1.0)
     slow.record(1, 30.0)
     assert slow.steps() == 1
 
 
-class Watched(Inproc):
-    """A transport in whose time a step of node 0 takes 10 ms, and one of node 1 ten times as long."""
+class VirtualTimeTransport(Inproc):
+    """Advances the virtual clock after local steps: 10 ms for each step of node 0, 100 ms for each of node 1."""
 
     of: Node
 
@@ -45,14 +45,14 @@ class Watched(Inproc):
 VIRTUAL = clock.VirtualClock()
 
 
-def test_a_node_that_is_ten_times_slower_makes_a_tenth_of_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_ten_times_slower_makes_a_tenth_of_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     sets = ["training={name: supervised, batch_size: 4, local_seconds: 1.0}", "graph={name: ring, nodes: 2}",
             "mapping.nodes_per_machine=2", "data.partition=iid", "node={rounds: 10, evaluate_every: 0}"]  # fmt: skip
-    monkeypatch.setattr("decentnode.build.Inproc", Watched)
+    monkeypatch.setattr("decentnode.build.Inproc", VirtualTimeTransport)
     records: list[tuple[int, dict[str, Any]]] = []
     nodes = build_in_process(load(QUICKSTART, sets), lambda uid, record: records.append((uid, record)))
     for node in nodes:
-        assert isinstance(node.communication, Watched)
+        assert isinstance(node.communication, VirtualTimeTransport)
         node.communication.of = node
     with clock.use(VIRTUAL):
         step_all(nodes)
@@ -61,7 +61,7 @@ def test_a_node_that_is_ten_times_slower_makes_a_tenth_of_the_steps(monkeypatch:
 
 
 @pytest.mark.parametrize("key", ["local_steps", "local_epochs"])
-def test_who_asks_for_a_time_is_told_how_to_take_the_number_back(key: str) -> None:
+def test_local_seconds_beside_a_number_of_steps_is_refused_with_the_override_to_use(key: str) -> None:
     sets = [f"training={{name: supervised, batch_size: 4, {key}: 1}}", "training.local_seconds=1"]
     with pytest.raises(ConfigError, match=f"{key}: null overrides"):
         load(QUICKSTART, sets)
@@ -72,6 +72,6 @@ def test_who_asks_for_a_time_is_told_how_to_take_the_number_back(key: str) -> No
     "local_steps: 3, local_seconds: 1", "local_epochs: 1, local_seconds: 1",
     "local_seconds: 1, lr_schedule: {name: exponential, gamma: 0.9, every: step}",
 ])  # fmt: skip
-def test_a_time_excludes_a_number(sets: str) -> None:
+def test_local_seconds_excludes_numbers_of_steps_and_schedules_by_step(sets: str) -> None:
     with pytest.raises(ConfigError, match="local_seconds"):
         load(QUICKSTART, [f"training={{name: supervised, batch_size: 4, {sets}}}"])

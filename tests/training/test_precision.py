@@ -1,4 +1,4 @@
-"""Mixed precision, compiled steps and memory formats, in every product with accumulation, clipping and schedules."""
+"""Mixed precision, compiled steps and memory formats, combined with accumulation, clipping and schedules."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from decentnode.training import precision
 from decentnode.training.compiled import CompileConfig
 from tests.conftest import scale
 
-from .contract import check_training, run
-from .small import linear, make, noisy, samples
+from .contract import check_training, run_rounds
+from .small import batch_norm_net, linear_net, make, make_samples
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 EAGER = {"backend": "eager"}
-"""Goes through the compiler's front end, and then runs what it found with torch's own kernels."""
+"""Runs the compiler's front end only; the graphs that it captures run with torch's own kernels."""
 STEPS: dict[str, Any] = {"batch_size": 4, "local_steps": 3, "optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9}}
 
 
@@ -41,8 +41,8 @@ def images(count: int = 22, seed: int = 0) -> Samples:
     return Samples(inputs.astype(np.float32), targets)
 
 
-def convolution() -> nn.Module:
-    """Without dropout, which draws in the order in which values lie in memory."""
+def convolutional_net() -> nn.Module:
+    """A network without dropout, whose draws depend on the memory layout."""
     return nn.Sequential(
         nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.Flatten(), nn.Linear(16, 4),
     )  # fmt: skip
@@ -57,12 +57,12 @@ def convolution() -> nn.Module:
 ], ids=str)  # fmt: skip
 def test_contract(keys: dict[str, Any]) -> None:
     """Repeated rounds, evaluations, resumption and directions, with dropout and running statistics."""
-    check_training(lambda uid: make(uid, noisy, samples(24, uid), **{**STEPS, **keys}))
+    check_training(lambda uid: make(uid, batch_norm_net, make_samples(24, uid), **{**STEPS, **keys}))
 
 
 @pytest.mark.parametrize("amp", ["bf16", "fp16"])
-def test_gradients_are_near_those_of_float32(amp: str) -> None:
-    exact, mixed = (make(module=noisy, **STEPS, **keys) for keys in ({}, {"amp": amp}))
+def test_gradients_in_16_bits_are_near_those_of_float32(amp: str) -> None:
+    exact, mixed = (make(module=batch_norm_net, **STEPS, **keys) for keys in ({}, {"amp": amp}))
     for training in (exact, mixed):
         training.keep_gradient = True
     one, other = (training.local_update(0).last_gradient for training in (exact, mixed))
@@ -72,24 +72,24 @@ def test_gradients_are_near_those_of_float32(amp: str) -> None:
     assert mixed.model.parameters.dtype == torch.float32
 
 
-def test_evaluations_are_those_of_float32() -> None:
-    exact, mixed = make(module=noisy), make(module=noisy, amp="bf16", compile=EAGER)
+def test_evaluations_are_computed_in_float32_despite_amp() -> None:
+    exact, mixed = make(module=batch_norm_net), make(module=batch_norm_net, amp="bf16", compile=EAGER)
     assert mixed.evaluate("test") == exact.evaluate("test")
 
 
 @pytest.mark.parametrize("keys", [{}, {"accumulate": 2, "clip_norm": 0.3}], ids=str)
-def test_a_step_that_overflows_is_made_again_and_leaves_no_trace(
+def test_a_step_that_overflows_is_repeated_and_leaves_no_trace(
     keys: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Dropout and running statistics among what is undone: the run is that which began with the scale that fits."""
-    makes = {**STEPS, **keys, "amp": "fp16", "local_steps": 1, "optimizer": {"name": "adam", "lr": 0.01}}
+    """Dropout and running statistics are undone, too: the run equals one that begins with the scale that fits."""
+    keys_of_run = {**STEPS, **keys, "amp": "fp16", "local_steps": 1, "optimizer": {"name": "adam", "lr": 0.01}}
     monkeypatch.setattr(precision, "FIRST_SCALE", 2.0**120)
-    overflowing = make(module=noisy, **makes)
+    overflowing = make(module=batch_norm_net, **keys_of_run)
     found = [overflowing.local_update(0)]
     fitting = found[0].report["loss_scale"]
     assert found[0].report["repeated_steps"] == 120 - math.log2(fitting) > 50
     monkeypatch.setattr(precision, "FIRST_SCALE", fitting)
-    plain = make(module=noisy, **makes)
+    plain = make(module=batch_norm_net, **keys_of_run)
     expected = [plain.local_update(0)]
     assert expected[0].report == {**found[0].report, "repeated_steps": 0.0}
     for round in range(1, 6):
@@ -103,7 +103,7 @@ def test_a_step_that_overflows_is_made_again_and_leaves_no_trace(
     assert int(plain.model.module[2].num_batches_tracked) == int(overflowing.model.module[2].num_batches_tracked)
 
 
-def test_the_scale_grows_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_loss_scale_grows_after_steps_without_overflow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(precision, "GROWTH_STEPS", 4)
     monkeypatch.setattr(precision, "FIRST_SCALE", 2.0**3)
     training = make(**STEPS, amp="fp16")
@@ -113,9 +113,9 @@ def test_the_scale_grows_again(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [training.local_update(round).report["loss_scale"] for round in range(4, 7)] == [2.0**6] * 3
 
 
-def test_a_gradient_that_is_never_finite_ends_the_run() -> None:
-    class Steep(nn.Module):
-        """Its value is finite, its gradient is not."""
+def test_a_gradient_that_is_not_finite_at_any_scale_raises_diverged() -> None:
+    class InfiniteGradient(nn.Module):
+        """The square root at 0: its value is finite, its gradient is not."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -126,12 +126,12 @@ def test_a_gradient_that_is_never_finite_ends_the_run() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.linear(x.flatten(1)).float().abs().sqrt()
 
-    training = make(3, Steep, amp="fp16", **STEPS)
+    training = make(3, InfiniteGradient, amp="fp16", **STEPS)
     with pytest.raises(Diverged, match=r"node 3: a gradient is not finite in fp16, whatever the loss scale"):
         training.local_update(0)
 
 
-def test_a_state_without_the_scale_is_refused() -> None:
+def test_an_fp16_training_refuses_a_state_without_a_loss_scale() -> None:
     with pytest.raises(CheckpointError, match="loss_scale"):
         make(amp="fp16").load_state_dict(make().state_dict())
 
@@ -140,8 +140,8 @@ def test_a_state_without_the_scale_is_refused() -> None:
 
 
 @pytest.mark.slow
-def test_compiled_steps_are_those_of_the_module_wherever_its_parameters_lie() -> None:
-    plain, made = make(module=noisy, **STEPS), make(module=noisy, **STEPS, compile=EAGER)
+def test_compiled_steps_equal_plain_steps_after_parameters_move() -> None:
+    plain, made = make(module=batch_norm_net, **STEPS), make(module=batch_norm_net, **STEPS, compile=EAGER)
     for round in range(6):
         if round == 3:  # as when the model moves to a slot of shared memory
             made.model.rebind(made.model.parameters.clone())
@@ -156,19 +156,19 @@ def test_compiled_steps_are_those_of_the_module_wherever_its_parameters_lie() ->
 @pytest.mark.skipif(not scale(0, 1), reason="compiles for ten seconds or more")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("keys", [{}, {"amp": "bf16"}, {"dynamic": True}], ids=str)
-def test_inductor(keys: dict[str, Any]) -> None:
-    """Under --stress. Real code: near the plain steps, and the same bits again."""
+def test_inductor_is_near_plain_steps_and_deterministic(keys: dict[str, Any]) -> None:
+    """Runs under --stress only. The generated code is near the plain steps, and repeats bit for bit."""
     compile = {"dynamic": True} if "dynamic" in keys else True
     amp = keys.get("amp")
-    trainings = [make(module=convolution, train=images(), **STEPS, amp=amp, compile=each)
+    trainings = [make(module=convolutional_net, train=images(), **STEPS, amp=amp, compile=each)
                  for each in (False, compile, compile)]  # fmt: skip
-    plain, one, other = (run(each, range(1)) for each in trainings)
+    plain, one, other = (run_rounds(each, range(1)) for each in trainings)
     assert float((plain - one).norm() / plain.norm()) < (5e-3 if amp else 1e-5)
     assert torch.equal(one, other)
-    assert torch.equal(*(run(each, range(1, 6)) for each in trainings[1:]))
+    assert torch.equal(*(run_rounds(each, range(1, 6)) for each in trainings[1:]))
 
 
-def test_no_compiler_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_compiler_is_an_error_that_names_what_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr(compiling.shutil, "which", lambda _: None)
     with pytest.raises(EnvironmentFault, match=r"training\.compile needs a C\+\+ compiler on a CPU, .*tried g\+\+"):
@@ -178,11 +178,11 @@ def test_no_compiler_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
         make(compile={"mode": "max-autotune"})
     monkeypatch.setattr(compiling.importlib.util, "find_spec", lambda _: None)
     with pytest.raises(EnvironmentFault, match="needs triton for a GPU"):
-        compiling.compiled(linear(), CompileConfig(dynamic=False), torch.device("cuda"))
+        compiling.compiled(linear_net(), CompileConfig(dynamic=False), torch.device("cuda"))
 
 
 @pytest.mark.slow
-def test_what_the_compiler_refuses_is_a_sentence() -> None:
+def test_models_that_cannot_be_compiled_are_errors_of_the_environment() -> None:
     with pytest.raises(EnvironmentFault, match=r"training\.compile\.backend must be one of .*inductor.*, got 'tensor'"):
         make(compile={"backend": "tensor"})
 
@@ -195,16 +195,16 @@ def test_what_the_compiler_refuses_is_a_sentence() -> None:
             found: torch.Tensor = self.linear(x.flatten(1))
             return -found if float(x.sum()) > 1e9 else found
 
-    make(module=Branches, compile=EAGER).local_update(0)  # in two pieces
-    torch._dynamo.reset()  # which are of the class, and would do
+    make(module=Branches, compile=EAGER).local_update(0)  # compiled as two graphs, before and after the branch
+    torch._dynamo.reset()  # the graphs of this class would be used again
     with pytest.raises(EnvironmentFault, match=r"training\.compile: this model cannot be compiled here: ."):
         make(module=Branches, compile={**EAGER, "fullgraph": True}).local_update(0)
 
 
 @pytest.fixture
 def recompile_limit() -> Iterator[Callable[[int], object]]:
-    """Sets the limit for one test. monkeypatch would delete the option when it is undone, as torch keeps it elsewhere
-    than in the module, and then every later compilation of the process fails."""
+    """Sets the limit for one test. monkeypatch would delete the option in its undo, because torch does not keep it in
+    the module's dict, and every later compilation of the process would fail."""
     with contextlib.ExitStack() as until_the_end:
         yield lambda limit: until_the_end.enter_context(torch._dynamo.config.patch(cache_size_limit=limit))
         torch._dynamo.reset()
@@ -212,24 +212,24 @@ def recompile_limit() -> Iterator[Callable[[int], object]]:
 
 
 @pytest.mark.slow
-def test_other_models_of_a_process_do_not_use_up_the_shapes_of_one(recompile_limit: Callable[[int], object]) -> None:
-    """All are of the class nn.Sequential; each has two shapes of batches. Nodes with one model share its code."""
+def test_each_compiled_model_has_a_shape_limit_of_its_own(recompile_limit: Callable[[int], object]) -> None:
+    """All models are of the class nn.Sequential, each has batches of two shapes. Nodes with equal models share code."""
     recompile_limit(2)
     torch._dynamo.reset()
     compiled, alive = [], []
     for width in (4, 4, 8, 9):
-        alive.append(make(module=functools.partial(of_width, width), batch_size=5, local_epochs=1, compile=EAGER))
+        alive.append(make(module=functools.partial(net_of_width, width), batch_size=5, local_epochs=1, compile=EAGER))
         before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         alive[-1].local_update(0)
         compiled.append(torch._dynamo.utils.counters["stats"]["unique_graphs"] - before)
     assert compiled == [2, 0, 2, 2]
 
 
-def of_width(width: int) -> nn.Module:
+def net_of_width(width: int) -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(6, width), nn.Linear(width, 4))
 
 
-def test_more_shapes_than_are_kept_are_an_error_and_not_other_bits(recompile_limit: Callable[[int], object]) -> None:
+def test_more_shapes_than_the_limit_are_an_error(recompile_limit: Callable[[int], object]) -> None:
     recompile_limit(1)
     torch._dynamo.reset()
     training = make(batch_size=5, local_epochs=1, compile=EAGER)  # 23 samples: the last batch has 3
@@ -237,7 +237,7 @@ def test_more_shapes_than_are_kept_are_an_error_and_not_other_bits(recompile_lim
         training.local_update(0)
 
 
-class Marks(nn.Module):
+class MeanOfEmbeddings(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding, self.last = nn.Embedding(9, 6), nn.Linear(6, 4)
@@ -248,34 +248,35 @@ class Marks(nn.Module):
 
 
 @pytest.mark.parametrize("dynamic", [None, False], ids=str)
-def test_rows_of_unequal_length_have_one_code_unless_told_otherwise(
+def test_rows_of_unequal_length_compile_once_unless_dynamic_is_false(
     dynamic: bool | None, recompile_limit: Callable[[int], object]
 ) -> None:
-    """Nine rounds of nine lengths; the steps of one are padded together."""
+    """Nine rounds have nine lengths; the batches of one round are padded to one length."""
     recompile_limit(2)
     torch._dynamo.reset()
     lengths = np.arange(2, 20)
     rows = Rows(np.arange(200) % 9, np.arange(18), lengths)
+    share = Samples(rows, np.arange(18) % 4, ids=True)
     plain, training = (
-        make(module=Marks, train=Samples(rows, np.arange(18) % 4, ids=True), batch_size=2, shuffle=False, compile=each)
+        make(module=MeanOfEmbeddings, train=share, batch_size=2, shuffle=False, compile=each)
         for each in (False, {**EAGER, "dynamic": dynamic})
     )
     if dynamic is None:
-        assert torch.equal(run(training, range(9)), run(plain, range(9)))
+        assert torch.equal(run_rounds(training, range(9)), run_rounds(plain, range(9)))
     else:
         with pytest.raises(EnvironmentFault, match="dynamic: true makes one code for all"):
-            run(training, range(9))
+            run_rounds(training, range(9))
 
 
 # -- memory formats, and the whole run ------------------------------------------------------------------------------
 
 
-def test_channels_last_is_another_order_of_the_same_numbers() -> None:
-    def last() -> nn.Module:
-        return convolution().to(memory_format=torch.channels_last)  # type: ignore[call-overload,no-any-return]
+def test_channels_last_training_is_near_the_default_layout() -> None:
+    def channels_last() -> nn.Module:
+        return convolutional_net().to(memory_format=torch.channels_last)  # type: ignore[call-overload,no-any-return]
 
-    plain = make(module=convolution, train=images(), **STEPS)
-    other = make(module=last, train=images(), **STEPS, channels_last=True)
+    plain = make(module=convolutional_net, train=images(), **STEPS)
+    other = make(module=channels_last, train=images(), **STEPS, channels_last=True)
     seen: list[bool] = []
     first = other.model.module[0]
     first.register_forward_pre_hook(lambda _, x: seen.append(x[0].is_contiguous(memory_format=torch.channels_last)))
@@ -294,9 +295,9 @@ PRODUCTS = list(itertools.product([None, "bf16", "fp16"], ["full", "gradient_tra
 
 @pytest.mark.sampled
 @pytest.mark.parametrize(("amp", "rule"), PRODUCTS)
-def test_products_repeat_bit_for_bit_in_a_run(amp: str | None, rule: str) -> None:
+def test_runs_with_mixed_precision_and_stateful_rules_repeat_bit_for_bit(amp: str | None, rule: str) -> None:
     """Accumulation, clipping and a schedule with rules that keep a state, with mixed precision or without."""
-    def models() -> torch.Tensor:
+    def train() -> torch.Tensor:
         sets = [
             "graph={name: ring, nodes: 4}", "mapping={nodes_per_machine: 4}", "data.partition=iid", "model=mlp",
             "node={rounds: 3, evaluate_every: 0}",
@@ -308,12 +309,12 @@ def test_products_repeat_bit_for_bit_in_a_run(amp: str | None, rule: str) -> Non
         step_all(nodes)
         return torch.stack([node.training.model.parameters.clone() for node in nodes])
 
-    found = models()
-    assert bool(found.isfinite().all()) and torch.equal(found, models())
+    found = train()
+    assert bool(found.isfinite().all()) and torch.equal(found, train())
 
 
-class Halves(nn.Module):
-    """A layer that has no 16-bit form, as oneDNN's LSTM on a CPU."""
+class LinearWithoutFp16(nn.Module):
+    """Raises in fp16 as oneDNN's LSTM does on a CPU."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -326,10 +327,14 @@ class Halves(nn.Module):
         return found
 
 
-def test_a_layer_without_a_form_in_16_bits_is_told_with_what_to_change() -> None:
+def test_a_layer_without_an_fp16_kernel_is_an_error_that_suggests_bf16() -> None:
     with pytest.raises(EnvironmentFault, match=r"training.amp: .* in fp16 on cpu; try bf16, or leave the key out"):
-        make(module=Halves, amp="fp16", **STEPS).local_update(0)
-    make(module=Halves, amp="bf16", **STEPS).local_update(0)
-    with pytest.raises(RuntimeError, match="mine"):
-        unknown = type("Unknown", (Halves,), {"forward": lambda *_: (_ for _ in ()).throw(RuntimeError("mine"))})
-        make(module=unknown, amp="fp16", **STEPS).local_update(0)
+        make(module=LinearWithoutFp16, amp="fp16", **STEPS).local_update(0)
+    make(module=LinearWithoutFp16, amp="bf16", **STEPS).local_update(0)
+
+    class Raises(LinearWithoutFp16):
+        def forward(self, inputs: Tensor) -> Tensor:
+            raise RuntimeError("an error of the module itself")
+
+    with pytest.raises(RuntimeError, match="an error of the module itself"):
+        make(module=Raises, amp="fp16", **STEPS).local_update(0)

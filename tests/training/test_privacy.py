@@ -24,14 +24,14 @@ from decentnode.training.sampler import PoissonSampler
 from decentnode.training.supervised import Supervised
 from decentnode.training.supervised_config import SupervisedConfig
 
-from .contract import check_training, run
-from .small import linear, make, samples
+from .contract import check_training, run_rounds
+from .small import linear_net, make, make_samples
 
 needs_opacus = pytest.mark.skipif(not is_installed(), reason="opacus is not installed (decentnode[privacy])")
 NO_NOISE = {"noise": 0, "clip": 1e9}
 
 
-def noisy() -> nn.Module:
+def group_norm_net() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(6, 8), nn.GroupNorm(2, 8), nn.Dropout(0.3), nn.Linear(8, 4))
 
 
@@ -41,9 +41,9 @@ def noisy() -> nn.Module:
     {"batch_size": 12, "local_steps": 2, "amp": "bf16", "clip_norm": 0.5, "ema": 0.9},
     {"batch_size": 12, "local_steps": 2, "validation": {"fraction": 0.2}, "reset_optimizer": True},
 ])  # fmt: skip
-@pytest.mark.parametrize("module", [linear, noisy])
+@pytest.mark.parametrize("module", [linear_net, group_norm_net])
 def test_contract(keys: dict[str, Any], module: Any) -> None:
-    check_training(lambda uid: make(uid, module, samples(24, uid), privacy={"noise": 0.5}, **keys))
+    check_training(lambda uid: make(uid, module, make_samples(24, uid), privacy={"noise": 0.5}, **keys))
 
 
 def gradient_of_step(training: Supervised, share: Samples) -> torch.Tensor:
@@ -52,9 +52,9 @@ def gradient_of_step(training: Supervised, share: Samples) -> torch.Tensor:
     return training.model.gradients()
 
 
-@pytest.mark.parametrize("batch_size", [23, 5])  # at once, and in parts
+@pytest.mark.parametrize("batch_size", [23, 5])  # all samples at once, and in groups
 def test_every_gradient_is_clipped_as_in_a_loop_over_the_samples(batch_size: int) -> None:
-    share, clip = samples(), 3.0
+    share, clip = make_samples(), 3.0
     training = make(batch_size=batch_size, accumulate=5, privacy={"noise": 0, "clip": clip})
     x = training.model.parameters.double()
     expected, norms = torch.zeros(28, dtype=torch.float64), []
@@ -69,7 +69,7 @@ def test_every_gradient_is_clipped_as_in_a_loop_over_the_samples(batch_size: int
 
 
 def test_no_sample_changes_the_sum_by_more_than_the_bound() -> None:
-    clip, share = 0.3, samples()
+    clip, share = 0.3, make_samples()
     training = make(batch_size=23, privacy={"noise": 0, "clip": clip})
     whole = gradient_of_step(training, share)
     for left_out in range(23):
@@ -77,8 +77,8 @@ def test_no_sample_changes_the_sum_by_more_than_the_bound() -> None:
         assert float((gradient_of_step(training, rest) - whole).norm()) <= clip / 23 * (1 + 1e-5)
 
 
-def test_without_noise_and_bound_training_is_the_ordinary_one() -> None:
-    """With all samples in every step, whose order alone differs."""
+def test_training_without_noise_and_with_a_huge_bound_equals_ordinary_training() -> None:
+    """Every step has all samples; only their order differs."""
     keys = {"batch_size": 23, "local_steps": 2, "optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9}}
     private, ordinary = make(privacy=NO_NOISE, **keys), make(**keys)
     for round in range(3):
@@ -88,20 +88,20 @@ def test_without_noise_and_bound_training_is_the_ordinary_one() -> None:
 
 
 def test_steps_divide_by_the_expected_number_of_samples() -> None:
-    training, share = make(batch_size=8, privacy=NO_NOISE), samples().take(np.arange(3))
+    training, share = make(batch_size=8, privacy=NO_NOISE), make_samples().take(np.arange(3))
     gradient = gradient_of_step(training, share)
     training._gradients.compute(torch.from_numpy(share.inputs), torch.from_numpy(share.targets), torch.zeros(()))
     assert torch.allclose(gradient, training.model.gradients() * 3 / 8, atol=1e-6)
 
 
 def test_noise_has_the_given_deviation_and_is_fresh_in_every_step() -> None:
-    def wide() -> nn.Module:
+    def wide_net() -> nn.Module:
         return nn.Sequential(nn.Flatten(), nn.Linear(6, 2000), nn.Linear(2000, 4))
 
-    made = [make(uid, wide, batch_size=10, privacy={"noise": 3.0, "clip": 0.5}) for uid in (0, 0, 1)]
-    nothing = samples().take(np.arange(0))
-    first, again, other = (gradient_of_step(each, nothing) for each in made)
-    second = gradient_of_step(made[0], nothing)
+    made = [make(uid, wide_net, batch_size=10, privacy={"noise": 3.0, "clip": 0.5}) for uid in (0, 0, 1)]
+    no_samples = make_samples().take(np.arange(0))
+    first, again, other = (gradient_of_step(each, no_samples) for each in made)
+    second = gradient_of_step(made[0], no_samples)
     assert torch.equal(first, again)
     for one in (first, second, other):
         assert float(one.mean()) == pytest.approx(0, abs=0.01)
@@ -110,18 +110,18 @@ def test_noise_has_the_given_deviation_and_is_fresh_in_every_step() -> None:
         assert abs(float(torch.corrcoef(torch.stack(pair))[0, 1])) < 0.03
 
 
-def test_draws_of_the_system_do_not_repeat() -> None:
+def test_noise_from_system_entropy_does_not_repeat() -> None:
     private = {"noise": 1.0, "draws": "system"}
-    ran = [run(make(batch_size=12, privacy=private), range(2)) for _ in range(2)]
-    assert not torch.equal(*ran)
+    parameters = [run_rounds(make(batch_size=12, privacy=private), range(2)) for _ in range(2)]
+    assert not torch.equal(*parameters)
     with entropy.use(entropy.seeded(1)):
-        first = run(make(batch_size=12, privacy=private), range(2))
+        first = run_rounds(make(batch_size=12, privacy=private), range(2))
     with entropy.use(entropy.seeded(1)):  # as in a simulation
-        assert torch.equal(first, run(make(batch_size=12, privacy=private), range(2)))
+        assert torch.equal(first, run_rounds(make(batch_size=12, privacy=private), range(2)))
 
 
-def test_a_gradient_that_is_not_finite_counts_as_zero() -> None:
-    training, share = make(batch_size=23, privacy={"noise": 0}), samples()
+def test_a_sample_whose_gradient_is_not_finite_counts_as_zero() -> None:
+    training, share = make(batch_size=23, privacy={"noise": 0}), make_samples()
     broken = Samples(share.inputs.copy(), share.targets)
     broken.inputs[4] = 1e30  # the square of its gradient overflows
     rest = share.take(np.delete(np.arange(23), 4))
@@ -129,7 +129,7 @@ def test_a_gradient_that_is_not_finite_counts_as_zero() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_models_of_16_bits_and_frozen_parameters(dtype: torch.dtype) -> None:
+def test_private_training_of_16_bit_models_leaves_frozen_parameters_unchanged(dtype: torch.dtype) -> None:
     def module() -> nn.Module:
         made = nn.Sequential(nn.Flatten(), nn.Linear(6, 5), nn.Linear(5, 4)).to(dtype)
         made[1].requires_grad_(False)
@@ -144,6 +144,8 @@ def test_models_of_16_bits_and_frozen_parameters(dtype: torch.dtype) -> None:
 
 
 class Cast(nn.Module):
+    """Converts its inputs to `dtype`."""
+
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         self.dtype = dtype
@@ -152,8 +154,8 @@ class Cast(nn.Module):
         return inputs.to(self.dtype)
 
 
-class Reads(nn.Module):
-    """A recurrent network, which torch.vmap cannot compute, with an embedding that its output layer shares."""
+class RecurrentTagger(nn.Module):
+    """A recurrent network, which torch.vmap cannot compute, whose output layer is tied to its embedding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -166,16 +168,16 @@ class Reads(nn.Module):
         return self.says(self.reads(self.known(tokens))[0])
 
 
-def text(lengths: list[int]) -> Samples:
-    """Rows of unequal length, each with the token that follows as target."""
+def make_texts(lengths: list[int]) -> Samples:
+    """Returns rows of unequal length whose targets are their own tokens."""
     draw = np.random.default_rng(3)
     tokens, starts = draw.integers(0, 7, sum(lengths)), np.cumsum([0, *lengths[:-1]])
     return Samples(Rows(tokens, starts, np.array(lengths), 0), Rows(tokens, starts, np.array(lengths), -100), ids=True)
 
 
-def test_texts_of_unequal_length_and_layers_that_vmap_cannot_compute() -> None:
+def test_per_sample_gradients_of_a_recurrent_network_on_texts_of_unequal_length() -> None:
     torch.manual_seed(5)
-    model, share = FlatModel(Reads()), text([5, 3, 9, 4])
+    model, share = FlatModel(RecurrentTagger()), make_texts([5, 3, 9, 4])
     task = NextToken(NextTokenConfig(), DataSpec((9,), vocabulary=7, target_shape=(9,), inputs="tokens"))
     config = SupervisedConfig(name="supervised", batch_size=4, privacy=NO_NOISE)  # type: ignore[arg-type]
     training = Supervised(config, model, task, NodeSamples(share, share), seed=1, uid=0)
@@ -192,32 +194,32 @@ def test_texts_of_unequal_length_and_layers_that_vmap_cannot_compute() -> None:
     assert torch.allclose(found, expected, atol=1e-6) and float(total) == pytest.approx(sum(losses), rel=1e-5)
 
 
-class Lazy(LazySamples):
+class LazyShare(LazySamples):
     def __init__(self, share: Samples) -> None:
         self.share = share
 
     def __len__(self) -> int:
         return len(self.share)
 
-    def take(self, indices: np.ndarray) -> Lazy:
-        return Lazy(self.share.take(indices))
+    def take(self, indices: np.ndarray) -> LazyShare:
+        return LazyShare(self.share.take(indices))
 
     def fetch(self, indices: np.ndarray) -> Samples:
-        assert len(indices), "nobody asks for no samples"
+        assert len(indices), "an empty batch must not be fetched"
         return self.share.take(indices)
 
 
 @pytest.mark.parametrize("lazy", [False, True])
-def test_steps_without_samples(lazy: bool) -> None:
-    share = samples()
-    training = make(0, linear, Lazy(share) if lazy else share, batch_size=1, local_steps=40, privacy=NO_NOISE)
+def test_steps_for_which_no_sample_is_drawn_are_counted(lazy: bool) -> None:
+    share = make_samples()
+    training = make(0, linear_net, LazyShare(share) if lazy else share, batch_size=1, local_steps=40, privacy=NO_NOISE)
     sizes = [len(targets) for _, targets in training.share.batches(40)]
     assert 0 in sizes and max(sizes) > 1
     update = training.local_update(0)
     assert (update.steps, training._private.accountant.steps) == (40, 40) and update.loss > 0
 
 
-def test_sampling() -> None:
+def test_poisson_sampling_draws_each_sample_independently_at_the_given_rate() -> None:
     sampler = PoissonSampler(200, 20, seed=1, uid=0)
     assert sampler.rate == 0.1 and PoissonSampler(5, 20, seed=1, uid=0).rate == 1.0
     indices, sizes = sampler.take(3000)
@@ -234,16 +236,16 @@ def test_sampling() -> None:
     assert np.array_equal(later.take(1)[0], steps[73])
 
 
-def test_a_node_that_lost_its_state_counts_the_steps_that_it_may_have_made() -> None:
+def test_skipped_rounds_count_as_private_steps_once() -> None:
     training = make(batch_size=12, local_steps=3, privacy={"noise": 1.0})
-    run(training, range(2))
+    run_rounds(training, range(2))
     training.skip_to(5)
     assert training._private.accountant.steps == 18
     training.skip_to(5)
     assert training._private.accountant.steps == 18
 
 
-def test_steps_that_were_not_private_cannot_be_continued() -> None:
+def test_a_state_without_privacy_cannot_be_resumed_privately() -> None:
     state = make(batch_size=12).state_dict()
     with pytest.raises(CheckpointError, match="privacy"):
         make(batch_size=12, privacy={}).load_state_dict(state)
@@ -256,13 +258,13 @@ def test_steps_that_were_not_private_cannot_be_continued() -> None:
     ({"compile": True}, "must be false with privacy"),
     ({"amp": "fp16"}, "must not be fp16"),
 ])  # fmt: skip
-def test_keys_that_do_not_go_together(keys: dict[str, Any], text: str) -> None:
+def test_options_that_exclude_each_other_are_refused(keys: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         SupervisedConfig.model_validate({"name": "supervised", "privacy": {}, **keys})
 
 
 @pytest.mark.parametrize("section", [{"clip": 0}, {"noise": -1}, {"delta": 0}, {"delta": 1}, {"clip": math.inf}])
-def test_numbers_out_of_range(section: dict[str, float]) -> None:
+def test_privacy_numbers_out_of_range_are_refused(section: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="privacy"):
         SupervisedConfig.model_validate({"name": "supervised", "privacy": section})
 
@@ -280,7 +282,7 @@ def test_a_sample_whose_loss_is_not_a_number_counts_as_zero() -> None:
 # -- epsilon --------------------------------------------------------------------------------------------------
 
 
-def test_epsilon_needs_opacus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_epsilon_without_opacus_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     assert epsilon_of({}, 1e-5) == epsilon_of({(1.0, 0.5): 0}, 1e-5) == 0
     assert epsilon_of({(0.0, 0.5): 1}, 1e-5) == math.inf
     monkeypatch.setattr(privacy, "is_installed", lambda: False)
@@ -290,7 +292,7 @@ def test_epsilon_needs_opacus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_opacus
-def test_epsilon_is_that_of_the_library() -> None:
+def test_epsilon_equals_that_of_opacus() -> None:
     from opacus.accountants import RDPAccountant
 
     library, ours, other = RDPAccountant(), Accountant(1.3), Accountant(2.0)
@@ -323,7 +325,7 @@ def test_epsilon_of_a_single_step_without_sampling_is_above_the_exact_one() -> N
 def test_epsilon_is_measured_and_continues_after_a_resume() -> None:
     training = make(batch_size=12, local_steps=3, privacy={"noise": 1.0, "delta": 1e-4})
     assert training.measure_further() == {"epsilon": 0.0}
-    run(training, range(2))
+    run_rounds(training, range(2))
     resumed = make(batch_size=12, local_steps=3, privacy={"noise": 1.0, "delta": 1e-4})
     resumed.load_state_dict(training.state_dict())
     resumed.local_update(2)

@@ -1,4 +1,4 @@
-"""Whole runs with differentially private training, what is refused before they start, and the membership attack."""
+"""Whole runs with differentially private training, experiments that are refused, and the membership attack."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from decentnode.simulate.engines.batched import unsupported_feature
 from decentnode.training.membership import membership_auc
 from decentnode.training.privacy import epsilon_of
 
-from .small import make, samples
+from .small import make, make_samples
 from .test_privacy import needs_opacus
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-FOUR = ["graph={name: ring, nodes: 4}", "mapping={machines: 1, nodes_per_machine: 4}", "communication=inproc"]
+FOUR_NODES = ["graph={name: ring, nodes: 4}", "mapping={machines: 1, nodes_per_machine: 4}", "communication=inproc"]
 CLIPPED = ["training.privacy={noise: 0}", "node.rounds=2"]
 
 
-def ran(*sets: str) -> list[Node]:
-    return run_in_process(load(CONFIGS / "quickstart.yaml", [*FOUR, *sets]))
+def run_nodes(*sets: str) -> list[Node]:
+    return run_in_process(load(CONFIGS / "quickstart.yaml", [*FOUR_NODES, *sets]))
 
 
-def stacked(nodes: list[Node]) -> torch.Tensor:
+def stack_parameters(nodes: list[Node]) -> torch.Tensor:
     return torch.stack([node.training.model.parameters for node in nodes])
 
 
@@ -52,7 +52,7 @@ def stacked(nodes: list[Node]) -> torch.Tensor:
     (["training.privacy={delta: 0.1}"], "privacy.delta must be below 1 / "),
     (["training.evaluate_membership=5"], "needs test samples that are distributed as"),
 ])  # fmt: skip
-def test_what_noise_does_not_protect_is_refused(
+def test_options_that_send_unprotected_data_are_refused_with_privacy(
     sets: list[str], text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(crosschecks, "is_installed", lambda: True)
@@ -68,7 +68,7 @@ def test_noise_needs_opacus_and_clipping_does_not(monkeypatch: pytest.MonkeyPatc
     assert load(CONFIGS / "quickstart.yaml", ["training.privacy={noise: 0}"])
 
 
-def test_the_batched_engine_leaves_private_runs_to_the_other() -> None:
+def test_the_batched_engine_does_not_support_privacy_and_membership() -> None:
     for sets, key in ((["training.privacy={noise: 0}"], "privacy"),
                       (["training.evaluate_membership=3", "data.test=both"], "evaluate_membership")):  # fmt: skip
         assert unsupported_feature(load(CONFIGS / "quickstart.yaml", sets)) == f"training.{key}"
@@ -84,15 +84,15 @@ def test_the_batched_engine_leaves_private_runs_to_the_other() -> None:
     ["graph={name: torus, rows: 2, nodes: 8}", "mapping.nodes_per_machine=8"],
     ["graph={name: ring, nodes: 2}", "mapping.nodes_per_machine=2"],
 ], ids=str)  # fmt: skip
-def test_products(sets: list[str]) -> None:
-    first, again = ran(*CLIPPED, *sets), ran(*CLIPPED, *sets)
-    assert torch.equal(stacked(first), stacked(again)) and stacked(first).isfinite().all()
+def test_clipped_runs_with_other_features_repeat_bit_for_bit(sets: list[str]) -> None:
+    first, again = run_nodes(*CLIPPED, *sets), run_nodes(*CLIPPED, *sets)
+    assert torch.equal(stack_parameters(first), stack_parameters(again)) and stack_parameters(first).isfinite().all()
     assert all("epsilon" not in node.evaluation for node in first)
 
 
 @needs_opacus
-def test_epsilon_of_a_run() -> None:
-    nodes = ran("training.privacy={noise: 2, delta: 1e-4}", "training.local_steps=3", "node={rounds: 4}")
+def test_epsilon_of_a_run_is_measured_per_node() -> None:
+    nodes = run_nodes("training.privacy={noise: 2, delta: 1e-4}", "training.local_steps=3", "node={rounds: 4}")
     expected = [epsilon_of({(2.0, 16 / node.training.num_samples): 12}, 1e-4) for node in nodes]
     for node, epsilon in zip(nodes, expected, strict=True):
         assert node.figures()["epsilon"] == epsilon
@@ -113,7 +113,7 @@ def test_transports_and_a_resumed_run_give_the_same_bits_and_epsilon(tmp_path: P
         return {"models": models, **{name: summary[f"epsilon_{name}"] for name in ("mean", "max")}}
 
     def run(*sets: str) -> dict[str, Any]:
-        given = [*FOUR[:2], "training.privacy={noise: 1.5}", "node.rounds=4", *sets]
+        given = [*FOUR_NODES[:2], "training.privacy={noise: 1.5}", "node.rounds=4", *sets]
         return command("run", str(CONFIGS / "quickstart.yaml"), "--run-dir", str(tmp_path),
                        *(word for each in given for word in ("--set", each)))  # fmt: skip
 
@@ -134,7 +134,7 @@ def test_validate_says_which_epsilon_a_run_reaches() -> None:
 # -- the membership attack ------------------------------------------------------------------------------------
 
 
-def test_auc_against_all_pairs() -> None:
+def test_membership_auc_equals_the_count_over_all_pairs() -> None:
     draw = np.random.default_rng(4)
     members, others = draw.integers(0, 6, 30).astype(float), draw.integers(1, 8, 20).astype(float)
     pairs = [(a < b) + 0.5 * (a == b) for a in members for b in others]
@@ -144,15 +144,15 @@ def test_auc_against_all_pairs() -> None:
     assert membership_auc(np.zeros(3), np.array([np.nan, 1.0])) == 1.0
 
 
-def test_a_model_that_has_learned_random_labels_by_heart_reveals_its_samples() -> None:
+def test_membership_auc_is_high_for_a_model_that_memorized_random_labels() -> None:
     draw = np.random.default_rng(2)
-    share = samples(20)
+    share = make_samples(20)
     share.targets[:] = draw.integers(0, 4, 20)
 
-    def wide() -> nn.Module:
+    def wide_net() -> nn.Module:
         return nn.Sequential(nn.Flatten(), nn.Linear(6, 200), nn.ReLU(), nn.Linear(200, 4))
 
-    training = make(0, wide, share, batch_size=20, local_steps=300, optimizer={"name": "adam", "lr": 0.01},
+    training = make(0, wide_net, share, batch_size=20, local_steps=300, optimizer={"name": "adam", "lr": 0.01},
                     evaluate_membership="all")  # fmt: skip
     before = training.model.parameters.clone()
     (start,) = training.measure_further().values()
@@ -161,8 +161,8 @@ def test_a_model_that_has_learned_random_labels_by_heart_reveals_its_samples() -
     assert training.measure_further()["membership_auc"] > 0.9
 
 
-def test_membership_of_a_run() -> None:
-    nodes = ran("training.evaluate_membership=20", "data.partition=iid", "node={rounds: 2, evaluate_every: 1}")
+def test_membership_auc_of_a_run_without_overfitting_is_near_one_half() -> None:
+    nodes = run_nodes("training.evaluate_membership=20", "data.partition=iid", "node={rounds: 2, evaluate_every: 1}")
     own = [float(node.figures()["membership_auc"]) for node in nodes]
     assert len(set(own)) > 1 and all(0.2 < value < 0.8 for value in own)
     figures = nodes[0].evaluation
@@ -170,8 +170,8 @@ def test_membership_of_a_run() -> None:
     assert 0.2 < figures["membership_auc_merged"] < 0.8
 
 
-def test_nodes_without_training_samples_do_not_count() -> None:
-    nodes = ran("training.evaluate_membership=20", "data.partition=iid", "graph={name: star, nodes: 4}",
+def test_nodes_without_training_samples_are_not_in_the_mean_membership_auc() -> None:
+    nodes = run_nodes("training.evaluate_membership=20", "data.partition=iid", "graph={name: star, nodes: 4}",
                 "sharing=fedavg", "node={rounds: 1}")  # fmt: skip
     own = [node.figures().get("membership_auc") for node in nodes]
     assert own.count(None) == 1

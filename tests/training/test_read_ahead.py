@@ -1,4 +1,4 @@
-"""Batches that are read ahead: the same as without, bounded, and dropped where others are wanted."""
+"""Reading batches ahead: results are unchanged, memory is bounded, and batches that are not needed are cancelled."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from tests.data.files import write_image_folder
 from tests.launch.test_resume import Folder, models
 from tests.training import small
 
-BYTES = 3 * 4 * 4
-"""Of one of the images below."""
+IMAGE_BYTES = 3 * 4 * 4
+"""Size of one image of NumberedImages."""
 
 
-class Started(Reading):
-    """Is read when its result is asked for, so that nothing here depends on threads."""
+class PendingBatch(Reading):
+    """A batch that is read when `result` is called, so that no test here depends on threads."""
 
-    def __init__(self, of: Counted, indices: np.ndarray, crop: Crop | None) -> None:
+    def __init__(self, of: NumberedImages, indices: np.ndarray, crop: Crop | None) -> None:
         self.of, self.indices, self.crop, self.cancelled = of, indices, crop, False
 
     def result(self) -> Samples:
@@ -45,87 +45,88 @@ class Started(Reading):
         self.cancelled = True
 
 
-class Counted(ImageFiles):
-    """Image n has the value n."""
+class NumberedImages(ImageFiles):
+    """Images without files: all pixels of image n have the value n, and image 99 cannot be read."""
 
     input_shape = (3, 4, 4)
     scale, offset = (0.5, 1.0, 2.0), (0.0, -1.0, 3.0)
 
-    def __init__(self, indices: np.ndarray, threads: int = 1, started: list[Started] | None = None) -> None:
+    def __init__(self, indices: np.ndarray, threads: int = 1, started: list[PendingBatch] | None = None) -> None:
         self.indices, self.threads = indices, threads
         self.started = [] if started is None else started
 
     def __len__(self) -> int:
         return len(self.indices)
 
-    def take(self, indices: np.ndarray) -> Counted:
-        return Counted(self.indices[indices], self.threads, self.started)
+    def take(self, indices: np.ndarray) -> NumberedImages:
+        return NumberedImages(self.indices[indices], self.threads, self.started)
 
     def fetch(self, indices: np.ndarray) -> Samples:
         own = self.indices[indices]
         images = np.broadcast_to(own.astype(np.uint8)[:, None, None, None], (len(own), 3, 4, 4)).copy()
         return Samples(images, own.astype(np.int64) % 4, self.scale, self.offset)
 
-    def begin(self, indices: np.ndarray, crop: Crop | None = None) -> Started:
-        self.started.append(Started(self, indices, crop))
+    def begin(self, indices: np.ndarray, crop: Crop | None = None) -> PendingBatch:
+        self.started.append(PendingBatch(self, indices, crop))
         return self.started[-1]
 
 
-def order(batches: int, size: int = 4, first: int = 0) -> list[tuple[np.ndarray, int]]:
+def numbered_batches(batches: int, size: int = 4, first: int = 0) -> list[tuple[np.ndarray, int]]:
     return [(np.arange(n * size, (n + 1) * size), n // 3) for n in range(first, batches)]
 
 
-def test_batches_are_those_asked_for_and_read_once() -> None:
-    images = Counted(np.arange(40))
+def test_read_ahead_returns_the_requested_batches_and_reads_each_once() -> None:
+    images = NumberedImages(np.arange(40))
     reader = ReadAhead(images)
-    for place, (samples, epoch) in enumerate(order(10)):
+    for place, (samples, epoch) in enumerate(numbered_batches(10)):
         assert np.array_equal(reader.take(samples, epoch).inputs[:, 0, 0, 0], samples)  # type: ignore[index]
         assert len(images.started) == min(10, place + AHEAD_BATCHES) if place else True
-        reader.begin(iter(order(10, first=place + 1)))
+        reader.begin(iter(numbered_batches(10, first=place + 1)))
     assert len(images.started) == 10 and not any(each.cancelled for each in images.started)
 
 
-def test_no_more_is_read_ahead_than_the_bound_says() -> None:
-    images = Counted(np.arange(400))
+def test_the_number_of_batches_read_ahead_is_bounded() -> None:
+    images = NumberedImages(np.arange(400))
     reader = ReadAhead(images)
     endless = ((np.arange(4) + n, 0) for n in itertools.count())
     reader.begin(endless)
-    assert len(images.started) == AHEAD_BATCHES and reader.bytes == AHEAD_BATCHES * 4 * BYTES
-    one_by_one = Counted(np.arange(400), threads=4)
+    assert len(images.started) == AHEAD_BATCHES and reader.bytes == AHEAD_BATCHES * 4 * IMAGE_BYTES
+    one_by_one = NumberedImages(np.arange(400), threads=4)
     ReadAhead(one_by_one).begin((np.array([n]), 0) for n in itertools.count())
-    assert len(one_by_one.started) == 8, "two for each thread where batches are small"
+    assert len(one_by_one.started) == 8, "at least two batches for each thread, if batches are small"
 
 
 @pytest.mark.slow
-def test_all_readers_of_a_process_have_one_bound_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_readers_of_a_process_share_one_bound_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     gc.collect()  # readers of other tests
     before = sum(each.bytes for each in read_ahead._all)
-    monkeypatch.setattr(read_ahead, "AHEAD_BYTES", before + 3 * 4 * BYTES)
-    images = [Counted(np.arange(400)) for _ in range(3)]
+    monkeypatch.setattr(read_ahead, "AHEAD_BYTES", before + 3 * 4 * IMAGE_BYTES)
+    images = [NumberedImages(np.arange(400)) for _ in range(3)]
     readers = [ReadAhead(each) for each in images]
     for reader in readers:
-        reader.begin(order(9))
+        reader.begin(numbered_batches(9))
     assert [len(each.started) for each in images] == [2, 1, 0]
-    assert readers[2].take(*order(1)[0]).targets.tolist() == [0, 1, 2, 3], "read when it is taken"  # type: ignore[union-attr]
+    unbegun = readers[2].take(*numbered_batches(1)[0])
+    assert unbegun.targets.tolist() == [0, 1, 2, 3], "read when it is requested"  # type: ignore[union-attr]
     del reader
     readers[0] = readers[2]
     gc.collect()
-    readers[2].begin(order(9))
-    assert len(images[2].started) == 1 + 2, "what a reader held that is gone is free again"
+    readers[2].begin(numbered_batches(9))
+    assert len(images[2].started) == 1 + 2, "the bytes of a deleted reader are free again"
 
 
 @pytest.mark.parametrize("other", [(np.arange(4) + 1, 0), (np.arange(4), 1), (np.arange(3), 0)])
-def test_batches_of_another_place_are_dropped(other: tuple[np.ndarray, int]) -> None:
-    images = Counted(np.arange(40))
+def test_batches_that_are_not_requested_next_are_cancelled(other: tuple[np.ndarray, int]) -> None:
+    images = NumberedImages(np.arange(40))
     reader = ReadAhead(images)
-    reader.begin(order(2))
+    reader.begin(numbered_batches(2))
     found = reader.take(*other)
     assert np.array_equal(found.inputs[:, 0, 0, 0], other[0]) and reader.bytes == 0  # type: ignore[index]
     assert [each.cancelled for each in images.started] == [True, True, False]
 
 
-def test_an_image_that_cannot_be_read_fails_the_batch_that_it_is_in() -> None:
-    reader = ReadAhead(Counted(np.array([0, 1, 99])))
+def test_an_unreadable_image_fails_only_its_batch() -> None:
+    reader = ReadAhead(NumberedImages(np.array([0, 1, 99])))
     batches = [(np.array([place]), 0) for place in range(3)]
     reader.begin(batches)
     for batch in batches[:2]:
@@ -135,7 +136,7 @@ def test_an_image_that_cannot_be_read_fails_the_batch_that_it_is_in() -> None:
 
 
 def test_a_source_normalizes_each_channel_and_takes_batches_in_order() -> None:
-    source = Source(Counted(np.arange(10)), torch.device("cpu"))
+    source = Source(NumberedImages(np.arange(10)), torch.device("cpu"))
     inputs, targets = source.take(torch.tensor([3]))
     assert inputs[0, :, 0, 0].tolist() == [1.5, 2.0, 9.0] and targets.tolist() == [3]
     assert source.zero.flatten().tolist() == [0.0, -1.0, 3.0] and source.sample_elements == 48  # type: ignore[union-attr]
@@ -146,8 +147,8 @@ def test_a_source_normalizes_each_channel_and_takes_batches_in_order() -> None:
     assert [*source.batches(torch.arange(0).split(4))] == []
 
 
-def seen(images: Any, rounds: Iterator[int], **keys: Any) -> list[torch.Tensor]:
-    """The inputs of every step."""
+def inputs_of_steps(images: Any, rounds: Iterator[int], **keys: Any) -> list[torch.Tensor]:
+    """Trains with a learning rate of 0, and returns the inputs of every step."""
     found: list[torch.Tensor] = []
     module = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(48, 4))
     still = {"name": "sgd", "lr": 0.0}
@@ -161,31 +162,32 @@ def seen(images: Any, rounds: Iterator[int], **keys: Any) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("keys", [{}, {"augment": {"flip": True}}, {"drop_last": True}, {"shuffle": False}], ids=str)
-def test_training_sees_the_samples_of_arrays_in_their_order(keys: dict[str, Any]) -> None:
-    images = Counted(np.arange(1, 11))
+def test_training_on_image_files_sees_the_same_batches_as_on_arrays(keys: dict[str, Any]) -> None:
+    images = NumberedImages(np.arange(1, 11))
     arrays = images.fetch(np.arange(10))
-    found, wanted = (seen(each, iter(range(5)), **keys) for each in (images, arrays))
+    found, wanted = (inputs_of_steps(each, iter(range(5)), **keys) for each in (images, arrays))
     assert len(found) == len(wanted) == 10 and all(map(torch.equal, found, wanted))
-    steps = 10 + AHEAD_BATCHES  # each batch once, those across the ends of epochs too
+    steps = 10 + AHEAD_BATCHES  # each batch is read once, also across the ends of epochs
     assert len(images.started) == steps and not any(each.cancelled for each in images.started)
-    again = seen(Counted(np.arange(1, 11)), iter(range(2, 5)), **keys)
+    again = inputs_of_steps(NumberedImages(np.arange(1, 11)), iter(range(2, 5)), **keys)
     assert all(map(torch.equal, found[4:], again)), "resumed"
 
 
-def test_training_tells_which_part_of_an_image_to_take() -> None:
-    images = Counted(np.arange(1, 11))
+def test_training_requests_the_same_crops_with_and_without_read_ahead() -> None:
+    images = NumberedImages(np.arange(1, 11))
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(read_ahead, "AHEAD_BATCHES", 0)
-        plain = Counted(np.arange(1, 11), threads=0)
-        seen(plain, iter(range(3)), augment={"random_resized_crop": True})
-    seen(images, iter(range(3)), augment={"random_resized_crop": True})
+        plain = NumberedImages(np.arange(1, 11), threads=0)
+        inputs_of_steps(plain, iter(range(3)), augment={"random_resized_crop": True})
+    inputs_of_steps(images, iter(range(3)), augment={"random_resized_crop": True})
     assert len(plain.started) == 6
 
-    def boxes(started: list[Started]) -> list[Any]:
+    def boxes(started: list[PendingBatch]) -> list[Any]:
         return [[each.crop(place, 300, 200) for place in range(len(each.indices))] for each in started if each.crop]
 
-    assert boxes(images.started)[:6] == boxes(plain.started), "read ahead or not"
-    assert len({box for batch in boxes(plain.started) for box in batch}) == 2 * 4 * 2 + 2 * 2, "another in each epoch"
+    assert boxes(images.started)[:6] == boxes(plain.started), "crops must not depend on reading ahead"
+    different = {box for batch in boxes(plain.started) for box in batch}
+    assert len(different) == 2 * 4 * 2 + 2 * 2, "each epoch must have new crops"
 
 
 # -- whole runs
@@ -204,28 +206,28 @@ SECTIONS: dict[str, Any] = {
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Folder:
-    """20 images of two classes, and a run of two nodes on them."""
+    """Writes 20 images of two classes, and the config of a run of two nodes on them."""
     monkeypatch.setenv("DECENTNODE_CACHE", str(tmp_path / "cache"))
     write_image_folder(tmp_path / "d", classes=2, per_class=10)
     return Folder(tmp_path, **SECTIONS)
 
 
-def stepped(folder: Folder, *overrides: str) -> list[torch.Tensor]:
+def train_stepped(folder: Folder, *overrides: str) -> list[torch.Tensor]:
     nodes = build_in_process(load(folder.path / "tiny.yaml", overrides))
     step_all(nodes)
     return [node.training.model.parameters.clone() for node in nodes]
 
 
 @pytest.mark.slow
-def test_a_run_repeats_to_the_bit_whatever_is_read_ahead(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, again = stepped(folder), stepped(folder)
+def test_a_run_repeats_bit_for_bit_with_and_without_read_ahead(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, again = train_stepped(folder), train_stepped(folder)
     monkeypatch.setattr(read_ahead, "AHEAD_BYTES", 0)
-    alone = stepped(folder, "data.threads=1")
+    alone = train_stepped(folder, "data.threads=1")
     assert all(map(torch.equal, first, again)) and all(map(torch.equal, first, alone))
-    assert not torch.equal(first[0], stepped(folder, "training.augment={flip: true}")[0])
+    assert not torch.equal(first[0], train_stepped(folder, "training.augment={flip: true}")[0])
 
 
-def test_it_learns_what_is_bright(folder: Folder) -> None:
+def test_a_run_on_image_files_learns_to_tell_brightness(folder: Folder) -> None:
     longer = ["model=logistic", "node={rounds: 25, evaluate_every: 25}"]
     nodes = build_in_process(load(folder.path / "tiny.yaml", longer))
     step_all(nodes)
@@ -233,9 +235,9 @@ def test_it_learns_what_is_bright(folder: Folder) -> None:
 
 
 @pytest.mark.slow
-def test_processes_one_process_and_simulations_make_the_same_models(folder: Folder) -> None:
-    """Twice, stopped and resumed, by processes, in one and simulated. Of a linear model: convolutions add in another
-    order on another number of threads, which a process of two nodes has."""
+def test_processes_one_process_and_the_simulator_train_the_same_models(folder: Folder) -> None:
+    """Runs twice in one process, in two, with two nodes per process, simulated, and resumed. The model is linear:
+    convolutions add in another order on another number of threads, which a process of two nodes has."""
     made = functools.partial(folder.done, "model=logistic")
     straight = models(made())
     assert straight

@@ -12,7 +12,7 @@ from decentnode.training.sampler import Sampler
     num_samples=st.integers(1, 40), batch=st.integers(1, 50), drop_last=st.booleans(), shuffle=st.booleans(),
     takes=st.lists(st.integers(0, 7), max_size=12),
 )
-def test_any_rounds_walk_through_whole_epochs(
+def test_steps_in_any_rounds_pass_through_whole_epochs(
     num_samples: int, batch: int, drop_last: bool, shuffle: bool, takes: list[int]
 ) -> None:
     keys = {"seed": 1, "uid": 2, "shuffle": shuffle, "drop_last": drop_last}

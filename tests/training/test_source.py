@@ -40,21 +40,21 @@ def test_rows_of_unequal_length_are_padded_to_the_longest_of_their_batch() -> No
 
 
 @pytest.mark.parametrize(("kind", "ready"), [(np.float64, torch.float32), (np.int32, torch.int64), (bool, torch.int64)])
-def test_targets_of_any_kind(kind: Any, ready: torch.dtype) -> None:
+def test_targets_are_converted_to_float32_or_int64(kind: Any, ready: torch.dtype) -> None:
     source = Source(Samples(np.zeros((4, 2), np.float32), np.ones((4, 3), kind)), CPU)
     inputs, targets = source.take(torch.tensor([0, 3]))
     assert targets.dtype == ready and targets.shape == (2, 3) and inputs.dtype == torch.float32
 
 
-class Drawn(LazySamples):
+class NumberedSamples(LazySamples):
     def __init__(self, indices: np.ndarray) -> None:
         self.indices, self.made = indices, 0
 
     def __len__(self) -> int:
         return len(self.indices)
 
-    def take(self, indices: np.ndarray) -> Drawn:
-        return Drawn(self.indices[indices])
+    def take(self, indices: np.ndarray) -> NumberedSamples:
+        return NumberedSamples(self.indices[indices])
 
     def fetch(self, indices: np.ndarray) -> Samples:
         self.made += len(indices)
@@ -63,16 +63,16 @@ class Drawn(LazySamples):
 
 
 def test_lazy_samples_are_made_for_every_batch_anew() -> None:
-    drawn = Drawn(np.arange(10, 20))
-    source = Source(drawn, CPU)
+    samples = NumberedSamples(np.arange(10, 20))
+    source = Source(samples, CPU)
     inputs, targets = source.take(torch.tensor([3, 1]))
     assert inputs.tolist() == [[6.5], [5.5]] and targets.tolist() == [13, 11] and len(source) == 10
     source.take(torch.tensor([3]))
-    assert drawn.made == 3
+    assert samples.made == 3
 
 
 @pytest.mark.parametrize("fixed", [True, False])
-def test_rows_of_one_sequence_are_joined_by_their_places(fixed: bool) -> None:
+def test_sources_of_rows_of_one_sequence_are_joined(fixed: bool) -> None:
     values = np.arange(40, dtype=np.int32)
     places, lengths = np.arange(6) * 5, 4 if fixed else np.array([2, 5, 3, 1, 4, 2])
     rows = Rows(values, places, lengths, 0)
@@ -85,4 +85,4 @@ def test_rows_of_one_sequence_are_joined_by_their_places(fixed: bool) -> None:
     assert [each.tolist() for each in parts[1].take(torch.tensor([0]))] == \
         [each.tolist() for each in Source(samples, CPU).take(torch.tensor([3]))]  # fmt: skip
     other = Samples(Rows(values.copy(), places, lengths, 0), Rows(values, places, lengths, PADDING), ids=True)
-    assert Source.joined([parts[0], Source(other, CPU)]) is None, "of another sequence"
+    assert Source.joined([parts[0], Source(other, CPU)]) is None, "rows of different sequences cannot be joined"

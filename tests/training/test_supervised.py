@@ -19,7 +19,7 @@ from decentnode.training.source import Source
 from decentnode.training.supervised import evaluation_batch
 
 from .contract import check_training
-from .small import linear, make, noisy, samples
+from .small import batch_norm_net, linear_net, make, make_samples
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 ALL = [
@@ -38,14 +38,14 @@ ALL = [
 
 
 @pytest.mark.parametrize("keys", ALL)
-@pytest.mark.parametrize("module", [linear, noisy])
+@pytest.mark.parametrize("module", [linear_net, batch_norm_net])
 def test_contract(keys: dict[str, Any], module: Any) -> None:
-    if module is noisy and keys["batch_size"] == 2:
+    if module is batch_norm_net and keys["batch_size"] == 2:
         keys = {**keys, "batch_size": 3, "accumulate": 2}  # batch norm needs more than one sample
-    check_training(lambda uid: make(uid, module, samples(24, uid), **keys))
+    check_training(lambda uid: make(uid, module, make_samples(24, uid), **keys))
 
 
-def by_hand(x: torch.Tensor, batch: Samples) -> torch.Tensor:
+def gradient_by_hand(x: torch.Tensor, batch: Samples) -> torch.Tensor:
     """Gradient of the mean cross entropy of softmax regression, x = [W (4x6), b (4)], in float64."""
     weight, bias = x[:24].view(4, 6).double(), x[24:].double()
     inputs = torch.from_numpy(batch.inputs).double().flatten(1)
@@ -58,7 +58,7 @@ def test_steps_against_sgd_with_momentum_by_hand() -> None:
     """v <- .9 v + g; x <- x - .1 v, with v kept across rounds."""
     training = make(batch_size=4, local_steps=2, shuffle=False, optimizer={"name": "sgd", "lr": 0.1, "momentum": 0.9})
     x, velocity = training.model.parameters.double().clone(), torch.zeros(28, dtype=torch.float64)
-    share, losses, start = samples(), [], 0
+    share, losses, start = make_samples(), [], 0
     for round in range(4):
         losses = []
         for _ in range(2):
@@ -66,7 +66,7 @@ def test_steps_against_sgd_with_momentum_by_hand() -> None:
             batch = share.take(np.arange(start, stop))
             logits = torch.from_numpy(batch.inputs).double().flatten(1) @ x[:24].view(4, 6).T + x[24:]
             losses.append(float(functional.cross_entropy(logits, torch.from_numpy(batch.targets), reduction="sum")))
-            velocity = 0.9 * velocity + by_hand(x, batch)
+            velocity = 0.9 * velocity + gradient_by_hand(x, batch)
             x, start = x - 0.1 * velocity, stop % 23
         update = training.local_update(round)
         assert torch.allclose(training.model.parameters.double(), x, atol=1e-5)
@@ -78,7 +78,7 @@ def test_last_gradient_is_clipped_but_not_directed() -> None:
     training = make(batch_size=23, shuffle=False, clip_norm=0.01, optimizer={"name": "sgd", "lr": 0.1})
     training.keep_gradient = True
     before = training.model.parameters.clone()
-    gradient = by_hand(before, samples())
+    gradient = gradient_by_hand(before, make_samples())
     update = training.local_update(0, lambda g: 3 * g)
     clipped = 0.01 * gradient / gradient.norm()
     assert update.last_gradient is not None
@@ -88,14 +88,14 @@ def test_last_gradient_is_clipped_but_not_directed() -> None:
     assert float(update.last_gradient.norm()) == pytest.approx(0.01, rel=1e-6)
 
 
-def test_norms_of_gradients_are_told_where_asked_for_and_change_nothing() -> None:
+def test_gradient_norms_are_reported_if_enabled_and_change_nothing() -> None:
     """The mean over the steps of the norms before a rule's direction; nothing is clipped."""
     keys = {"batch_size": 23, "shuffle": False, "local_steps": 2, "optimizer": {"name": "sgd", "lr": 0.1}}
     training, plain = make(gradient_norm=True, **keys), make(**keys)
     x = training.model.parameters.double().clone()
     norms = []
     for _ in range(2):
-        gradient = by_hand(x, samples())
+        gradient = gradient_by_hand(x, make_samples())
         norms.append(float(gradient.norm()))
         x -= 0.3 * gradient
     update = training.local_update(0, lambda g: 3 * g)
@@ -113,7 +113,7 @@ def test_a_short_gradient_is_not_scaled() -> None:
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
-def test_accumulation_equals_the_large_batch(drop_last: bool) -> None:
+def test_accumulated_small_batches_equal_a_large_batch(drop_last: bool) -> None:
     large = make(batch_size=6, local_epochs=2, drop_last=drop_last)
     small = make(batch_size=2, accumulate=3, local_epochs=2, drop_last=drop_last)
     for round in range(2):
@@ -178,7 +178,7 @@ def test_validation_of_the_test_set_is_the_same_on_all_nodes() -> None:
 
 
 @pytest.mark.parametrize("rescale", [False, True])
-def test_pixels_train_as_their_floats_do(rescale: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uint8_pixels_train_to_the_same_bits_as_their_floats(rescale: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     draw = np.random.default_rng(0)
     pixels = Samples(draw.integers(0, 256, (23, 3, 2), np.uint8), draw.integers(0, 4, 23), 1 / 255, -0.5)
     ready = pixels.inputs.astype(np.float32)
@@ -195,7 +195,7 @@ def test_pixels_train_as_their_floats_do(rescale: bool, monkeypatch: pytest.Monk
 
 
 def test_scaled_floats_leave_the_readers_array_alone() -> None:
-    share = Samples(samples().inputs, samples().targets, 1.0, 2.0)
+    share = Samples(make_samples().inputs, make_samples().targets, 1.0, 2.0)
     kept = share.inputs.copy()
     make(train=share).local_update(0)
     assert np.array_equal(kept, share.inputs)
@@ -211,15 +211,15 @@ def test_gathering_in_groups_changes_nothing(monkeypatch: pytest.MonkeyPatch) ->
     assert torch.allclose(whole.model.parameters, grouped.model.parameters, atol=1e-6)
 
 
-def test_evaluation_against_the_whole_set_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evaluation_in_batches_equals_evaluation_of_the_whole_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("decentnode.training.supervised.EVALUATION_ELEMENTS", 60)
-    training = make(module=noisy, label_smoothing=0.3)
+    training = make(module=batch_norm_net, label_smoothing=0.3)
     training.local_update(0)
-    test, module = samples(31, 1), training.model.module.eval()
+    test, module = make_samples(31, 1), training.model.module.eval()
     with torch.no_grad():
         outputs = module(torch.from_numpy(test.inputs))
     module.train()
-    module[2].eval()  # a part that someone froze stays so
+    module[2].eval()  # evaluation must leave a frozen part in evaluation mode
     result = training.evaluate()
     targets = torch.from_numpy(test.targets)
     assert result.metrics["loss"] == pytest.approx(float(functional.cross_entropy(outputs, targets)), rel=1e-5)
@@ -233,8 +233,8 @@ def test_divergence_names_node_and_round() -> None:
         training.local_update(8)
 
 
-def test_shares_that_are_too_small() -> None:
-    none, one = samples().take(np.arange(0)), samples().take(np.arange(1))
+def test_shares_with_too_few_samples_are_refused() -> None:
+    none, one = make_samples().take(np.arange(0)), make_samples().take(np.arange(1))
     with pytest.raises(DataError, match="node 2 has no training sample"):
         make(2, train=none)
     with pytest.raises(DataError, match=r"node 2: training\.validation\.fraction must leave samples of the 1 train"):
@@ -244,8 +244,8 @@ def test_shares_that_are_too_small() -> None:
     assert make(2, train=one).local_update(0).samples == 1
 
 
-def test_a_state_of_something_else_is_refused() -> None:
-    other = make(module=noisy, optimizer={"name": "adam"}).state_dict()
+def test_a_state_of_another_model_or_optimizer_is_refused() -> None:
+    other = make(module=batch_norm_net, optimizer={"name": "adam"}).state_dict()
     for state in ({}, other):
         with pytest.raises(CheckpointError, match="node 0: the training state does not fit"):
             make().load_state_dict(state)
@@ -264,7 +264,7 @@ def test_a_convex_problem_is_solved() -> None:
     {"local_steps": 2, "lr_schedule": {"name": "step", "step_size": 3, "every": "step"}},
 ])  # fmt: skip
 @pytest.mark.parametrize("rounds", [0, 1, 4, 5, 9])
-def test_who_comes_in_a_round_has_the_samples_and_the_learning_rate_of_that_round(
+def test_skipping_to_a_round_gives_the_samples_and_the_learning_rate_of_that_round(
     keys: dict[str, Any], rounds: int
 ) -> None:
     trained, skipped = make(batch_size=5, **keys), make(batch_size=5, **keys)
@@ -277,17 +277,17 @@ def test_who_comes_in_a_round_has_the_samples_and_the_learning_rate_of_that_roun
     assert skipped.learning_rate == trained.learning_rate
 
 
-class Spoils(Full):
-    """A rule that leaves no number in the model after the local steps of round 1."""
+class FillsModelWithNan(Full):
+    """A sharing rule that fills the model with NaN after the local steps of round 1."""
 
     def adjust(self, model: torch.Tensor, view: Any, loss: float) -> None:
         if view.round == 1:
             model.fill_(torch.nan)
 
 
-@pytest.mark.parametrize(("sharing", "lr", "round"), [("full", 3e38, 0), (f"{__name__}:Spoils", 0.1, 1)])
+@pytest.mark.parametrize(("sharing", "lr", "round"), [("full", 3e38, 0), (f"{__name__}:FillsModelWithNan", 0.1, 1)])
 def test_a_model_that_is_not_finite_is_found_before_it_is_sent(sharing: str, lr: float, round: int) -> None:
-    """By the sum that comes with the loss, which is finite, or by another one where the rule has changed the model."""
+    """The sum of the parameters that comes with the loss shows it, or a second sum if the rule changed the model."""
     made = make(optimizer={"name": "sgd", "lr": 0.1})
     assert made.local_update(0).parameters_sum is None
     made.keep_sum = True
@@ -305,7 +305,7 @@ def test_a_model_that_is_not_finite_is_found_before_it_is_sent(sharing: str, lr:
 @pytest.mark.parametrize(("device", "vocabulary", "together"), [
     ("cpu", 50, 41), ("cpu", 50_000, 1), ("cuda", 50_000, 16), ("cuda", 50, 41),
 ])  # fmt: skip
-def test_what_a_model_gives_bounds_an_evaluation_s_batch(device: str, vocabulary: int, together: int) -> None:
+def test_the_size_of_the_outputs_bounds_an_evaluation_batch(device: str, vocabulary: int, together: int) -> None:
     places = 320
     data = DataSpec((places,), "ids", "next_token", vocabulary=vocabulary, target_shape=(places,))
     rows = Rows(np.zeros(400, np.int32), np.arange(60), places)
