@@ -6,12 +6,12 @@ import pytest
 from click.testing import CliRunner
 
 from decentnode.cli import main
-from tests.report.test_runs import fake_run
+from tests.report.test_runs import write_run
 
 
 @pytest.mark.slow
 def test_a_picture_goes_into_the_run(tmp_path: Path) -> None:
-    run = fake_run(tmp_path / "exp" / "run")
+    run = write_run(tmp_path / "exp" / "run")
     result = CliRunner().invoke(main, ["plot", str(run)])
     assert result.exit_code == 0, result.output
     assert Path(result.output.strip()) == run / "plots" / "overview.png"
@@ -19,7 +19,7 @@ def test_a_picture_goes_into_the_run(tmp_path: Path) -> None:
 
 
 def test_axes_metrics_and_several_runs_in_one_figure(tmp_path: Path) -> None:
-    a, b = fake_run(tmp_path / "a"), fake_run(tmp_path / "b")
+    a, b = write_run(tmp_path / "a"), write_run(tmp_path / "b")
     out = tmp_path / "out.svg"
     chosen = ["--x", "seconds", "--metric", "accuracy", "--label", "first", "--label", "second", "-o", str(out)]
     result = CliRunner().invoke(main, ["plot", str(a), str(b), *chosen])
@@ -32,7 +32,7 @@ def test_axes_metrics_and_several_runs_in_one_figure(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_repeats_failures_and_papers(tmp_path: Path) -> None:
     for k in (1, 2, 3):
-        fake_run(tmp_path / "exp" / f"r{k}", nodes=1, seed=k, status="failed" if k == 3 else "finished")
+        write_run(tmp_path / "exp" / f"r{k}", nodes=1, seed=k, status="failed" if k == 3 else "finished")
     out = tmp_path / "out.svg"
     chosen = ["--all-runs", "--metric", "accuracy", "-o", str(out)]
     result = CliRunner().invoke(main, ["plot", str(tmp_path / "exp"), *chosen])

@@ -11,7 +11,7 @@ import pytest
 
 from tests.cli.test_status import status
 from tests.commands import ROOT
-from tests.report.test_runs import fake_run
+from tests.report.test_runs import write_run
 
 CODE = """
 import json, sys
@@ -34,7 +34,7 @@ def invoked(commands: list[list[str]]) -> None:
 
 
 def test_what_describes_and_what_reads_runs_does_not_import_torch(tmp_path: Path) -> None:
-    run = str(made := fake_run(tmp_path / "run"))
+    run = str(made := write_run(tmp_path / "run"))
     (made / "nodes" / "000" / "status.json").write_text(json.dumps(status(0)))
     invoked([
         *([each, "--help"] for each in ("run", "launch", "node", "simulate")), ["list"],
@@ -47,7 +47,7 @@ def test_what_describes_and_what_reads_runs_does_not_import_torch(tmp_path: Path
 
 @pytest.mark.slow
 def test_nor_does_what_draws(tmp_path: Path) -> None:
-    run = fake_run(tmp_path / "run", graph={"name": "ring", "nodes": 4}, model={"name": "mlp"})
+    run = write_run(tmp_path / "run", graph={"name": "ring", "nodes": 4}, model={"name": "mlp"})
     invoked([["plot", str(run), "--metric", "loss"], ["report", str(run)]])
     assert "graph of" in (run / "report.html").read_text()
 

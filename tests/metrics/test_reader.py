@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 from decentnode.cli import main
 from decentnode.metrics.reader import read
-from tests.report.test_runs import fake_run
+from tests.report.test_runs import write_run
 
 HUGE = "1" + "0" * 400
 
@@ -24,7 +24,7 @@ def test_lines_with_numbers_too_large_for_a_float_are_skipped(tmp_path: Path) ->
 @pytest.mark.sampled(one=["command"])
 @pytest.mark.parametrize("command", ["plot", "trace", "report"])
 def test_commands_work_with_records_that_contain_too_large_numbers(tmp_path: Path, command: str) -> None:
-    run = fake_run(tmp_path / "exp" / "run", nodes=2)
+    run = write_run(tmp_path / "exp" / "run", nodes=2)
     with open(run / "nodes" / "000" / "metrics.jsonl", "a", encoding="utf-8") as file:
         for key in ("time", "seconds", "loss", "round"):
             values = {"kind": '"round"', "round": "6", "time": "120.0", "seconds": "2.0", "loss": "0.5", key: HUGE}

@@ -1,4 +1,4 @@
-"""The report of runs: one HTML file that needs no other, whatever the runs lack."""
+"""The report of runs: one self-contained HTML file, also for runs whose records are incomplete."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from decentnode.errors import EnvironmentFault, UsageError
 from decentnode.report.page import _conclusion_line, _recorded_graph, render, waited, write
 from decentnode.report.reading.repeats import RunResult
 from decentnode.report.reading.runs import load
-from tests.report.test_progress import summary
-from tests.report.test_runs import fake_run
+from tests.report.test_progress import make_summary
+from tests.report.test_runs import write_run
 
 VOID = {"meta", "img", "br", "link"}
 
 
-class Checked(HTMLParser):
-    """Fails on tags that are not closed in order, and keeps texts and what is referred to."""
+class CheckedHtml(HTMLParser):
+    """Parses a page: fails on tags that are not closed in order, and collects texts, ids and addresses."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -57,8 +57,9 @@ class Checked(HTMLParser):
         return " ".join(" ".join(self.texts).split())
 
 
-def checked(text: str) -> Checked:
-    found = Checked(text)
+def check_html(text: str) -> CheckedHtml:
+    """Checks that a page refers to nothing outside itself and has no script, and returns it parsed."""
+    found = CheckedHtml(text)
     for address in found.addresses:
         assert address.startswith(("data:image/svg+xml;base64,", "#")), f"the file refers to {address[:60]}"
         assert not address.startswith("#") or address[1:] in found.ids
@@ -67,8 +68,8 @@ def checked(text: str) -> Checked:
 
 
 @pytest.mark.slow
-def test_a_run_is_explained_in_one_file_that_needs_no_other(tmp_path: Path) -> None:
-    run = fake_run(tmp_path / "exp" / "run")
+def test_the_report_of_a_run_is_one_self_contained_html_file(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "exp" / "run")
     (run / "config.yaml").write_text("name: exp  # <b>bold</b>\n")
     (run / "command.txt").write_text("decentnode run exp.yaml\n")
     (run / "env.json").write_text(json.dumps({"host": "here", "versions": {"torch": "2.13.0"}}))
@@ -82,7 +83,7 @@ def test_a_run_is_explained_in_one_file_that_needs_no_other(tmp_path: Path) -> N
         {"time": 102.0, "uid": 0, "kind": "sent", "round": 1},
     )))  # fmt: skip
     text, said = render([run])
-    found = checked(text)
+    found = check_html(text)
     assert not said and {"question", "results", "curves", "waits", "bytes", "events", "nodes", "again"} <= {*found.ids}
     assert "name: exp # <b>bold</b>" in found.text and "<b>" not in text
     for told in ("decentnode run exp.yaml", "torch 2.13.0", "1 faults were planned", "checksum mismatch 27",
@@ -94,8 +95,8 @@ def test_a_run_is_explained_in_one_file_that_needs_no_other(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_experiments_are_compared_seed_by_seed_and_by_what_differs(tmp_path: Path) -> None:
-    runs = [fake_run(tmp_path / name / str(seed), seed=seed, better=0.1 * (name == "b") + 0.01 * seed * (name == "b"),
+def test_the_report_compares_experiments_by_seed_and_by_differing_keys(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / name / str(seed), seed=seed, better=0.1 * (name == "b") + 0.01 * seed * (name == "b"),
                      sharing={"name": "full", "every": 1 + (name == "b")}) for name in "ab" for seed in (1, 2, 3)]
     for run in runs:
         summary = json.loads((run / "summary.json").read_text())
@@ -104,7 +105,7 @@ def test_experiments_are_compared_seed_by_seed_and_by_what_differs(tmp_path: Pat
         config = json.loads((run / "config.resolved.yaml").read_text())
         (run / "config.resolved.yaml").write_text(json.dumps({**config, "name": "exp"}))
     text, _ = render(runs)
-    found = checked(text).text
+    found = check_html(text).text
     assert "experiment sharing.every sharing.every=1 (3 seeds) 1 sharing.every=2 (3 seeds) 2" in found
     assert "seeds 1, 2, 3" in found
     assert re.search(r"Against sharing.every=1 \(3 seeds\), seed by seed experiment seeds difference in accuracy % "
@@ -112,11 +113,11 @@ def test_experiments_are_compared_seed_by_seed_and_by_what_differs(tmp_path: Pat
     assert re.search(r"52.00 ±1.00 .* 62.00 ±1.00", found)
 
 
-def test_a_run_that_was_killed_at_once_has_a_report_as_far_as_it_came(tmp_path: Path) -> None:
+def test_the_report_of_a_run_that_was_killed_at_once(tmp_path: Path) -> None:
     run = tmp_path / "killed"
     (run / "nodes" / "000").mkdir(parents=True)
     (run / "nodes" / "000" / "metrics.jsonl").write_text('{"kind": "evaluation", "round": 0, "accuracy": 0.1}\n{"kind')
-    found = checked(render([run])[0])
+    found = check_html(render([run])[0])
     assert "No run has a summary" in found.text and "not finished" in found.text
     (run / "nodes" / "000" / "metrics.jsonl").write_text("")
     with pytest.raises(UsageError, match="holds no metrics"):
@@ -124,18 +125,18 @@ def test_a_run_that_was_killed_at_once_has_a_report_as_far_as_it_came(tmp_path: 
 
 
 @pytest.mark.slow
-def test_names_are_no_html(tmp_path: Path) -> None:
-    text, _ = render([fake_run(tmp_path / "run")], ["<script>alert(1)</script>"])
-    assert "<script>alert(1)</script>" in checked(text).text
+def test_names_are_escaped_in_the_report(tmp_path: Path) -> None:
+    text, _ = render([write_run(tmp_path / "run")], ["<script>alert(1)</script>"])
+    assert "<script>alert(1)</script>" in check_html(text).text
 
 
 @pytest.mark.slow
-def test_the_command_writes_beside_the_run_or_where_it_is_told(tmp_path: Path) -> None:
-    run, out = fake_run(tmp_path / "exp" / "run"), tmp_path / "deep" / "it.html"
+def test_the_report_command_writes_into_the_run_or_to_the_given_file(tmp_path: Path) -> None:
+    run, out = write_run(tmp_path / "exp" / "run"), tmp_path / "deep" / "it.html"
     result = CliRunner().invoke(main, ["report", str(run)])
     assert result.exit_code == 0 and Path(result.stdout.strip()) == run / "report.html", result.output
     result = CliRunner().invoke(main, ["report", str(run), "-o", str(out)])
-    assert result.exit_code == 0 and checked(out.read_text()).text
+    assert result.exit_code == 0 and check_html(out.read_text()).text
     for wrong, told in ((["-o", "x.pdf"], "must end in .html"), (["--label", "a", "--label", "b"], "1 times at most")):
         result = CliRunner().invoke(main, ["report", str(run), *wrong])
         assert result.exit_code == 2 and told in result.output
@@ -146,25 +147,27 @@ def test_the_command_writes_beside_the_run_or_where_it_is_told(tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_the_graph_of_a_real_run_is_drawn(tmp_path: Path) -> None:
+def test_the_report_draws_the_graph_of_a_real_run(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "decentnode", "simulate", "--set", "node.rounds=2", "--quiet"]
     subprocess.run([*command, "--run-dir", str(tmp_path)], check=True, timeout=200, capture_output=True)
     (made,) = (tmp_path / "quickstart").glob("*-*")
-    found = checked(render([made])[0])
+    found = check_html(render([made])[0])
     assert "graph" in found.ids and "payloads: models" in found.text and "done in" in found.text
 
 
-def test_a_graph_of_the_users_own_is_read_from_the_runs_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_custom_graph_is_loaded_from_the_copy_of_the_code_in_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path])
-    run = fake_run(tmp_path / "run", graph={"name": "graph_of_this_test:Mine", "nodes": 3})
+    run = write_run(tmp_path / "run", graph={"name": "graph_of_this_test:Mine", "nodes": 3})
     (run / "code").mkdir()
     (run / "code" / "graph_of_this_test.py").write_text("from decentnode.graph.families import Ring as Mine\n")
     assert _recorded_graph(run).neighbors(0, 0) == (1, 2)
 
 
-def test_of_a_run_that_failed_the_first_sentence_says_why(tmp_path: Path) -> None:
+def test_the_conclusion_of_a_failed_run_gives_the_reason(tmp_path: Path) -> None:
     failure = {"node": 1, "title": "node 1 was killed by SIGKILL\nTraceback ...", "exit_code": 8}
-    told = summary(status="failed", rounds=7, rounds_planned=10, failure=failure)
+    told = make_summary(status="failed", rounds=7, rounds_planned=10, failure=failure)
     said = _conclusion_line([RunResult(tmp_path, "a", None, {}, "", told)])
     assert said.startswith("failed after round 7 of 10") and said.endswith(". It failed: node 1 was killed by SIGKILL")
-    assert "It failed" not in _conclusion_line([RunResult(tmp_path, "a", None, {}, "", summary())])
+    assert "It failed" not in _conclusion_line([RunResult(tmp_path, "a", None, {}, "", make_summary())])

@@ -1,4 +1,4 @@
-"""Panels: one label, unit and range of a column, what lines join, and what titles say."""
+"""Panels of plots: units and ranges of columns, which points are joined by lines, and titles."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from decentnode.errors import UsageError
 from decentnode.report.pictures import plots
 from decentnode.report.pictures.plots import MERGED, draw_side_by_side
 from decentnode.report.reading.runs import RecordedRun, Series, lines
-from tests.report.test_runs import fake_run
+from tests.report.test_runs import write_run
 
 matplotlib = pytest.importorskip("matplotlib")
 
 
-def test_a_column_has_one_unit_and_one_range() -> None:
-    """A failed run whose losses go on for longer than its evaluations."""
+def test_the_panels_of_a_column_share_unit_and_range() -> None:
+    """The losses of a failed run end later than its evaluations."""
     from matplotlib.figure import Figure
 
     ends = {"loss": 9.8e6, "accuracy": 0.0}
@@ -39,13 +39,13 @@ def test_a_column_has_one_unit_and_one_range() -> None:
     assert all(float(tick).is_integer() for tick in panels[1][0].get_xticks())
 
 
-def lines_of(panel: Any) -> list[tuple[str, str]]:
-    """(line style, marker) of all lines."""
+def line_styles(panel: Any) -> list[tuple[str, str]]:
+    """Returns (line style, marker) of all lines."""
     return [(str(each.get_linestyle()), str(each.get_marker())) for each in panel.get_lines()]
 
 
-def test_of_thousands_of_rounds_blocks_are_drawn() -> None:
-    """Their means with the extremes of all their values; the panel says so."""
+def test_thousands_of_rounds_are_drawn_as_means_of_blocks() -> None:
+    """The line is the mean of each block of 3 rounds, the band spans all values, and the panel says so."""
     from matplotlib.figure import Figure
 
     def series(metric: str, axis: str, merged: bool = False) -> Series:
@@ -65,7 +65,7 @@ def test_of_thousands_of_rounds_blocks_are_drawn() -> None:
     assert [text.get_text() for text in panel.texts] == ["means of 3 consecutive values"]
 
 
-def test_a_merged_model_that_was_tested_at_both_ends_alone_has_no_way_between() -> None:
+def test_two_evaluations_of_a_merged_model_are_drawn_as_points_without_a_line() -> None:
     from matplotlib.figure import Figure
 
     def series(metric: str, axis: str, merged: bool = False) -> Any:
@@ -76,11 +76,11 @@ def test_a_merged_model_that_was_tested_at_both_ends_alone_has_no_way_between() 
     curve: Any = SimpleNamespace(label="", spread=True, merged=True, logarithmic=False)
     panel = Figure().subplots()
     plots._panel(panel, [line], ("accuracy", curve), "rounds", 1.0)
-    assert lines_of(panel) == [("-", "o"), ("None", "D")]
+    assert line_styles(panel) == [("-", "o"), ("None", "D")]
 
 
 @pytest.mark.parametrize("first", [0.0, 1e-7])
-def test_no_line_and_no_band_comes_from_where_all_models_were_alike(first: float) -> None:
+def test_lines_and_bands_on_a_log_scale_omit_an_initial_distance_near_zero(first: float) -> None:
     from matplotlib.figure import Figure
 
     values = [first, 0.5, 0.1, 0.05]
@@ -95,7 +95,7 @@ def test_no_line_and_no_band_comes_from_where_all_models_were_alike(first: float
     assert band.get_paths()[0].get_extents().x0 == 10
 
 
-def test_a_plot_of_one_machines_records_says_so(tmp_path: Path) -> None:
+def test_the_title_says_how_many_of_all_nodes_were_recorded(tmp_path: Path) -> None:
     (tmp_path / "summary.json").write_text('{"num_nodes": 4}')
     records: Any = {uid: [{"kind": "round", "round": 0, "loss": 1.0, "time": 1.0}] for uid in (2, 3)}
     run, figure = RecordedRun(tmp_path, records), plots.new_figure(12, 4)
@@ -107,7 +107,7 @@ def test_a_plot_of_one_machines_records_says_so(tmp_path: Path) -> None:
 def test_a_panel_for_each_value_of_a_key(tmp_path: Path) -> None:
     """Lines that differ in that key alone have one color and one entry of the legend; all panels have one scale."""
     rules = ("full", "topk")
-    paths = [fake_run(tmp_path / "e" / f"{graph}{rule}{seed}", nodes=1, seed=seed, better=index / 10, rounds=4 + index,
+    paths = [write_run(tmp_path / "e" / f"{graph}{rule}{seed}", nodes=1, seed=seed, better=index / 10, rounds=4 + index,
                       graph={"name": graph, **more}, sharing={"name": rule})
              for index, (graph, more) in enumerate([("ring", {}), ("star", {}), ("regular", {"degree": 4})])
              for rule in rules for seed in (1, 2)]  # fmt: skip

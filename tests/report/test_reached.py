@@ -1,4 +1,4 @@
-"""The best round, what a target cost, and how sure a difference is: in the tables of `decentnode compare`."""
+"""The tables of `decentnode compare`: the best round, the cost of a target, and the significance of differences."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from decentnode.report.reading.measured import DEFAULT_METRICS
 from decentnode.report.reading.reached import best, cost, first_reached, target_of
 from decentnode.report.reading.runs import load
 from decentnode.report.reading.significance import paired
-from tests.report.test_runs import fake_run
+from tests.report.test_runs import write_run
 
 
-def test_a_target_is_met_at_an_evaluation(tmp_path: Path) -> None:
+def test_a_target_is_reached_at_the_first_evaluation_that_meets_it(tmp_path: Path) -> None:
     """Means over the nodes are 46, 56, 66 and 76 % after 0, 2, 4 and 6 rounds."""
-    run = load(fake_run(tmp_path / "e" / "r"))
+    run = load(write_run(tmp_path / "e" / "r"))
     assert [first_reached(run, target_of(f"accuracy={v}", DEFAULT_METRICS)) for v in (0.1, 0.56, 0.57, 0.76, 0.77)] == [
         0, 2, 4, 6, None,
     ]  # fmt: skip
     target = target_of("0.6", DEFAULT_METRICS)
     assert target.text == "60 %" and cost(run, target, "rounds") == 4
-    assert cost(run, target, "bytes") == 4 * 1010, "of the mean node"
+    assert cost(run, target, "bytes") == 4 * 1010, "bytes per node"
     assert cost(run, target, "seconds") == pytest.approx(4.02 + 1.0, abs=1.01)
     distance = target_of("consensus_distance=0.03", DEFAULT_METRICS)
-    assert first_reached(run, distance) == 0, "of a distance less is better"
+    assert first_reached(run, distance) == 0, "a distance reaches a target from above"
     assert best(run, "accuracy") == (6, pytest.approx(76.0)) and best(run, "loss") == (6, pytest.approx(2 / 6))
 
 
@@ -39,36 +39,36 @@ def test_a_target_is_met_at_an_evaluation(tmp_path: Path) -> None:
     ("acuracy=0.5", "did you mean 'accuracy'"), ("accuracy=90", "a fraction from 0 to 1"),
     ("accuracy=", "METRIC=NUMBER"), ("accuracy=nan", "METRIC=NUMBER"), ("", "METRIC=NUMBER"),
 ])  # fmt: skip
-def test_a_target_that_is_none(text: str, said: str) -> None:
+def test_invalid_targets_are_refused(text: str, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         target_of(text, DEFAULT_METRICS)
 
 
 @pytest.fixture
 def runs(tmp_path: Path) -> list[str]:
-    """Three experiments with three seeds each; the last is much better, and one of its runs alone comes to 80 %."""
+    """Writes three experiments with three seeds; the third is much better, and only one of its runs reaches 80 %."""
     for name, values in {"a": (0.0, 0.01, 0.02), "b_1": (0.001, 0.009, 0.021), "c": (0.03, 0.04, 0.05)}.items():
         for seed, more in enumerate(values, 1):
-            run = fake_run(tmp_path / name / f"r{seed}", nodes=1, seed=seed, better=more)
+            run = write_run(tmp_path / name / f"r{seed}", nodes=1, seed=seed, better=more)
             found = json.loads((run / "summary.json").read_text())
             (run / "summary.json").write_text(json.dumps({**found, "accuracy_mean": 0.75 + more, "nodes": {"0": {}}}))
     return [str(tmp_path / name) for name in ("a", "b_1", "c")]
 
 
-def written(runs: list[str], path: Path, *more: str) -> tuple[str, str]:
-    """(file, what was printed) of `decentnode compare -o`."""
+def run_compare(runs: list[str], path: Path, *more: str) -> tuple[str, str]:
+    """Runs `decentnode compare -o`. Returns (the file, the output)."""
     result = CliRunner().invoke(main, ["compare", *runs, "-o", str(path), *more], env={"COLUMNS": None})
     assert result.exit_code == 0, result.output
     return path.read_text(), result.stdout
 
 
-def test_tables_have_the_best_round_and_what_a_target_cost(runs: list[str], tmp_path: Path) -> None:
-    text, _ = written(runs, tmp_path / "t.csv", "--target", "accuracy=0.78", "--best")
+def test_compare_tables_have_the_best_round_and_the_cost_of_a_target(runs: list[str], tmp_path: Path) -> None:
+    text, _ = run_compare(runs, tmp_path / "t.csv", "--target", "accuracy=0.78", "--best")
     rows: dict[str, Any] = {row["experiment"]: row for row in csv.DictReader(io.StringIO(text))}
     assert rows["c"]["rounds_to_target"] == "6" and rows["a"]["rounds_to_target"] == ""
     assert [rows[name]["reached"] for name in rows] == ["0", "0", "3"]
     assert float(rows["c"]["best"]) == pytest.approx(0.79) and rows["c"]["best_round"] == "6"
-    text, printed = written(runs, tmp_path / "t.txt", "--target", "accuracy=0.795", "--best")
+    text, printed = run_compare(runs, tmp_path / "t.txt", "--target", "accuracy=0.795", "--best")
     head, row = text.splitlines()[1], text.splitlines()[5]
     assert "rounds to 79.5 %" in head and "MB/node to 79.5 %" in head and "best round" in head
     assert "to 79.5 %" in printed.splitlines()[2], "headings of two lines"
@@ -76,26 +76,26 @@ def test_tables_have_the_best_round_and_what_a_target_cost(runs: list[str], tmp_
     assert text.splitlines()[3].count("not reached") == 3
 
 
-def test_the_paired_test_is_that_of_the_seeds(runs: list[str], tmp_path: Path) -> None:
-    text, _ = written(runs, tmp_path / "t.json", "--paired")
+def test_compare_paired_tests_differences_by_seed(runs: list[str], tmp_path: Path) -> None:
+    text, _ = run_compare(runs, tmp_path / "t.json", "--paired")
     found = json.loads(text)
     expected = paired({1: 0.75, 2: 0.76, 3: 0.77}, {1: 0.78, 2: 0.79, 3: 0.8})
     assert expected is not None and found["a"]["minus_best"] == pytest.approx(expected.mean)
     assert found["c"]["minus_best"] is None and found["b_1"]["p"] < 0.05
-    plain, _ = written(runs, tmp_path / "p.json")
+    plain, _ = run_compare(runs, tmp_path / "p.json")
     assert "minus_best" not in json.loads(plain)["a"]
     single = CliRunner().invoke(main, ["compare", f"{runs[0]}/r1", f"{runs[2]}/r1", "--paired", "--json"])
-    assert single.exit_code == 0 and "minus_best" not in json.loads(single.stdout)["c"], "one seed tells nothing"
+    assert single.exit_code == 0 and "minus_best" not in json.loads(single.stdout)["c"], "one seed allows no test"
 
 
-def test_tables_for_papers(runs: list[str], tmp_path: Path) -> None:
-    """The best row is bold, and so is what the test does not tell from it."""
-    tex, _ = written(runs[:2], tmp_path / "t.tex")
+def test_compare_writes_latex_and_markdown_tables(runs: list[str], tmp_path: Path) -> None:
+    """The best row is bold, and so are rows that do not differ from it significantly."""
+    tex, _ = run_compare(runs[:2], tmp_path / "t.tex")
     lines = tex.splitlines()
     assert lines[1] == r"\begin{tabular}{lrrrrrrrr}" and lines[2] == r"\toprule" and lines[-1] == r"\end{tabular}"
     assert all(line.count("&") == 8 for line in lines if line.endswith(r"\\"))
     assert tex.count(r"\textbf{") == 2 and r"b\_1" in tex and r"$\pm$" in tex and "%" not in tex.replace(r"\%", "")[30:]
-    markdown, _ = written(runs, (tmp_path / "t").with_suffix(".md"))
+    markdown, _ = run_compare(runs, (tmp_path / "t").with_suffix(".md"))
     head, rule, *rows = markdown.splitlines()
     assert {line.count("|") for line in (head, rule, *rows)} == {head.count("|")} and "minus best" in head
     assert [("**" in row) for row in rows] == [False, False, True]

@@ -22,12 +22,12 @@ from tests.launch.faults import experiment
 METRICS = tuple(DEFAULT_METRICS.curves)
 
 
-def fake_run(
+def write_run(
     folder: Path, nodes: int = 3, rounds: int = 6, seed: int = 1, status: str = "finished", better: float = 0.0,
     **config: object,
 ) -> Path:
-    """A run of `nodes` with an evaluation every 2 rounds, the first before the first round; node i is i hundredths
-    better and 10 ms late. better: added to all accuracies."""
+    """Writes the records of a run with an evaluation every 2 rounds, the first before the first round. Node i is i
+    hundredths better than node 0 and 10 ms late. better: added to all accuracies. Returns the folder."""
     for uid in range(nodes):
         path = folder / "nodes" / f"{uid:03d}"
         path.mkdir(parents=True)
@@ -52,8 +52,8 @@ def fake_run(
     return folder
 
 
-def test_series_join_nodes_by_round(tmp_path: Path) -> None:
-    run = load(fake_run(tmp_path / "exp" / "run"))
+def test_series_average_the_nodes_by_round(tmp_path: Path) -> None:
+    run = load(write_run(tmp_path / "exp" / "run"))
     accuracy = run.series("accuracy", "rounds")
     assert accuracy.x == [0, 2, 4, 6]
     assert accuracy.mean == pytest.approx([46, 56, 66, 76])
@@ -68,8 +68,8 @@ def test_series_join_nodes_by_round(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("engine", ["stepped", "batched"])
 @pytest.mark.slow
-def test_samples_and_epochs_are_those_that_were_trained_on(tmp_path: Path, engine: str) -> None:
-    """Steps of 64 samples, but for the last one of a node's epoch: shares are no multiples of that."""
+def test_the_axes_samples_and_epochs_count_the_samples_trained_on(tmp_path: Path, engine: str) -> None:
+    """Steps have 64 samples, except the last of each epoch, as shares are no multiples of 64."""
     training = {"batch_size": 64, "local_steps": 4, "optimizer": {"name": "sgd", "lr": 0.05}}
     config = experiment(training=training, node={"rounds": 7, "evaluate_every": 2}, simulate={"engine": engine})
     (tmp_path / "x.yaml").write_text(yaml.safe_dump(config))
@@ -81,18 +81,18 @@ def test_samples_and_epochs_are_those_that_were_trained_on(tmp_path: Path, engin
     sizes = [nodes[str(uid)]["train_samples"] for uid in range(4)]
     assert sum(sizes) == 1437 and any(size % 64 for size in sizes)
 
-    def trained(size: int, steps: int) -> int:
+    def samples_trained(size: int, steps: int) -> int:
         per_epoch = -(-size // 64)
         return steps // per_epoch * size + min(size, steps % per_epoch * 64)
 
-    expected = [sum(trained(size, 4 * rounds) for size in sizes) for rounds in (0, 2, 4, 6, 7)]
+    expected = [sum(samples_trained(size, 4 * rounds) for size in sizes) for rounds in (0, 2, 4, 6, 7)]
     assert run.series("accuracy", "samples").x == expected
     assert run.series("accuracy", "epochs").x == pytest.approx([each / 1437 for each in expected])
 
 
-def test_epochs_are_parts_of_the_samples_of_all_nodes(tmp_path: Path) -> None:
+def test_epochs_are_trained_samples_divided_by_the_samples_of_all_nodes(tmp_path: Path) -> None:
     run = tmp_path / "e" / "r"
-    for uid, samples in enumerate([(8, 2, 8), (8, 8, 8)]):  # the first has 10, and its second step ends an epoch
+    for uid, samples in enumerate([(8, 2, 8), (8, 8, 8)]):  # node 0 has 10 samples, and its second step ends an epoch
         path = run / "nodes" / f"{uid:03d}"
         path.mkdir(parents=True)
         records = [{"kind": "round", "round": r, "time": 1.0 + r, "loss": 1.0, "samples": n}
@@ -103,14 +103,14 @@ def test_epochs_are_parts_of_the_samples_of_all_nodes(tmp_path: Path) -> None:
     assert load(run).series("loss", "epochs").x == pytest.approx([16 / 40, 26 / 40, 42 / 40])
 
 
-def test_epochs_of_a_run_that_does_not_say_its_samples(tmp_path: Path) -> None:
-    run = load(fake_run(tmp_path / "e" / "r"))
+def test_epochs_of_a_run_without_numbers_of_samples_are_an_error(tmp_path: Path) -> None:
+    run = load(write_run(tmp_path / "e" / "r"))
     assert run.series("accuracy", "samples").x == [0.0] * 4
     with pytest.raises(UsageError, match=r"epochs need a run whose summary.json says .*train_samples"):
         run.series("accuracy", "epochs")
 
 
-def test_bytes_grow_whoever_leaves_or_begins_anew(tmp_path: Path) -> None:
+def test_the_axis_bytes_keeps_growing_when_nodes_leave_or_restart(tmp_path: Path) -> None:
     records: dict[int, list[dict[str, Any]]] = {0: [], 1: [], 2: []}
     for r, sent in enumerate(((10, 10, 10), (20, 20, None), (30, 5, None), (40, 15, None))):
         for uid, count in enumerate(sent):
@@ -121,8 +121,8 @@ def test_bytes_grow_whoever_leaves_or_begins_anew(tmp_path: Path) -> None:
     assert run.series("accuracy", "bytes").x == [30, 50, 65, 85]
 
 
-def apart() -> dict[int, list[dict[str, Any]]]:
-    """Nodes in rounds of their own that take 1 s and 4 s, each evaluated after every second round, and in the end."""
+def records_with_own_rounds() -> dict[int, list[dict[str, Any]]]:
+    """Returns the records of two nodes with own rounds of 1 s and of 4 s, evaluated after every second round."""
     records: dict[int, list[dict[str, Any]]] = {}
     for uid, seconds in ((0, 1.0), (1, 4.0)):
         rounds = int(8 / seconds)
@@ -136,9 +136,9 @@ def apart() -> dict[int, list[dict[str, Any]]]:
     return records
 
 
-def test_nodes_that_are_in_rounds_of_their_own_are_joined_by_time(tmp_path: Path) -> None:
-    """By their own rounds the slow node's last evaluation was that of the others' second round, and time went back."""
-    run = RecordedRun(tmp_path, apart())
+def test_nodes_with_own_rounds_are_averaged_by_time(tmp_path: Path) -> None:
+    """Joined by round, the slow node's last evaluation stood at the fast one's second round, and time went back."""
+    run = RecordedRun(tmp_path, records_with_own_rounds())
     for axis, positions in {"rounds": [0, 2, 4, 6, 8], "seconds": [0, 2, 4, 6, 8], "bytes": [0, 20, 50, 70, 100],
                             "virtual_seconds": [0, 4, 8, 12, 16]}.items():  # fmt: skip
         found = run.series("accuracy", axis)
@@ -150,29 +150,29 @@ def test_nodes_that_are_in_rounds_of_their_own_are_joined_by_time(tmp_path: Path
                     {"kind": "evaluation", "round": 10, "time": 109.0, "accuracy": 0.8}]  # fmt: skip
     run.nodes[2].insert(2, {"kind": "generation", "generation": 2, "time": 105.5})
     found = run.series("accuracy", "rounds")
-    assert found.x == [0, 2, 4, 6, 8, 10], "one that died and comes back is the furthest in the end"
-    assert found.low[2:3] == pytest.approx([40]), "while it was away it is in no mean"
+    assert found.x == [0, 2, 4, 6, 8, 10], "a node that died and came back is the furthest in the end"
+    assert found.low[2:3] == pytest.approx([40]), "a node that is away must not be in the mean"
     assert found.low[3] < 60 and found.mean[-1] == pytest.approx(80)
-    del run.nodes[2], run.nodes[1][:-1]  # what a node was before it said anything is not made up
+    del run.nodes[2], run.nodes[1][:-1]  # values before a node's first record must not be made up
     (first, *_), (*_, last) = (run.series("accuracy", "rounds").x, run.series("accuracy", "rounds").mean)
     assert first == 0 and last == pytest.approx(80)
 
 
-def test_records_without_a_time_are_drawn(tmp_path: Path) -> None:
-    run = load(fake_run(tmp_path / "exp" / "run"))
+def test_records_without_a_time_do_not_break_series(tmp_path: Path) -> None:
+    run = load(write_run(tmp_path / "exp" / "run"))
     for late in (run.nodes[0][-1], {**run.nodes[0][-2], "round": 6, "loss": 0.1}):
         run.nodes[0].append({key: value for key, value in late.items() if key != "time"})
         assert run.series("accuracy", "rounds").x == [0, 2, 4, 6] and run.series("loss", "seconds").x
-    records = apart()
+    records = records_with_own_rounds()
     records[0].append({"kind": "round", "round": 8, "loss": 1.0})
     records[0].append({"kind": "evaluation", "round": 9, "accuracy": 1.0})
     assert RecordedRun(tmp_path, records).series("accuracy", "rounds").mean
 
 
-def test_repeats_are_one_line_of_their_mean_and_deviation(tmp_path: Path) -> None:
-    paths = [fake_run(tmp_path / "exp" / f"r{k}", seed=k, better=k / 10) for k in (0, 1, 2)]
-    (line,), said = lines(paths)
-    assert line.label == "exp (3 seeds)" and not said
+def test_runs_with_different_seeds_are_one_line_with_mean_and_deviation(tmp_path: Path) -> None:
+    paths = [write_run(tmp_path / "exp" / f"r{k}", seed=k, better=k / 10) for k in (0, 1, 2)]
+    (line,), warnings = lines(paths)
+    assert line.label == "exp (3 seeds)" and not warnings
     found = line.series("accuracy", "rounds")
     assert found.x == [0, 2, 4, 6]
     assert found.mean == pytest.approx([56, 66, 76, 86])
@@ -180,38 +180,38 @@ def test_repeats_are_one_line_of_their_mean_and_deviation(tmp_path: Path) -> Non
     assert line.series("accuracy", "rounds", merged=True).mean == pytest.approx([65, 75, 85, 95])
 
 
-def test_a_simulated_run_repeats_one_with_processes(tmp_path: Path) -> None:
-    first = fake_run(tmp_path / "exp" / "a")
-    other = fake_run(tmp_path / "exp" / "b", seed=2, simulate={"engine": "batched"})
+def test_a_simulated_run_and_one_with_processes_count_as_repeats(tmp_path: Path) -> None:
+    first = write_run(tmp_path / "exp" / "a")
+    other = write_run(tmp_path / "exp" / "b", seed=2, simulate={"engine": "batched"})
     assert [line.label for line in lines([first, other])[0]] == ["exp (2 seeds)"]
 
 
-def test_names_tell_lines_apart_without_time_stamps(tmp_path: Path) -> None:
-    a, b = (fake_run(tmp_path / name / "2026-01-01T00-00-00-abcd") for name in ("one", "two"))
+def test_labels_use_names_and_differing_keys_and_time_stamps_only_for_equal_seeds(tmp_path: Path) -> None:
+    a, b = (write_run(tmp_path / name / "2026-01-01T00-00-00-abcd") for name in ("one", "two"))
     assert [line.label for line in lines([a, b])[0]] == ["one", "two"]
-    c = fake_run(tmp_path / "one" / "2026-01-02T00-00-00-abcd", lr=0.5)
+    c = write_run(tmp_path / "one" / "2026-01-02T00-00-00-abcd", lr=0.5)
     assert [line.label for line in lines([a, b, c])[0]] == ["one", "two", "one lr=0.5"]
-    d = fake_run(tmp_path / "one" / "2026-01-03T00-00-00-abcd")
-    again, said = lines([a, d])
-    assert [line.label for line in again] == [f"one seed 1 {a.name}", f"one seed 1 {d.name}"] and not said
-    (late,), said = lines([a, d], seeds_once=True)
-    assert late.runs[0].path == d and len(said) == 1
+    d = write_run(tmp_path / "one" / "2026-01-03T00-00-00-abcd")
+    again, warnings = lines([a, d])
+    assert [line.label for line in again] == [f"one seed 1 {a.name}", f"one seed 1 {d.name}"] and not warnings
+    (late,), warnings = lines([a, d], seeds_once=True)
+    assert late.runs[0].path == d and len(warnings) == 1
     assert [line.label for line in lines([a, b], ["first"])[0]] == ["first", "two"]
     with pytest.raises(UsageError, match="--label must be given 1 times at most, got 2"):
         lines([a], ["x", "y"])
 
 
-def test_a_name_that_all_lines_have_is_left_out_where_keys_tell_them_apart(tmp_path: Path) -> None:
-    a, b = (fake_run(tmp_path / "exp" / rule, sharing={"name": rule}, lr=0.5) for rule in ("full", "choco"))
+def test_labels_omit_a_name_that_all_lines_share(tmp_path: Path) -> None:
+    a, b = (write_run(tmp_path / "exp" / rule, sharing={"name": rule}, lr=0.5) for rule in ("full", "choco"))
     assert [line.label for line in lines([a, b])[0]] == ["sharing=full", "sharing=choco"]
-    other = fake_run(tmp_path / "two" / "c", sharing={"name": "full"}, lr=0.5)
+    other = write_run(tmp_path / "two" / "c", sharing={"name": "full"}, lr=0.5)
     assert [line.label for line in lines([a, b, other])[0]] == ["exp sharing=full", "exp sharing=choco", "two"]
 
 
-def test_runs_that_did_not_finish_are_drawn_and_named(tmp_path: Path) -> None:
-    whole = fake_run(tmp_path / "exp" / "a")
-    failed = fake_run(tmp_path / "exp" / "b", rounds=3, seed=2, status="failed")
-    killed = fake_run(tmp_path / "exp" / "c", rounds=2, seed=3, status="")
+def test_unfinished_runs_are_drawn_with_their_state_in_the_label(tmp_path: Path) -> None:
+    whole = write_run(tmp_path / "exp" / "a")
+    failed = write_run(tmp_path / "exp" / "b", rounds=3, seed=2, status="failed")
+    killed = write_run(tmp_path / "exp" / "c", rounds=2, seed=3, status="")
     found, _ = lines([failed, whole, killed])
     assert [line.label for line in found] == ["exp (failed after round 3 of 6)", "exp", "exp (not finished)"]
     assert found[0].series("accuracy", "rounds").x == [0, 2]
@@ -226,21 +226,21 @@ def test_a_run_without_records_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("suffix", [".png", ".pdf", ".svg"])
 @pytest.mark.slow
-def test_pictures_of_several_runs(tmp_path: Path, suffix: str) -> None:
-    found, _ = lines([fake_run(tmp_path / name / "r") for name in ("a", "b")])
+def test_plots_of_several_runs_in_each_file_format(tmp_path: Path, suffix: str) -> None:
+    found, _ = lines([write_run(tmp_path / name / "r") for name in ("a", "b")])
     target = tmp_path / "deep" / f"two{suffix}"
     assert plot(found, METRICS, list(AXES), target) == []
     start = target.read_bytes()[:8]
     assert start.startswith({".png": b"\x89PNG", ".pdf": b"%PDF", ".svg": b"<?xml"}[suffix])
     if suffix == ".svg":
         text = target.read_text()
-        for said in ("consensus distance (relative)", "consensus rms (absolute)", "merged model",
+        for warnings in ("consensus distance (relative)", "consensus rms (absolute)", "merged model",
                      "payloads sent by all nodes (kB)", "band from lowest to highest node"):  # fmt: skip
-            assert said in text, said
+            assert warnings in text, warnings
 
 
-class Kept:
-    """The figure that `plot` wrote last, as it was then."""
+class SavedFigure:
+    """Keeps the figure that `plot` saved last, and its renderer."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         import matplotlib.figure
@@ -254,7 +254,7 @@ class Kept:
         monkeypatch.setattr(matplotlib.figure.Figure, "savefig", noted)
 
     def texts_inside(self) -> int:
-        """How many titles and legends there are; all within the figure."""
+        """Checks that all titles and legends are within the figure and overlap no panel. Returns how many there are."""
         renderer = self.renderer
         found = [*self.figure.legends, *([self.figure._suptitle] if self.figure._suptitle else [])]
         for each in found:
@@ -272,43 +272,45 @@ class Kept:
 def test_legends_and_titles_are_never_cut_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int, length: int, panels: int
 ) -> None:
-    kept = Kept(monkeypatch)
-    paths = [fake_run(tmp_path / f"e{k}" / "r", nodes=1) for k in range(count)]
+    saved = SavedFigure(monkeypatch)
+    paths = [write_run(tmp_path / f"e{k}" / "r", nodes=1) for k in range(count)]
     found, _ = lines(paths, [f"{k}_" + "m" * length for k in range(count)])
     plot(found, ["accuracy"], list(AXES)[:panels], tmp_path / "p.png")
-    assert kept.texts_inside() == 2
-    (legend,) = kept.figure.legends
+    assert saved.texts_inside() == 2
+    (legend,) = saved.figure.legends
     texts = [text.get_text().replace("\n", "") for text in legend.get_texts()]
     assert texts == [*([line.label for line in found] if count > 1 else ["local models"]), "merged model"]
-    for panel in kept.figure.axes:
-        assert panel.get_window_extent().height > 100, "panels keep their size"
+    for panel in saved.figure.axes:
+        assert panel.get_window_extent().height > 100, "a long legend must not shrink the panels"
 
 
 @pytest.mark.sampled(one=["rounds"])
 @pytest.mark.parametrize("rounds", [2, 4, 6])
-def test_rounds_have_whole_ticks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rounds: int) -> None:
-    kept = Kept(monkeypatch)
-    plot(lines([fake_run(tmp_path / "e" / "r", rounds=rounds)])[0], ["accuracy"], ["rounds"], tmp_path / "p.png")
-    (panel,) = kept.figure.axes
+def test_the_axis_rounds_has_integer_ticks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rounds: int) -> None:
+    saved = SavedFigure(monkeypatch)
+    plot(lines([write_run(tmp_path / "e" / "r", rounds=rounds)])[0], ["accuracy"], ["rounds"], tmp_path / "p.png")
+    (panel,) = saved.figure.axes
     ticks = panel.get_xticks()
     assert len(ticks) > 1 and all(tick == int(tick) for tick in ticks)
 
 
-def test_equal_models_at_the_start_do_not_stretch_the_scale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = Kept(monkeypatch)
-    found, _ = lines([fake_run(tmp_path / "e" / "r")])
+def test_a_distance_near_zero_at_the_start_does_not_stretch_the_log_scale(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = SavedFigure(monkeypatch)
+    found, _ = lines([write_run(tmp_path / "e" / "r")])
     plot(found, ["consensus_distance"], ["rounds"], tmp_path / "p.png")
-    (panel,) = kept.figure.axes
+    (panel,) = saved.figure.axes
     assert panel.get_yscale() == "log" and panel.get_ylim()[0] == pytest.approx(0.1 / 6 / 2)
 
 
 def test_a_figure_for_a_paper_is_one_column_wide_without_serifs_or_bitmaps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept = Kept(monkeypatch)
-    found, _ = lines([fake_run(tmp_path / f"e{k}" / "r") for k in range(3)])
+    saved = SavedFigure(monkeypatch)
+    found, _ = lines([write_run(tmp_path / f"e{k}" / "r") for k in range(3)])
     plot(found, ["accuracy"], ["rounds"], tmp_path / "p.pdf", paper=True)
-    assert kept.figure.get_figwidth() == 3.3 and kept.texts_inside() == 1 and len(kept.figure.axes) == 1
+    assert saved.figure.get_figwidth() == 3.3 and saved.texts_inside() == 1 and len(saved.figure.axes) == 1
     pdf = (tmp_path / "p.pdf").read_bytes()
     (box,) = re.findall(rb"/MediaBox \[ 0 0 ([\d.]+) ([\d.]+) \]", pdf)
     assert float(box[0]) == pytest.approx(3.3 * 72, abs=0.1) and 2 * 72 < float(box[1]) < 4 * 72
@@ -322,11 +324,11 @@ def test_a_figure_for_a_paper_is_one_column_wide_without_serifs_or_bitmaps(
 
 
 @pytest.mark.slow
-def test_plot_says_what_is_wrong(tmp_path: Path) -> None:
-    found, _ = lines([fake_run(tmp_path / "a" / "r")])
+def test_plot_errors(tmp_path: Path) -> None:
+    found, _ = lines([write_run(tmp_path / "a" / "r")])
     with pytest.raises(UsageError, match=r"must end in \.png, \.pdf, \.svg"):
         plot(found, METRICS, list(AXES), tmp_path / "a.txt")
-    empty, _ = lines([fake_run(tmp_path / "b" / "r", rounds=0)])
+    empty, _ = lines([write_run(tmp_path / "b" / "r", rounds=0)])
     with pytest.raises(UsageError, match="nothing to plot: no record of loss in b"):
         plot(empty, ["loss"], ["rounds"], tmp_path / "b.png")
     assert plot([*found, *empty], ["loss"], ["rounds"], tmp_path / "b.png") == ["b"]
@@ -335,8 +337,8 @@ def test_plot_says_what_is_wrong(tmp_path: Path) -> None:
         plot(found, METRICS, list(AXES), tmp_path / "file" / "a.png")
 
 
-def test_lines_that_are_no_records_are_skipped(tmp_path: Path) -> None:
-    run = fake_run(tmp_path / "exp" / "a")
+def test_malformed_lines_of_metrics_are_skipped(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "exp" / "a")
     before = load(run).series("accuracy", "bytes")
     with open(run / "nodes" / "000" / "metrics.jsonl", "ab") as file:
         file.write(b'\xff\n[1]\n{"kind": 3}\n{"kind": "round"}\n{"kind": "evaluation", "round": "x"}\n')
@@ -347,8 +349,8 @@ def records(*told: tuple[str, int, float]) -> list[dict[str, Any]]:
     return [{"kind": kind, "round": round, "time": time, "seconds": 1.0, "accuracy": 0.5} for kind, round, time in told]
 
 
-def test_seconds_are_those_in_which_the_run_ran() -> None:
-    """Resumed a day later, when node 3 had come and node 2 had left; node 1 came back once while the others ran."""
+def test_the_axis_seconds_omits_the_time_between_a_stop_and_a_resume() -> None:
+    """The run is resumed a day later with node 3 and without node 2; node 1 was resumed once while the others ran."""
     day = 86400.0
     before = [("round", 0, 1.0), ("evaluation", 1, 1.1), ("round", 1, 2.0), ("evaluation", 2, 2.1)]
     after = [("resumed", 2, day), ("evaluation", 2, day + 0.1), ("round", 2, day + 1.0), ("evaluation", 3, day + 1.1)]
@@ -360,15 +362,15 @@ def test_seconds_are_those_in_which_the_run_ran() -> None:
     assert alone.series("accuracy", "seconds").x == pytest.approx([1.1, 2.3])
 
 
-def test_labels_have_no_values_that_came_of_others_where_the_others_tell_as_much() -> None:
-    """Fractions 0.1 and 0.2 have steps of their own; only the given step tells the third from the first."""
+def test_labels_omit_derived_values_unless_they_tell_lines_apart() -> None:
+    """The step sizes of fractions 0.1 and 0.2 are derived from them; only a given one tells run 3 from run 1."""
 
-    def ran(fraction: str, step: str, given: bool = False) -> list[RunResult]:
+    def result_of(fraction: str, step: str, given: bool = False) -> list[RunResult]:
         config = {"sharing.fraction": fraction, "sharing.step_size": step}
         follows = frozenset[str]() if given else frozenset({"sharing.step_size"})
         return [RunResult(Path(fraction), "exp", 1, config, "finished", {}, derived_keys=follows)]
 
-    derived = [ran("0.1", "0.4"), ran("0.2", "0.5")]
+    derived = [result_of("0.1", "0.4"), result_of("0.2", "0.5")]
     assert labels(derived) == ["exp sharing.fraction=0.1", "exp sharing.fraction=0.2"]
-    both = labels([*derived, ran("0.1", "0.3", given=True)])
+    both = labels([*derived, result_of("0.1", "0.3", given=True)])
     assert both[2] == "exp sharing.fraction=0.1 sharing.step_size=0.3" and len({*both}) == 3

@@ -1,4 +1,4 @@
-"""The numbers behind plots."""
+"""The CSV files of the numbers that plots show."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from decentnode.cli import main
 from decentnode.errors import UsageError
 from decentnode.report.reading.runs import Line, RecordedRun, lines
 from decentnode.report.series_table import csv_of
-from tests.report.test_runs import fake_run
+from tests.report.test_runs import write_run
 
 
-def test_every_round_has_the_nodes_their_mean_and_the_merged_model(tmp_path: Path) -> None:
-    run = fake_run(tmp_path / "exp" / "run", nodes=3)
+def test_the_csv_has_each_node_the_mean_and_the_merged_model_of_every_round(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "exp" / "run", nodes=3)
     out = tmp_path / "numbers.csv"
     shown = CliRunner().invoke(main, ["plot", str(run), "-o", str(out)], catch_exceptions=False)
     assert shown.exit_code == 0 and shown.output.strip() == str(out)
@@ -41,8 +41,8 @@ def test_every_round_has_the_nodes_their_mean_and_the_merged_model(tmp_path: Pat
     assert all(row["merged"] == "" for row in rows if row["figure"] == "loss")
 
 
-def test_a_round_that_a_slow_node_alone_ended_with_has_no_moment_in_common(tmp_path: Path) -> None:
-    """Its place in time would be after that of the next round."""
+def test_the_csv_has_no_time_for_a_round_that_not_all_nodes_finish_together(tmp_path: Path) -> None:
+    """The slow node ends round 3 at 118 s, the fast one its round 9 at 108 s: times in the table would go back."""
     records = {uid: [{"kind": "round", "round": r, "time": 100.0 + r * seconds, "loss": 1.0} for r in range(rounds)]
                + [{"kind": "evaluation", "round": rounds, "time": 150.0, "accuracy": 0.5}]
                for uid, rounds, seconds in ((0, 9, 1.0), (1, 3, 9.0))}  # fmt: skip
@@ -51,8 +51,8 @@ def test_a_round_that_a_slow_node_alone_ended_with_has_no_moment_in_common(tmp_p
     assert rows == [("3", "", "", "50.0"), ("9", "50.0", "50.0", "")]
 
 
-def test_one_figure_of_several_runs(tmp_path: Path) -> None:
-    runs = [fake_run(tmp_path / name, nodes=nodes) for name, nodes in (("a", 2), ("b", 1))]
+def test_the_csv_of_one_metric_of_several_runs(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / name, nodes=nodes) for name, nodes in (("a", 2), ("b", 1))]
     out = tmp_path / "x.csv"
     shown = CliRunner().invoke(main, ["plot", *map(str, runs), "--metric", "accuracy", "-o", str(out)])
     assert shown.exit_code == 0, shown.output

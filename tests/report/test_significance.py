@@ -14,7 +14,7 @@ TABLE = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 9: 2.262, 30: 2.042, 120: 1.98
 
 
 @pytest.mark.parametrize("freedom", TABLE)
-def test_quantiles_are_those_of_tables(freedom: int) -> None:
+def test_quantiles_equal_those_of_printed_tables(freedom: int) -> None:
     assert quantile(0.975, freedom) == pytest.approx(TABLE[freedom], abs=6e-4)
     assert two_sided(quantile(0.975, freedom), freedom) == pytest.approx(0.05, abs=1e-9)
 
@@ -37,7 +37,7 @@ def test_the_beta_function_is_symmetric_and_bounded() -> None:
         assert incomplete_beta(1, 1, x) == pytest.approx(x, abs=1e-13)
 
 
-def test_differences_are_taken_by_seed() -> None:
+def test_paired_differences_are_taken_by_seed() -> None:
     """Seeds differ far more than settings do: only pairs show it."""
     ours = {seed: 10.0 * seed + 1 + 0.01 * seed for seed in (1, 2, 3, 4)}
     theirs = {4: 40.0, 2: 20.0, 1: 10.0, 3: 30.0, 9: 5.0}
@@ -49,20 +49,20 @@ def test_differences_are_taken_by_seed() -> None:
     assert paired({1: 1.0}, {1: 2.0}) is None and paired({1: 1.0, 2: 1.0}, {2: 2.0, 3: 1.0}) is None
 
 
-def test_equal_differences() -> None:
+def test_paired_differences_without_variance() -> None:
     same = paired({1: 1.0, 2: 2.0}, {1: 1.0, 2: 2.0})
     shifted = paired({1: 2.0, 2: 3.0}, {1: 1.0, 2: 2.0})
     assert same is not None and shifted is not None
     assert (same.p, same.mean) == (1.0, 0.0) and (shifted.p, shifted.mean, shifted.low) == (0.0, 1.0, 1.0)
 
 
-def test_many_comparisons_are_corrected() -> None:
+def test_holm_corrects_for_several_comparisons() -> None:
     assert holm([0.01, None, 0.04, 0.03]) == pytest.approx([0.03, None, 0.06, 0.06])
     assert holm([0.9, 0.9]) == [1.0, 1.0] and holm([]) == []
 
 
 @pytest.mark.slow
-def test_p_is_rarely_small_where_nothing_differs() -> None:
+def test_p_is_below_5_percent_in_5_percent_of_equal_samples() -> None:
     rng = np.random.default_rng(0)
     found = [paired(dict(enumerate(rng.normal(size=5))), dict(enumerate(rng.normal(size=5)))) for _ in range(2000)]
     share = sum(each.p < 0.05 for each in found if each is not None) / len(found)

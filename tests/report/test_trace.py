@@ -1,4 +1,4 @@
-"""The time line of a run in Chrome's format, and the records that nodes keep for it."""
+"""Traces of runs in Chrome's trace format, and the spans that nodes record for them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from decentnode.errors import ConfigError
 from decentnode.experiment import load
 from decentnode.node.measuring.trace import NodeTrace, TracedTimes
 from decentnode.node.schedules.fragment_exchange import RoundTimes
-from tests.report.test_runs import fake_run
+from tests.report.test_runs import write_run
 
 QUICKSTART = str(Path(decentnode.__file__).with_name("quickstart.yaml"))
 
 
-def traced(path: Path) -> dict[str, Any]:
-    """Checks the form that Perfetto and chrome://tracing need, and returns the events by phase."""
+def read_trace(path: Path) -> dict[str, Any]:
+    """Checks the format that Perfetto and chrome://tracing need, and returns the events by phase."""
     found = json.loads(path.read_text())
     assert found["displayTimeUnit"] == "ms"
     by: dict[str, list[dict[str, Any]]] = {"X": [], "M": [], "i": []}
@@ -36,8 +36,8 @@ def traced(path: Path) -> dict[str, Any]:
             assert event["ts"] >= 0
     assert all(event["dur"] >= 0 and isinstance(event["tid"], int) for event in by["X"])
     rows = {(event["tid"], event["pid"], event["args"]["name"]) for event in by["M"] if event["name"] == "thread_name"}
-    assert len({tid for tid, _, _ in rows}) == len(rows), "each row has a number of its own"
-    assert not any(tid in (0, pid) for tid, pid, _ in rows), "which Perfetto takes for the main thread"
+    assert len({tid for tid, _, _ in rows}) == len(rows), "each row must have its own thread number"
+    assert not any(tid in (0, pid) for tid, pid, _ in rows), "0 and pid are Perfetto's main thread"
     named = {tid: name for tid, _, name in rows}
     for event in by["X"]:
         assert named[event["tid"]] == ("rounds" if event["name"].startswith("round ") else event["name"])
@@ -45,12 +45,12 @@ def traced(path: Path) -> dict[str, Any]:
     return by
 
 
-def names(events: list[dict[str, Any]], pid: int, round: int) -> list[str]:
+def span_names(events: list[dict[str, Any]], pid: int, round: int) -> list[str]:
     return [each["name"] for each in events if each["pid"] == pid and each["args"].get("round") == round]
 
 
-def test_a_run_without_a_trace_is_told_by_the_seconds_of_its_rounds(tmp_path: Path) -> None:
-    run = fake_run(tmp_path / "exp" / "run", nodes=2)
+def test_a_trace_of_a_run_without_spans_is_built_from_the_seconds_of_its_rounds(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "exp" / "run", nodes=2)
     for uid in (0, 1):
         with open(run / "nodes" / f"{uid:03d}" / "metrics.jsonl", "a") as file:
             file.write(json.dumps({"kind": "round", "round": 6, "time": 120.0, "seconds": 2.0, "train_seconds": 1.0,
@@ -62,7 +62,7 @@ def test_a_run_without_a_trace_is_told_by_the_seconds_of_its_rounds(tmp_path: Pa
     )))  # fmt: skip
     result = CliRunner().invoke(main, ["trace", str(run), "--first", "6"])
     assert result.exit_code == 0 and "order is taken to be the usual one" in result.stderr, result.output
-    by = traced(run / "trace.json")
+    by = read_trace(run / "trace.json")
     spans = [each for each in by["X"]
              if each["pid"] == 0 and each["args"]["round"] == 6 and each["name"] != "evaluate"]  # fmt: skip
     assert [each["name"] for each in spans] == ["round 6", "train", "send", "wait", "mix"]
@@ -72,27 +72,27 @@ def test_a_run_without_a_trace_is_told_by_the_seconds_of_its_rounds(tmp_path: Pa
     assert [each["name"] for each in by["i"]] == ["peer lost"] and by["i"][0]["args"] == {"peer": 1, "detail": "gone"}
     only = tmp_path / "one.json"
     assert CliRunner().invoke(main, ["trace", str(run), "--node", "1", "-o", str(only)]).exit_code == 0
-    assert {each["pid"] for each in traced(only)["X"]} == {1}
+    assert {each["pid"] for each in read_trace(only)["X"]} == {1}
     for wrong, told in ((["--node", "7"], "no records of node 7"), (["--first", "9", "--last", "3"], "at least"),
                         (["--first", "100"], "no round to show"), (["-o", "x.html"], ".json")):  # fmt: skip
         result = CliRunner().invoke(main, ["trace", str(run), *wrong])
         assert result.exit_code == 2 and told in result.output, result.output
 
 
-def test_spans_that_touch_do_not_overlap_once_they_are_rounded(tmp_path: Path) -> None:
-    run = fake_run(tmp_path / "exp" / "run", nodes=1)
+def test_adjacent_spans_do_not_overlap_after_rounding(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "exp" / "run", nodes=1)
     with open(run / "nodes" / "000" / "trace.jsonl", "w") as file:
         ends = [0.1 + 1.23456789e-3 * each for each in range(100)]
         spans = [["train", begin, end - begin] for begin, end in itertools.pairwise(ends)]
         file.write(json.dumps({"kind": "trace", "round": 0, "spans": spans}) + "\n")
     assert CliRunner().invoke(main, ["trace", str(run), "--last", "0"]).exit_code == 0
-    found = [each for each in traced(run / "trace.json")["X"] if each["name"] == "train"]
+    found = [each for each in read_trace(run / "trace.json")["X"] if each["name"] == "train"]
     nanoseconds = [(round(1e3 * each["ts"]), round(1e3 * each["dur"])) for each in found]
     assert len(found) == 99
     assert all(begin + length <= after for (begin, length), (after, _) in itertools.pairwise(nanoseconds))
 
 
-def test_times_tell_when_they_are_added(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_times_are_recorded_as_spans_when_they_are_added(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     trace, now = NodeTrace(tmp_path, every=2), [100.0]
     monkeypatch.setattr(clock, "wall", lambda: now[0])
     monkeypatch.setattr(clock, "now", lambda: now[0] - 90.0)
@@ -117,14 +117,14 @@ def test_times_tell_when_they_are_added(monkeypatch: pytest.MonkeyPatch, tmp_pat
     ]
 
 
-def test_a_round_and_nodes_that_the_run_does_not_have_are_no_profile() -> None:
+def test_a_profile_of_a_round_or_node_outside_the_run_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"rounds 0 to 9, got 10") as told:
         load(QUICKSTART, ["node.rounds=10", "run.profile={round: 10, uid: 99}"])
     assert "nodes 0 to 15, got 99" in str(told.value)
 
 
 @pytest.mark.slow
-def test_nodes_that_are_stepped_keep_spans_and_a_profile(tmp_path: Path) -> None:
+def test_a_simulation_records_spans_and_a_profile(tmp_path: Path) -> None:
     run = [sys.executable, "-m", "decentnode", "simulate", "--quiet", "--run-dir", str(tmp_path)]
     for key in ("node.rounds=5", "run.trace=2", "run.profile={round: 3, uid: 1}",
                 "graph={name: ring, nodes: 4}", "mapping.nodes_per_machine=4"):  # fmt: skip
@@ -133,10 +133,10 @@ def test_nodes_that_are_stepped_keep_spans_and_a_profile(tmp_path: Path) -> None
     (made,) = (tmp_path / "quickstart").glob("*-*")
     result = CliRunner().invoke(main, ["trace", str(made)])
     assert result.exit_code == 0, result.output
-    spans = traced(made / "trace.json")["X"]
+    spans = read_trace(made / "trace.json")["X"]
     exact = [json.loads(line) for line in (made / "nodes" / "002" / "trace.jsonl").read_text().splitlines()]
     assert [each["round"] for each in exact if each["spans"][0][0] != "evaluate"] == [0, 2, 4]
-    assert {"train", "send", "mix"} <= {*names(spans, 2, 2)} and names(spans, 2, 5) == ["evaluate"]
+    assert {"train", "send", "mix"} <= {*span_names(spans, 2, 2)} and span_names(spans, 2, 5) == ["evaluate"]
     profile = json.loads((made / "nodes" / "001" / "profile_round_3.json").read_text())
     assert any("addmm" in str(event.get("name")) for event in profile["traceEvents"])
     assert not [*made.glob("nodes/000/profile*")] and "profile_round_3.json" in result.stderr

@@ -39,7 +39,7 @@ from decentnode.sweeps.results import (
 from decentnode.sweeps.samplers import Listed
 from decentnode.sweeps.space import Settings, axes
 from decentnode.sweeps.store import Outcome, Store, write_outcome
-from tests.report.test_runs import fake_run
+from tests.report.test_runs import write_run
 
 VALUES = {(".1", "ring"): [0.90, 0.91, 0.92], (".1", "star"): [0.80, 0.82, 0.81], ("1", "ring"): [0.899, 0.912, 0.917]}
 
@@ -113,7 +113,7 @@ def test_every_evaluation_of_every_point_is_a_row(tmp_path: Path) -> None:
     """With the names and units of summary.json, whatever plots scale; a point without a run has none."""
     made = [ended(tmp_path, Point(settings(".1", "ring"), seed), None) for seed in (1, 2)]
     made += [ended(tmp_path, Point(settings("1", "ring"), 1), None, "failed", "a bug")]
-    runs = [fake_run(tmp_path / "sweep" / f"points/{seed}/exp/run", seed=seed, better=seed / 100) for seed in (1, 2)]
+    runs = [write_run(tmp_path / "sweep" / f"points/{seed}/exp/run", seed=seed, better=seed / 100) for seed in (1, 2)]
     found = [replace(each, run=run) for each, run in zip(made, runs, strict=False)]
     results = results_of(State(sweep_of(tmp_path / "sweep"), 0.0, [], [*found, made[2]]))
     rows = list(csv.DictReader(io.StringIO(evaluations_csv(results))))
@@ -185,7 +185,7 @@ def test_what_a_target_took_and_how_many_seeds_came_to_it(tmp_path: Path) -> Non
     for rule, better in {"x": (0.0, 0.1, 0.15), "y": (-0.1, 0.0, 0.05), "z": (-0.1, -0.2, -0.3)}.items():
         for seed, more in enumerate(better, 1):
             point = Point((("a.rule", rule),), seed)
-            run = fake_run(tmp_path / rule / f"r{seed}", seed=seed, better=more)
+            run = write_run(tmp_path / rule / f"r{seed}", seed=seed, better=more)
             summary = {**json.loads((run / "summary.json").read_text()), "accuracy_mean": 0.76 + more}
             (run / "summary.json").write_text(json.dumps(summary))
             found.append(Ended(point, Outcome("finished", "x"), run, 0.76 + more, "d"))
