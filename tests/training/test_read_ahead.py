@@ -238,7 +238,7 @@ def test_a_run_on_image_files_learns_to_tell_brightness(folder: Folder) -> None:
 def test_processes_one_process_and_the_simulator_train_the_same_models(folder: Folder) -> None:
     """Runs twice in one process, in two, with two nodes per process, simulated, and resumed. The model is linear:
     convolutions add in another order on another number of threads, which a process of two nodes has."""
-    made = functools.partial(folder.done, "model=logistic")
+    made = functools.partial(folder.run_successfully, "model=logistic")
     straight = models(made())
     assert straight
     found = {
