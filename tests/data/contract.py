@@ -1,4 +1,4 @@
-"""Checks for every dataset and every partition."""
+"""The contracts of `Dataset` and `Partition`: checks that every implementation must pass."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from decentnode.samples import AnySamples, Rows
 
 
 def check_dataset(dataset: Dataset) -> None:
+    """Checks that samples fit the specification, and that parts, orders and repetitions give the same samples."""
     targets, spec, count = dataset.train_targets(), dataset.spec, dataset.num_train()
-    everything, test = made(dataset.train(np.arange(count))), made(dataset.test())
+    everything, test = fetch_all(dataset.train(np.arange(count))), fetch_all(dataset.test())
     check_samples(everything, dataset)
     check_samples(test, dataset)
     assert len(everything) == count > 0 and len(test) == dataset.num_test() > 0
@@ -22,32 +23,34 @@ def check_dataset(dataset: Dataset) -> None:
         assert targets.min() >= 0 and targets.max() < dataset.num_classes
         assert np.array_equal(targets, dataset.train_targets()) and np.array_equal(everything.targets, targets)
     chosen = np.array([count - 1, 0, count // 2, 0])  # any order, with a repetition
-    some = made(dataset.train(chosen))
+    some = fetch_all(dataset.train(chosen))
     check_samples(some, dataset)
-    assert same(some.inputs, everything.inputs[chosen]) and same(some.targets, everything.targets[chosen])
+    assert arrays_equal(some.inputs, everything.inputs[chosen])
+    assert arrays_equal(some.targets, everything.targets[chosen])
     lazy = dataset.train(np.arange(count)).take(chosen)
-    assert len(lazy) == len(chosen) and same(made(lazy).inputs, some.inputs)
+    assert len(lazy) == len(chosen) and arrays_equal(fetch_all(lazy).inputs, some.inputs)
     labels = dataset.test_labels()
     assert (labels is None) == (targets is None) and (labels is None or np.array_equal(labels, test.targets))
-    part = made(dataset.test_part(np.array([len(test) - 1, 0])))
-    assert same(part.inputs, test.inputs[np.array([len(test) - 1, 0])])
-    none = made(dataset.train(np.empty(0, np.int64)))
+    part = fetch_all(dataset.test_part(np.array([len(test) - 1, 0])))
+    assert arrays_equal(part.inputs, test.inputs[np.array([len(test) - 1, 0])])
+    none = fetch_all(dataset.train(np.empty(0, np.int64)))
     assert len(none) == 0 and (isinstance(none.inputs, Rows) or none.inputs.shape == (0, *spec.input_shape))
     for wrong in (-1, count):
         with pytest.raises(DataError, match=rf"indices must lie in 0\.\.{count - 1}, got {wrong}"):
             dataset.train(np.array([wrong]))
     taken = everything.take(chosen)
-    assert same(taken.inputs, some.inputs) and (taken.scale, taken.offset) == (some.scale, some.offset)
+    assert arrays_equal(taken.inputs, some.inputs) and (taken.scale, taken.offset) == (some.scale, some.offset)
     for keys, length in ((dataset.train_keys(), count), (dataset.test_keys(), len(test))):
         assert keys is None or (keys.shape == (length,) and keys.dtype.kind in "iu")
 
 
-def made(samples: AnySamples) -> Samples:
+def fetch_all(samples: AnySamples) -> Samples:
     """Returns the samples as `Samples`, fetching them if they are lazy."""
     return samples if isinstance(samples, Samples) else samples.fetch(np.arange(len(samples)))
 
 
 def check_samples(samples: Samples, dataset: Dataset) -> None:
+    """Checks shapes, dtypes and ranges of samples against the specification of their dataset."""
     spec = dataset.spec
     if isinstance(samples.inputs, Rows):
         check_rows(samples, dataset)
@@ -76,7 +79,8 @@ def check_rows(samples: Samples, dataset: Dataset) -> None:
     assert (inputs.padded() < spec.vocabulary).all() and (spec.target_shape != ()) == isinstance(targets, Rows)
 
 
-def same(one: np.ndarray | Rows, other: np.ndarray | Rows) -> bool:
+def arrays_equal(one: np.ndarray | Rows, other: np.ndarray | Rows) -> bool:
+    """Compares arrays, or rows of unequal length with their padding."""
     if isinstance(one, Rows) and isinstance(other, Rows):
         one, other = one.padded(), other.padded()
     return np.array_equal(one, other)  # type: ignore[arg-type]
@@ -90,10 +94,10 @@ def check_split(
     parts = list(partition.split(targets, num_nodes, np.random.default_rng(3), keys))
     again = partition.split(targets, num_nodes, np.random.default_rng(3), keys)
     assert len(parts) == num_nodes
-    for part, same in zip(parts, again, strict=True):
+    for part, arrays_equal in zip(parts, again, strict=True):
         assert part.dtype == np.int64 and len(part) > 0
         assert (np.diff(part) > 0).all()
-        assert np.array_equal(part, same)
+        assert np.array_equal(part, arrays_equal)
     dealt = np.concatenate(parts)
     assert len(np.unique(dealt)) == len(dealt)
     assert dealt.min() >= 0 and dealt.max() < len(targets)
@@ -103,7 +107,8 @@ def check_split(
 
 
 def check_seed_matters(partition: Partition, targets: np.ndarray, num_nodes: int, keys: np.ndarray | None) -> None:
+    """Checks that four seeds do not all give the same shares."""
     draws = [partition.split(targets, num_nodes, np.random.default_rng(seed), keys) for seed in range(4)]
     assert any(
         not np.array_equal(a, b) for other in draws[1:] for a, b in zip(draws[0], other, strict=True)
-    ), "the generator must decide who gets what"
+    ), "the shares must depend on the generator"

@@ -1,4 +1,4 @@
-"""Tiny files in the formats that the readers read."""
+"""Writes tiny files in the formats of the datasets."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ IDX_CODES = {"|u1": 0x08, "|i1": 0x09, "<i2": 0x0B, "<i4": 0x0C, "<f4": 0x0D, "<
 
 
 def open_dataset(section: dict[str, Any], base_dir: Path = Path()) -> Dataset:
+    """Opens the dataset of a data section. base_dir: the folder to which its paths are relative."""
     chosen = load_class(section["name"], DATASETS, "data")
     found: Dataset = chosen(chosen.Config.model_validate(section), base_dir)
     return found
 
 
 def write_cifar10_python(folder: Path, train: np.ndarray, test: np.ndarray, files: int = 2) -> None:
-    """The same records as CIFAR-10's Python version stores them."""
+    """Writes these records as the Python version of CIFAR-10 stores them."""
     folder.mkdir(exist_ok=True)
     parts = zip([f"data_batch_{n}" for n in range(1, files + 1)], np.array_split(train, files), strict=True)
     for name, part in (*parts, ("test_batch", test)):
@@ -36,39 +37,39 @@ def write_cifar10_python(folder: Path, train: np.ndarray, test: np.ndarray, file
 
 
 def python2_pickle(content: dict[str, Any]) -> bytes:
-    """A dict of texts, numbers, lists of them and uint8 arrays as cPickle of Python 2 writes it in protocol 2."""
+    """Returns the pickle, as Python 2 writes it in protocol 2, of a dict of texts, numbers, lists and uint8 arrays."""
     memo = 0
 
-    def keep() -> bytes:
+    def memoize() -> bytes:
         nonlocal memo
         memo += 1
         return b"q" + bytes([memo - 1]) if memo <= 256 else b"r" + struct.pack("<I", memo - 1)
 
-    def text(value: bytes) -> bytes:
+    def encode_text(value: bytes) -> bytes:
         length = b"U" + bytes([len(value)]) if len(value) < 256 else b"T" + struct.pack("<I", len(value))
-        return length + value + keep()
+        return length + value + memoize()
 
-    def number(value: int) -> bytes:
+    def encode_number(value: int) -> bytes:
         return (b"K" + bytes([value]) if value < 256 else b"M" + struct.pack("<H", value) if value < 65536
                 else b"J" + struct.pack("<i", value))  # fmt: skip
 
-    def array(value: np.ndarray) -> bytes:
-        made = b"cnumpy.core.multiarray\n_reconstruct\n" + keep() + b"cnumpy\nndarray\n" + keep()
-        made += b"K\x00\x85U\x01b\x87R" + keep()
-        made += b"(K\x01" + b"".join(map(number, value.shape)) + b"\x86"
-        made += b"cnumpy\ndtype\n" + keep() + b"U\x02u1K\x00K\x01\x87R" + keep()
+    def encode_array(value: np.ndarray) -> bytes:
+        made = b"cnumpy.core.multiarray\n_reconstruct\n" + memoize() + b"cnumpy\nndarray\n" + memoize()
+        made += b"K\x00\x85U\x01b\x87R" + memoize()
+        made += b"(K\x01" + b"".join(map(encode_number, value.shape)) + b"\x86"
+        made += b"cnumpy\ndtype\n" + memoize() + b"U\x02u1K\x00K\x01\x87R" + memoize()
         made += b"(K\x03U\x01|NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb"
         return made + b"\x89T" + struct.pack("<I", value.size) + value.tobytes() + b"tb"
 
-    def any_of(value: Any) -> bytes:
+    def encode(value: Any) -> bytes:
         if isinstance(value, np.ndarray):
-            return array(value)
+            return encode_array(value)
         if isinstance(value, list):
-            return b"]" + keep() + b"(" + b"".join(map(any_of, value)) + b"e"
-        return number(value) if isinstance(value, int) else text(value.encode())
+            return b"]" + memoize() + b"(" + b"".join(map(encode, value)) + b"e"
+        return encode_number(value) if isinstance(value, int) else encode_text(value.encode())
 
-    items = b"".join(any_of(key) + any_of(value) for key, value in content.items())
-    return b"\x80\x02}" + keep() + b"(" + items + b"u."
+    items = b"".join(encode(key) + encode(value) for key, value in content.items())
+    return b"\x80\x02}" + memoize() + b"(" + items + b"u."
 
 
 def write_cifar100(folder: Path, python: bool = False, count: int = 9) -> tuple[np.ndarray, np.ndarray]:
@@ -109,12 +110,13 @@ def write_cifar10(folder: Path, per_file: int = 7, files: int = 2, tests: int = 
 
 
 def idx_bytes(array: np.ndarray) -> bytes:
+    """Returns an array in the IDX format."""
     header = struct.pack(f">HBB{array.ndim}I", 0, IDX_CODES[array.dtype.str], array.ndim, *array.shape)
     return header + array.astype(array.dtype.newbyteorder(">")).tobytes()
 
 
 def write_idx(folder: Path, images: np.ndarray, labels: np.ndarray, packed: bool = False) -> None:
-    """The same samples as training and test set."""
+    """Writes the samples both as training and as test set."""
     folder.mkdir(exist_ok=True)
     for kind in ("train", "t10k"):
         for name, array in (("images-idx3", images), ("labels-idx1", labels)):
@@ -123,7 +125,8 @@ def write_idx(folder: Path, images: np.ndarray, labels: np.ndarray, packed: bool
             path.write_bytes(gzip.compress(content) if packed else content)
 
 
-def samples(count: int = 11, shape: tuple[int, ...] = (5, 4)) -> tuple[np.ndarray, np.ndarray]:
+def make_samples(count: int = 11, shape: tuple[int, ...] = (5, 4)) -> tuple[np.ndarray, np.ndarray]:
+    """Returns random uint8 inputs [count, *shape] and labels of three classes."""
     draw = np.random.default_rng(1)
     labels = np.arange(count, dtype=np.uint8) % 3
     return draw.integers(0, 256, (count, *shape), np.uint8), labels
@@ -136,7 +139,7 @@ def write_npz(path: Path, inputs: np.ndarray, targets: np.ndarray, packed: bool 
 
 
 def leaf_text(users: dict[str, tuple[list[Any], list[Any]]], indent: int | None = None) -> str:
-    """A file of users as LEAF's scripts write it."""
+    """Returns the text of a file of users as LEAF's scripts write it."""
     return json.dumps({
         "users": list(users), "num_samples": [len(y) for _, y in users.values()],
         "user_data": {user: {"x": x, "y": y} for user, (x, y) in users.items()},
@@ -146,7 +149,7 @@ def leaf_text(users: dict[str, tuple[list[Any], list[Any]]], indent: int | None 
 def write_leaf(
     folder: Path, users: dict[str, tuple[list[Any], list[Any]]], test: dict[str, Any], files: int = 2
 ) -> None:
-    """users, test: user -> (x, y)."""
+    """Writes LEAF's folders train and test. users, test: user -> (x, y)."""
     for split, found in (("train", users), ("test", test)):
         (folder / split).mkdir(parents=True, exist_ok=True)
         names = list(found)
@@ -170,7 +173,7 @@ def write_femnist(folder: Path, users: int = 5) -> tuple[np.ndarray, np.ndarray]
 
 
 def write_image(path: Path, pixels: np.ndarray) -> None:
-    """pixels: [height, width, 3] or [height, width] for a gray one."""
+    """Writes an image. pixels: [height, width, 3], or [height, width] for a gray one."""
     from PIL import Image
 
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -178,7 +181,7 @@ def write_image(path: Path, pixels: np.ndarray) -> None:
 
 
 def write_celeba(folder: Path, images: Path) -> None:
-    """Three celebrities; smiling ones are bright."""
+    """Writes images of three celebrities; smiling faces are bright."""
     users: dict[str, tuple[list[Any], list[Any]]] = {}
     for user in range(3):
         names, labels = [], []
@@ -192,7 +195,7 @@ def write_celeba(folder: Path, images: Path) -> None:
 
 
 def write_tiny_imagenet(folder: Path, classes: int = 3, per_class: int = 4) -> None:
-    """Class n is of brightness 40 n; the last image of a class is gray."""
+    """Writes images; those of class n have the brightness 40 n, and the last one of a class is gray."""
     names = [f"n0{n:07}" for n in range(classes)]
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "wnids.txt").write_text("".join(f"{name}\n" for name in names))
@@ -207,7 +210,7 @@ def write_tiny_imagenet(folder: Path, classes: int = 3, per_class: int = 4) -> N
 
 
 def write_image_folder(folder: Path, classes: int = 3, per_class: int = 4, tests: int = 2, test: str = "val") -> None:
-    """Class n is of brightness 60 n + 20, with some noise; JPEG and PNG, wide and high, the last of a class gray."""
+    """Writes JPEG and PNG images, wide and high. Class n has the brightness 60 n + 20, with noise; the last is gray."""
     draw = np.random.default_rng(4)
     for split, count in (("train", per_class), (test, tests)):
         for label in range(classes):
@@ -219,7 +222,7 @@ def write_image_folder(folder: Path, classes: int = 3, per_class: int = 4, tests
 
 
 def write_shakespeare(folder: Path) -> None:
-    """Three speakers who repeat a line of their own."""
+    """Writes the texts of three speakers, each of whom repeats one line."""
     users: dict[str, tuple[list[Any], list[Any]]] = {}
     for user, line in enumerate(("To be, or not to be: ", "Words, words, words. ", "O, that this too too solid\n")):
         text = line * 20
@@ -228,7 +231,7 @@ def write_shakespeare(folder: Path) -> None:
 
 
 def write_movielens(folder: Path, users: int = 6, films: int = 12) -> None:
-    """Everybody likes films of an even number: the parity decides about the rating."""
+    """Writes ratings in which all users like the films with even numbers and dislike the others."""
     draw = np.random.default_rng(5)
     folder.mkdir(parents=True, exist_ok=True)
     lines = ["userId,movieId,rating,timestamp"]
@@ -241,7 +244,7 @@ def write_movielens(folder: Path, users: int = 6, films: int = 12) -> None:
 def write_pairs(
     folder: Path, source: list[str], target: list[str], tested: tuple[list[str], list[str]] | None = None
 ) -> None:
-    """train.de, train.en, and the first lines of them, or `tested`, packed as test.de.gz and test.en.gz."""
+    """Writes train.de and train.en, and test.de.gz and test.en.gz with `tested`, or the first two lines of each."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, lines, test in zip(("de", "en"), (source, target), tested or (source[:2], target[:2]), strict=True):
         (folder / f"train.{name}").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
@@ -252,20 +255,20 @@ LINES = ("the cat sat on the mat and slept", "a dog ran after the red ball", "we
 
 
 def reddit_comments(line: str, repeats: int, length: int = 10) -> tuple[list[Any], list[Any]]:
-    """Comments as LEAF cuts them: sequences of words, and the same one word later, padded."""
+    """Returns a comment in LEAF's format: padded sequences of words, and the same sequences one word later."""
     words = ["<BOS>", *(line.split() * repeats), "<EOS>"]
 
-    def cut(some: list[str]) -> list[list[str]]:
+    def split_and_pad(some: list[str]) -> list[list[str]]:
         parts = [some[at : at + length] for at in range(0, len(some), length)]
         return [part + ["<PAD>"] * (length - len(part)) for part in parts]
 
-    x, y = cut(words[:-1]), cut(words[1:])
+    x, y = split_and_pad(words[:-1]), split_and_pad(words[1:])
     return [x], [{"target_tokens": y, "count_tokens": len(words)}]
 
 
 def write_reddit(folder: Path, users: int = 4, vocabulary: bool = True) -> list[str]:
-    """Every user repeats a line. folder: LEAF's data/reddit, with data/train, data/test and vocab. Returns the words by
-    their numbers."""
+    """Writes comments; each user repeats one line. folder: LEAF's data/reddit, with data/train, data/test and vocab.
+    Returns the words in the order of their numbers."""
     found: dict[str, tuple[list[Any], list[Any]]] = {}
     for user in range(users):
         line = LINES[user % len(LINES)]
@@ -282,8 +285,8 @@ def write_reddit(folder: Path, users: int = 4, vocabulary: bool = True) -> list[
 
 
 def write_reviews(folder: Path, users: int = 4, lines: bool = False) -> None:
-    """Five stars for what is lovely, one for what is awful, three for what is neither; CSV of each user in train and
-    test, or all as lines of JSON."""
+    """Writes reviews with five stars for lovely things, one for awful ones, three for others: as a CSV file of each
+    user in train and test, or all as JSON lines."""
     draw = np.random.default_rng(7)
     things = ["book", "lamp", "kettle", "chair", "clock", "coat"]
     moods = {5: "a lovely, lovely", 1: "what an awful", 3: "it is some"}

@@ -1,4 +1,4 @@
-"""Reviews and their tokens: both formats, three kinds of tokens, and that models learn the stars."""
+"""Reviews: both file formats, three tokenizers, and models that learn the ratings."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ TEXTS = ["A lovely book!", "unaffable books.", "Caf\u00e9\u4e2d, it's", "awful\t
 installed = pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
 
 
-def vocabulary(folder: Path) -> Path:
+def write_vocabulary(folder: Path) -> Path:
     (folder / "vocab.txt").write_text("\n".join(PIECES) + "\n", encoding="utf-8")
     return folder / "vocab.txt"
 
 
-class Bag(nn.Module):
-    """The mean over the places that are no padding."""
+class MeanOfWords(nn.Module):
+    """Classifies by the mean embedding of the tokens that are not padding."""
 
     def __init__(self, vocabulary: int, num_classes: int) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Bag(nn.Module):
 
 
 @pytest.mark.parametrize("lines", [False, True], ids=["csv", "jsonl"])
-def test_reviews_are_read(tmp_path: Path, lines: bool) -> None:
+def test_reviews_are_read_from_csv_and_json_lines(tmp_path: Path, lines: bool) -> None:
     write_reviews(tmp_path / "d", lines=lines)
     data = open_dataset(REVIEWS, tmp_path)
     total = data.num_train() + data.num_test()
@@ -62,7 +62,7 @@ def test_reviews_are_read(tmp_path: Path, lines: bool) -> None:
     assert (other.num_train() == data.num_train()) != lines or not np.array_equal(other.train_keys(), data.train_keys())  # type: ignore[arg-type]
 
 
-def test_words_are_counted_in_training_reviews_alone(tmp_path: Path) -> None:
+def test_the_vocabulary_is_counted_in_training_reviews_only(tmp_path: Path) -> None:
     (tmp_path / "d").mkdir()
     for split, text in (("train", "Good, good book"), ("test", "other")):
         (tmp_path / "d" / split).mkdir()
@@ -75,19 +75,19 @@ def test_words_are_counted_in_training_reviews_alone(tmp_path: Path) -> None:
     assert FrequentWords(["b a a"], 3).encode("a b", 9) == [2, 1] and FrequentWords(["a"], 9).encode("", 9) == [1]
 
 
-def test_pieces_of_words(tmp_path: Path) -> None:
-    pieces = WordPiece(vocabulary(tmp_path))
+def test_wordpiece_tokenization(tmp_path: Path) -> None:
+    pieces = WordPiece(write_vocabulary(tmp_path))
     number = {piece: index for index, piece in enumerate(PIECES)}
 
-    def encoded(text: str, most: int = 99) -> list[str]:
+    def encode(text: str, most: int = 99) -> list[str]:
         return [PIECES[each] for each in pieces.encode(text, most)]
 
-    assert encoded("A lovely book!") == ["[CLS]", "a", "love", "##ly", "book", "!", "[SEP]"]
-    assert encoded("unaffable BOOKS") == ["[CLS]", "un", "##aff", "##able", "book", "##s", "[SEP]"]
-    assert encoded("caf\u00e9\u4e2d") == ["[CLS]", "cafe", "\u4e2d", "[SEP]"] and encoded("") == ["[CLS]", "[SEP]"]
-    assert encoded("lovelyx it's") == ["[CLS]", "[UNK]", "it", "'", "s", "[SEP]"]
-    assert encoded("a a a a", 4) == ["[CLS]", "a", "a", "[SEP]"] and encoded("unaffable", 3) == ["[CLS]", "un", "[SEP]"]
-    assert encoded("a" * 101) == ["[CLS]", "[UNK]", "[SEP]"]
+    assert encode("A lovely book!") == ["[CLS]", "a", "love", "##ly", "book", "!", "[SEP]"]
+    assert encode("unaffable BOOKS") == ["[CLS]", "un", "##aff", "##able", "book", "##s", "[SEP]"]
+    assert encode("caf\u00e9\u4e2d") == ["[CLS]", "cafe", "\u4e2d", "[SEP]"] and encode("") == ["[CLS]", "[SEP]"]
+    assert encode("lovelyx it's") == ["[CLS]", "[UNK]", "it", "'", "s", "[SEP]"]
+    assert encode("a a a a", 4) == ["[CLS]", "a", "a", "[SEP]"] and encode("unaffable", 3) == ["[CLS]", "un", "[SEP]"]
+    assert encode("a" * 101) == ["[CLS]", "[UNK]", "[SEP]"]
     assert (pieces.size, pieces.padding) == (len(PIECES), number["[PAD]"])
     (tmp_path / "vocab.txt").write_text("[PAD]\na\n")
     with pytest.raises(DataError, match=r"must have a piece in each line, \[UNK\], \[CLS\], \[SEP\] among them"):
@@ -95,10 +95,10 @@ def test_pieces_of_words(tmp_path: Path) -> None:
 
 
 @installed
-def test_pieces_are_those_of_transformers(tmp_path: Path) -> None:
+def test_wordpiece_tokens_equal_those_of_transformers(tmp_path: Path) -> None:
     from transformers import BertTokenizer
 
-    theirs, ours = BertTokenizer(vocab=str(vocabulary(tmp_path))), WordPiece(tmp_path / "vocab.txt")
+    theirs, ours = BertTokenizer(vocab=str(write_vocabulary(tmp_path))), WordPiece(tmp_path / "vocab.txt")
     for text in TEXTS:
         for most in (4, 64):
             assert ours.encode(text, most) == theirs(text, truncation=True, max_length=most)["input_ids"], text
@@ -109,13 +109,13 @@ def test_pieces_are_those_of_transformers(tmp_path: Path) -> None:
 
 
 @installed
-def test_bert_learns_the_stars(tmp_path: Path) -> None:
-    nodes = learn(tmp_path, "model={name: 'hf:bert', arguments: {hidden_size: 16, num_hidden_layers: 1, "
+def test_bert_learns_the_ratings_of_reviews(tmp_path: Path) -> None:
+    nodes = run_on_reviews(tmp_path, "model={name: 'hf:bert', arguments: {hidden_size: 16, num_hidden_layers: 1, "
                   "num_attention_heads: 2, intermediate_size: 16}}", "node={rounds: 12, evaluate_every: 0}")
     assert float(nodes[0].figures()["accuracy_merged"]) > 0.8
 
 
-def test_a_tokenizer_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_tokenizer_is_an_error(tmp_path: Path) -> None:
     write_reviews(tmp_path / "d")
     has = importlib.util.find_spec("transformers") is not None
     missing = "neither in the local cache" if has else "needs the package transformers"
@@ -123,7 +123,7 @@ def test_a_tokenizer_that_is_not_there(tmp_path: Path) -> None:
         open_dataset({**REVIEWS, "tokenizer": str(tmp_path / "none")}, tmp_path)
 
 
-def learn(folder: Path, *overrides: str) -> list[Any]:
+def run_on_reviews(folder: Path, *overrides: str) -> list[Any]:
     write_reviews(folder / "d", users=4)
     experiment = load(QUICKSTART, [
         "graph={name: ring, nodes: 4}", "mapping={machines: 1, nodes_per_machine: 4}", "communication=inproc",
@@ -136,16 +136,16 @@ def learn(folder: Path, *overrides: str) -> list[Any]:
 
 
 @pytest.mark.slow
-def test_a_model_of_ones_own_learns_the_stars(tmp_path: Path) -> None:
-    """Of three kinds of stars none is more than half of the reviews."""
-    model = "model={name: 'tests.data.test_amazon_reviews:Bag'}"
-    nodes = learn(tmp_path, model, "node={rounds: 20, evaluate_every: 0}")
+def test_a_custom_model_learns_the_ratings_of_reviews(tmp_path: Path) -> None:
+    """No rating is that of more than half of the reviews, so a constant prediction is below 0.9."""
+    model = "model={name: 'tests.data.test_amazon_reviews:MeanOfWords'}"
+    nodes = run_on_reviews(tmp_path, model, "node={rounds: 20, evaluate_every: 0}")
     assert float(nodes[0].figures()["accuracy_merged"]) > 0.9
 
 
-def test_batches_are_padded(tmp_path: Path) -> None:
+def test_batches_of_reviews_are_padded(tmp_path: Path) -> None:
     seen: list[Tensor] = []
-    nodes = learn(tmp_path, "model={name: 'tests.data.test_amazon_reviews:Bag'}", "node={rounds: 0}")
+    nodes = run_on_reviews(tmp_path, "model={name: 'tests.data.test_amazon_reviews:MeanOfWords'}", "node={rounds: 0}")
     nodes[0].training.model.module.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
     nodes[0].training.local_update(0)
     assert all(each.dtype == torch.int64 and (each[:, 0] != 0).all() for each in seen)
@@ -165,7 +165,7 @@ def test_batches_are_padded(tmp_path: Path) -> None:
     ("a.jsonl", "\n\n", "no review for the train samples in 1 files"),
     ("a.txt", "x", "train: no such folder; expected reviews .*amazon-reviews-2023"),
 ])
-def test_reviews_that_are_none(tmp_path: Path, name: str, text: str, problem: str) -> None:
+def test_malformed_reviews_are_refused(tmp_path: Path, name: str, text: str, problem: str) -> None:
     (tmp_path / "d").mkdir()
     (tmp_path / "d" / name).write_text(text)
     with pytest.raises(DataError, match=problem):
@@ -182,12 +182,12 @@ def test_options_that_exclude_each_other_are_refused(tmp_path: Path) -> None:
         open_dataset(REVIEWS, tmp_path).check_private()
 
 
-def test_prepare_and_info(tmp_path: Path) -> None:
+def test_data_prepare_and_data_info_on_reviews(tmp_path: Path) -> None:
     write_reviews(tmp_path / "d")
     found = CliRunner().invoke(main, ["data", "prepare", "amazon_reviews", "--from", str(tmp_path / "d")])
     assert found.exit_code == 0 and "60 training samples, 20 test samples" in found.output, found.output
     (tmp_path / "a.yaml").write_text(
         f"graph: {{name: ring, nodes: 2}}\ndata: {{name: amazon_reviews, folder: {tmp_path / 'd'}}}\ntraining: {{}}\n"
-        "model: {name: 'tests.data.test_amazon_reviews:Bag'}\n")  # fmt: skip
+        "model: {name: 'tests.data.test_amazon_reviews:MeanOfWords'}\n")  # fmt: skip
     info = CliRunner().invoke(main, ["data", "info", str(tmp_path / "a.yaml"), "--json"])
     assert info.exit_code == 0 and sum(json.loads(info.output)["nodes"][0]["classes"]) == 30, info.output

@@ -13,7 +13,7 @@ from .files import open_dataset, python2_pickle, write_cifar10, write_cifar10_py
 SECTION = {"name": "cifar10", "folder": "cifar", "batches": 2}
 
 
-def test_records_are_read_in_the_order_of_the_files(tmp_path: Path) -> None:
+def test_cifar_records_are_read_in_file_order(tmp_path: Path) -> None:
     train, test = write_cifar10(tmp_path / "cifar", per_file=3, files=11)
     data = open_dataset({**SECTION, "batches": 11}, tmp_path)
     indices = np.array([29, 4, 32, 0])  # batch 10 comes after batch 2, and order is the caller's
@@ -25,7 +25,7 @@ def test_records_are_read_in_the_order_of_the_files(tmp_path: Path) -> None:
     assert np.allclose(ready, (some.inputs / 255 - 0.5) / 0.5, atol=1e-6)
 
 
-def test_test_images_stay_in_the_file(tmp_path: Path) -> None:
+def test_cifar_test_images_are_memory_mapped(tmp_path: Path) -> None:
     write_cifar10(tmp_path / "cifar")
     inputs = open_dataset(SECTION, tmp_path).test().inputs
     while isinstance(inputs, np.ndarray) and not isinstance(inputs, np.memmap):
@@ -39,7 +39,7 @@ def test_indices_out_of_range_are_refused(tmp_path: Path) -> None:
         open_dataset(SECTION, tmp_path).train(np.array([14]))
 
 
-def test_broken_files_are_named(tmp_path: Path) -> None:
+def test_missing_and_broken_cifar_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="cifar: no such folder; expected the files of cifar10"):
         open_dataset(SECTION, tmp_path)
     folder = tmp_path / "cifar"
@@ -61,7 +61,7 @@ def test_broken_files_are_named(tmp_path: Path) -> None:
         open_dataset(SECTION, tmp_path).train_targets()
 
 
-def test_both_formats_of_cifar10_are_the_same(tmp_path: Path) -> None:
+def test_binary_and_python_formats_of_cifar10_are_equal(tmp_path: Path) -> None:
     train, test = write_cifar10(tmp_path / "cifar", per_file=150)
     write_cifar10_python(tmp_path / "python", train, test)
     binary, python = open_dataset(SECTION, tmp_path), open_dataset({**SECTION, "folder": "python"}, tmp_path)
@@ -73,7 +73,9 @@ def test_both_formats_of_cifar10_are_the_same(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("python", [False, True])
 @pytest.mark.parametrize("labels, column, classes", [("fine", 1, 100), ("coarse", 0, 20)])
-def test_cifar100(tmp_path: Path, python: bool, labels: str, column: int, classes: int) -> None:
+def test_cifar100_with_fine_and_coarse_labels(
+    tmp_path: Path, python: bool, labels: str, column: int, classes: int
+) -> None:
     train, test = write_cifar100(tmp_path / "c", python)
     data = open_dataset({"name": "cifar100", "folder": "c", "labels": labels}, tmp_path)
     assert data.num_classes == classes
@@ -82,7 +84,7 @@ def test_cifar100(tmp_path: Path, python: bool, labels: str, column: int, classe
     assert np.array_equal(data.test().targets, test[:, column])
 
 
-def test_a_folder_that_misses_files_of_cifar100(tmp_path: Path) -> None:
+def test_a_cifar100_folder_without_all_files_is_refused(tmp_path: Path) -> None:
     write_cifar100(tmp_path / "c")
     (tmp_path / "c" / "test.bin").unlink()
     with pytest.raises(DataError, match=r"c: must hold train\.bin to train\.bin and test\.bin, got no test\.bin"):
@@ -96,7 +98,7 @@ def test_a_folder_that_misses_files_of_cifar100(tmp_path: Path) -> None:
     ({"labels": ["a", "b", "c"]}, "'labels' must be 3 whole numbers, got 3 items"),
     ({"labels": [1, 2, 10]}, r"labels must lie in 0\.\.9, got 10 at sample 2"),
 ])
-def test_python_batches_that_are_not_cifar(tmp_path: Path, change: dict[str, Any], problem: str) -> None:
+def test_invalid_python_batches_of_cifar_are_refused(tmp_path: Path, change: dict[str, Any], problem: str) -> None:
     train, test = write_cifar10(tmp_path / "b", per_file=3)
     write_cifar10_python(tmp_path / "p", train, test)
     content = {"labels": [0, 1, 2], "data": np.zeros((3, 3072), np.uint8)} | change

@@ -29,7 +29,7 @@ def test_contract(name: str, packed: bool, tmp_path: Path) -> None:
         files.write_cifar100(tmp_path / "d", python=packed)
         section["folder"] = "d"
     elif name in ("mnist", "idx"):
-        files.write_idx(tmp_path / "d", *files.samples(), packed=packed)
+        files.write_idx(tmp_path / "d", *files.make_samples(), packed=packed)
         section["folder"] = "d"
     elif name == "femnist":
         files.write_femnist(tmp_path / "d")
@@ -65,14 +65,14 @@ def test_contract(name: str, packed: bool, tmp_path: Path) -> None:
         files.write_image_folder(tmp_path / "d", test="test" if packed else "val")
         section |= {"folder": "d", "size": 12, **({"test_folder": "test"} if packed else {})}
     elif name == "npz":
-        files.write_npz(tmp_path / "d.npz", *files.samples(), packed=packed)
+        files.write_npz(tmp_path / "d.npz", *files.make_samples(), packed=packed)
         section |= {"file": "d.npz", "scale": 1 / 255}
     elif name == "synthetic":
         section |= {"train_samples": 600, "test_samples": 20, "input_shape": [3, 9, 7]}
     check_dataset(files.open_dataset(section, tmp_path))
 
 
-def test_digits_come_with_the_package() -> None:
+def test_digits_are_part_of_the_package() -> None:
     digits = files.open_dataset({"name": "digits"}, Path("/nowhere"))
     targets, test = digits.train_targets(), digits.test()
     assert (len(targets), len(test), digits.input_shape, digits.num_classes) == (1437, 360, (1, 8, 8), 10)
@@ -82,7 +82,7 @@ def test_digits_come_with_the_package() -> None:
 
 
 @pytest.mark.slow
-def test_reading_data_needs_no_torch() -> None:
+def test_reading_data_does_not_import_torch() -> None:
     code = (
         "import sys, pathlib; from decentnode.data import DATASETS; from decentnode.data.opened import OpenedData;"
         "from decentnode.data.digits import DigitsConfig as Digits;"
@@ -91,7 +91,7 @@ def test_reading_data_needs_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_shares_are_those_of_the_seed() -> None:
+def test_shares_are_determined_by_the_seed() -> None:
     config = load_class("digits", DATASETS, "data").Config.model_validate({"partition": {"name": "dirichlet"}})
     data, same, another = (OpenedData(config, DATASETS, Path(), [0] * 16, seed) for seed in (1, 1, 2))
     parts, again, other = ([*each.shares().values()] for each in (data, same, another))
@@ -100,23 +100,23 @@ def test_shares_are_those_of_the_seed() -> None:
     assert sum(len(data.of(uid).train) for uid in range(16)) == 1437
 
 
-def dealt(config: Any, folder: Path) -> list[np.ndarray]:
+def deal(config: Any, folder: Path) -> list[np.ndarray]:
     return [*OpenedData(config, DATASETS, folder, [0, 0], 1).shares().values()]
 
 
 def test_a_partition_by_key_needs_keys(tmp_path: Path) -> None:
-    inputs, targets = files.samples(12)
+    inputs, targets = files.make_samples(12)
     owners = np.arange(12) // 3
     files.write_npz(tmp_path / "d.npz", inputs, targets, owner=owners)
     chosen = load_class("npz", DATASETS, "data").Config
     section = {"name": "npz", "file": "d.npz", "partition": "by_key"}
     with pytest.raises(DataError, match="needs a dataset whose samples have keys"):
-        dealt(chosen.model_validate(section), tmp_path)
-    parts = dealt(chosen.model_validate(section | {"train_keys": "owner"}), tmp_path)
+        deal(chosen.model_validate(section), tmp_path)
+    parts = deal(chosen.model_validate(section | {"train_keys": "owner"}), tmp_path)
     assert not set(owners[parts[0]]) & set(owners[parts[1]])
 
 
-def test_synthetic_classes_differ_and_a_share_is_made_alone() -> None:
+def test_synthetic_classes_can_be_told_apart() -> None:
     section = {"name": "synthetic", "train_samples": 4000, "test_samples": 300, "noise": 0.5}
     data = files.open_dataset(section)
     assert np.bincount(data.train_targets(), minlength=10).min() > 300

@@ -1,4 +1,4 @@
-"""Datasets of the library of Hugging Face: through a small stand-in of it, and through itself where it is installed."""
+"""Datasets of Hugging Face's library: through a small fake of it, and through the library where it is installed."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ COLUMNS: dict[str, dict[str, list[Any]]] = {
 }  # fmt: skip
 
 
-class Standing:
-    """What is asked of a split: columns, types, slices and files."""
+class FakeSplit:
+    """A fake split with what the package uses: columns, features, slices and cache files."""
 
     cache_files: tuple[Any, ...] = ()
 
@@ -58,15 +58,15 @@ class Standing:
         return {name: values[rows] for name, values in self.columns.items()}
 
 
-def split(columns: dict[str, list[Any]], classes: int | None = None) -> dict[str, Standing]:
-    return {"train": Standing({name: values[:30] for name, values in columns.items()}, classes),
-            "test": Standing({name: values[30:] for name, values in columns.items()}, classes)}  # fmt: skip
+def fake_splits(columns: dict[str, list[Any]], classes: int | None = None) -> dict[str, FakeSplit]:
+    return {"train": FakeSplit({name: values[:30] for name, values in columns.items()}, classes),
+            "test": FakeSplit({name: values[30:] for name, values in columns.items()}, classes)}  # fmt: skip
 
 
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> Any:
     found: Any = types.ModuleType("datasets")
-    found.known = {name: split(columns) for name, columns in COLUMNS.items()}
+    found.known = {name: fake_splits(columns) for name, columns in COLUMNS.items()}
 
     def load_dataset(name: str, subset: str | None) -> Any:
         assert os.environ["HF_HUB_OFFLINE"] == "1", "nothing is downloaded"
@@ -96,7 +96,7 @@ def test_contract(library: Any, name: str) -> None:
     check_size(name, data)
 
 
-def test_images_texts_and_numbers(library: Any) -> None:
+def test_columns_of_images_texts_and_numbers(library: Any) -> None:
     pictures = open_dataset(section("images")).train(np.arange(4))
     assert pictures.inputs.shape == (4, 1, 8, 8) and pictures.inputs[:, 0, 0, 0].tolist() == [20, 220, 20, 220]  # type: ignore[union-attr,index]
     assert (pictures.scale, pictures.offset) == (2 / 255, -1.0)  # type: ignore[union-attr]
@@ -108,7 +108,7 @@ def test_images_texts_and_numbers(library: Any) -> None:
     assert numbers.inputs.tolist() == [[0, 1], [1, 1]] and numbers.inputs.dtype == np.float32  # type: ignore[union-attr]
 
 
-def test_texts_alone_are_cut_into_pieces_of_which_the_next_token_is_to_be_predicted(library: Any) -> None:
+def test_texts_without_labels_are_windows_for_next_token_prediction(library: Any) -> None:
     data = open_dataset(section("said", key="writer", length=3))
     assert (data.spec.task, data.spec.input_shape, data.spec.target_shape) == ("next_token", (3,), (3,))
     assert data.spec.padding is None and data.train_targets() is None
@@ -122,7 +122,7 @@ def test_texts_alone_are_cut_into_pieces_of_which_the_next_token_is_to_be_predic
     assert data.train_keys().tolist()[:4] == [1, 1, 3, 3]  # type: ignore[union-attr]
 
 
-def test_numbers_are_a_regression(library: Any) -> None:
+def test_float_targets_are_a_regression(library: Any) -> None:
     data = open_dataset(section("heights"))
     assert data.spec.task == "regression" and data.train_targets() is None
     assert data.train(np.arange(3)).targets.tolist() == [0, 0.5, 1]  # type: ignore[union-attr]
@@ -132,15 +132,15 @@ def test_numbers_are_a_regression(library: Any) -> None:
         open_dataset(section("heights"))
 
 
-def test_a_dataset_without_a_test_split(library: Any) -> None:
+def test_a_dataset_without_a_test_split_sets_a_part_aside(library: Any) -> None:
     del library.known["images"]["test"]
     data = open_dataset(section("images", test_fraction=0.3))
     assert data.num_train() + data.num_test() == 30 and 3 < data.num_test() < 16
     check_dataset(data)
 
 
-def test_classes_of_the_column(library: Any) -> None:
-    library.known["images"] = split(COLUMNS["images"], classes=7)
+def test_the_number_of_classes_is_that_of_the_column(library: Any) -> None:
+    library.known["images"] = fake_splits(COLUMNS["images"], classes=7)
     assert open_dataset(section("images")).num_classes == 7
 
 
@@ -152,19 +152,19 @@ def test_classes_of_the_column(library: Any) -> None:
     ("texts", {"target": "writer"}, "labels must be a non-empty list of integers"),
     ("texts", {"train_split": "training"}, "data.train_split must be one of train, test, got 'training'"),
 ])
-def test_what_is_wrong(library: Any, name: str, keys: dict[str, Any], problem: str) -> None:
+def test_wrong_columns_and_splits_are_refused(library: Any, name: str, keys: dict[str, Any], problem: str) -> None:
     with pytest.raises(DataError, match=problem):
         open_dataset(section(name, **keys))
 
 
-def test_inputs_of_other_shapes(library: Any) -> None:
+def test_inputs_of_unequal_shapes_are_refused(library: Any) -> None:
     library.known["numbers"]["train"].columns["row"][3] = [1.0]
     library.known["numbers"]["train"]._fingerprint = "changed"
     with pytest.raises(DataError, match=r"inputs must have one shape, got \[2\] and \[1\]"):
         open_dataset(section("numbers"))
 
 
-def test_a_library_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_library_is_an_error_that_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)  # an import of it fails
     with pytest.raises(DataError, match=r"data hf:x needs the package datasets: pip install 'decentnode\[hf\]'"):
         open_dataset({"name": "hf:x"})
@@ -172,7 +172,7 @@ def test_a_library_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_a_run(library: Any) -> None:
+def test_a_run_on_images_of_the_library(library: Any) -> None:
     experiment = load(QUICKSTART, [
         "graph={name: ring, nodes: 3}", "mapping={machines: 1, nodes_per_machine: 3}", "communication=inproc",
         "data={name: 'hf:images', partition: {name: iid}}", "node={rounds: 5, evaluate_every: 0}"])  # fmt: skip
@@ -183,7 +183,7 @@ def test_a_run(library: Any) -> None:
 
 @installed
 @pytest.mark.parametrize("name", COLUMNS)
-def test_the_library_itself(tmp_path: Path, name: str) -> None:
+def test_datasets_saved_by_the_real_library_are_read(tmp_path: Path, name: str) -> None:
     import datasets
     import pyarrow
 

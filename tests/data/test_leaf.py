@@ -23,7 +23,7 @@ from .files import leaf_text, open_dataset, write_celeba, write_femnist, write_i
 FEMNIST = {"name": "femnist", "folder": "d"}
 
 
-def test_femnist_is_read_in_the_order_of_the_files(tmp_path: Path) -> None:
+def test_femnist_is_read_in_file_order(tmp_path: Path) -> None:
     pixels, labels = write_femnist(tmp_path / "d")
     data = open_dataset(FEMNIST, tmp_path)
     assert np.array_equal(data.train_targets(), labels)
@@ -37,7 +37,7 @@ def test_femnist_is_read_in_the_order_of_the_files(tmp_path: Path) -> None:
     assert len(data.test()) == 5
 
 
-def test_folders_of_their_own(tmp_path: Path) -> None:
+def test_separate_train_and_test_folders(tmp_path: Path) -> None:
     """decentralizepy's train_dir and test_dir: one file per user."""
     write_femnist(tmp_path / "d")
     os.rename(tmp_path / "d" / "train", tmp_path / "per_user")
@@ -47,7 +47,7 @@ def test_folders_of_their_own(tmp_path: Path) -> None:
         load_class("femnist", DATASETS, "data").Config.model_validate({"name": "femnist", "train_folder": "x"})
 
 
-def test_files_are_converted_once(tmp_path: Path, own_cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_leaf_files_are_converted_once(tmp_path: Path, own_cache: Path, caplog: pytest.LogCaptureFixture) -> None:
     write_femnist(tmp_path / "d")
     caplog.set_level(logging.INFO)
     first = open_dataset(FEMNIST, tmp_path)
@@ -65,7 +65,7 @@ def test_files_are_converted_once(tmp_path: Path, own_cache: Path, caplog: pytes
 
 
 @pytest.mark.slow
-def test_no_more_than_one_user_is_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_at_most_one_user_is_in_memory_while_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leaf, "CHUNK", 1 << 14)
     values = [[round(v, 3) for v in np.random.default_rng(0).random(784).tolist()]]
     users = {f"u{n}": (values * 4, [1] * 4) for n in range(120)}
@@ -85,7 +85,7 @@ def test_no_more_than_one_user_is_in_memory(tmp_path: Path, monkeypatch: pytest.
     st.integers(1, 40), st.sampled_from([None, 1]),
 )  # fmt: skip
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_any_users_at_any_chunk(
+def test_any_users_are_read_with_any_chunk_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, users: dict[str, Any], chunk: int, indent: int | None
 ) -> None:
     monkeypatch.setattr(leaf, "CHUNK", chunk)
@@ -94,7 +94,7 @@ def test_any_users_at_any_chunk(
     assert dict(users_of(tmp_path / "f.json")) == json.loads(text)["user_data"]
 
 
-def test_every_cut_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_truncated_anywhere_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = (
         '{"hierarchies": [1, {"a": null}], "n": -1.5e3, '
         '"user_data": {"a\\u00e9": {"x": [[0.5]], "y": [1]}, "b": {}}} '
@@ -122,13 +122,13 @@ def test_every_cut_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     ('{"user_data": {"a": nonsense}}', "Expecting value"),
     ("", "cut short"),
 ])
-def test_what_is_not_leaf(tmp_path: Path, text: str, problem: str) -> None:
+def test_malformed_leaf_json_is_refused(tmp_path: Path, text: str, problem: str) -> None:
     (tmp_path / "f.json").write_text(text)
     with pytest.raises(DataError, match=problem):
         list(users_of(tmp_path / "f.json"))
 
 
-def test_a_user_too_large_to_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_with_too_many_characters_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leaf, "MAX_CHARACTERS", 2000)
     monkeypatch.setattr(leaf, "CHUNK", 100)
     (tmp_path / "f.json").write_text('{"user_data": {"a": [' + "0, " * 5000)
@@ -148,14 +148,14 @@ def test_a_user_too_large_to_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     ([[1.0] * 784], [1.5], "labels must be whole numbers"),
     ([[1.0] * 784], [True], "labels must be whole numbers"),
 ])
-def test_samples_that_are_not_femnist(tmp_path: Path, own_cache: Path, x: Any, y: Any, problem: str) -> None:
+def test_invalid_femnist_samples_are_refused(tmp_path: Path, own_cache: Path, x: Any, y: Any, problem: str) -> None:
     write_leaf(tmp_path / "d", {"me": (x, y)}, {"me": ([[0.0] * 784], [1])}, files=1)
     with pytest.raises(DataError, match=rf"train_9\.json: user 'me': {problem}"):
         open_dataset(FEMNIST, tmp_path)
     assert not [path for path in own_cache.iterdir() if path.is_dir()]  # nothing half made is left
 
 
-def test_folders_without_users(tmp_path: Path) -> None:
+def test_folders_without_users_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"d/train: no such folder; expected LEAF's files of users"):
         open_dataset(FEMNIST, tmp_path)
     (tmp_path / "d" / "train").mkdir(parents=True)
@@ -169,7 +169,7 @@ def test_folders_without_users(tmp_path: Path) -> None:
 CELEBA = {"name": "celeba", "folder": "d", "images": "img"}
 
 
-def test_celeba(tmp_path: Path) -> None:
+def test_celeba_images_are_resized_and_scaled(tmp_path: Path) -> None:
     write_celeba(tmp_path / "d", tmp_path / "img")
     data = open_dataset(CELEBA, tmp_path)
     train = data.train(np.arange(12))
@@ -188,7 +188,7 @@ def test_celeba(tmp_path: Path) -> None:
     ("text.jpg", r"text\.jpg: cannot be read as a JPEG or PNG image"),
     ("cut.jpg", r"cut\.jpg: cannot be read as a JPEG or PNG image"),
 ])
-def test_images_that_are_none(tmp_path: Path, name: Any, problem: str) -> None:
+def test_unreadable_celeba_images_are_refused(tmp_path: Path, name: Any, problem: str) -> None:
     write_image(tmp_path / "img" / "cut.jpg", np.full((218, 178, 3), 9))
     whole = (tmp_path / "img" / "cut.jpg").read_bytes()
     (tmp_path / "img" / "cut.jpg").write_bytes(whole[: len(whole) // 3])
@@ -198,6 +198,6 @@ def test_images_that_are_none(tmp_path: Path, name: Any, problem: str) -> None:
         open_dataset(CELEBA, tmp_path)
 
 
-def test_a_missing_folder_of_images(tmp_path: Path) -> None:
+def test_a_missing_folder_of_celeba_images_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="img: no such folder; expected CelebA's images"):
         open_dataset(CELEBA, tmp_path)

@@ -7,14 +7,14 @@ import pytest
 
 from decentnode.errors import DataError
 
-from .files import open_dataset, samples, write_npz
+from .files import make_samples, open_dataset, write_npz
 
 SECTION = {"name": "npz", "file": "d.npz"}
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_floats_and_a_given_shape(packed: bool, tmp_path: Path) -> None:
-    inputs, targets = samples(9, (12,))
+def test_float_inputs_with_a_configured_shape(packed: bool, tmp_path: Path) -> None:
+    inputs, targets = make_samples(9, (12,))
     write_npz(tmp_path / "d.npz", inputs.astype(np.float64), targets, packed)
     data = open_dataset({**SECTION, "input_shape": [3, 2, 2], "num_classes": 7}, tmp_path)
     read = data.train(np.array([8, 3]))
@@ -22,13 +22,13 @@ def test_floats_and_a_given_shape(packed: bool, tmp_path: Path) -> None:
     assert np.array_equal(read.inputs.reshape(2, 12), inputs[[8, 3]])
 
 
-def test_missing_and_corrupt_files(tmp_path: Path) -> None:
+def test_missing_and_corrupt_npz_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"d\.npz: no such file; expected a \.npz file"):
         open_dataset(SECTION, tmp_path)
     (tmp_path / "d.npz").write_bytes(b"PK nothing")
     with pytest.raises(DataError, match=r"d\.npz\[train_targets\]: cannot be read"):
         open_dataset(SECTION, tmp_path)
-    inputs, targets = samples()
+    inputs, targets = make_samples()
     write_npz(tmp_path / "d.npz", inputs, targets)
     whole = (tmp_path / "d.npz").read_bytes()
     for content in (whole[: len(whole) // 2], whole.replace(inputs.tobytes(), bytes(inputs.nbytes))):
@@ -37,8 +37,8 @@ def test_missing_and_corrupt_files(tmp_path: Path) -> None:
             open_dataset(SECTION, tmp_path).train(np.arange(len(targets)))
 
 
-def test_arrays_that_do_not_fit(tmp_path: Path) -> None:
-    inputs, targets = samples()
+def test_arrays_of_wrong_shape_or_length_are_refused(tmp_path: Path) -> None:
+    inputs, targets = make_samples()
     write_npz(tmp_path / "d.npz", inputs, targets)
     with pytest.raises(DataError, match="no array 'x' in it; it has train_inputs, train_targets"):
         open_dataset({**SECTION, "train_inputs": "x"}, tmp_path)
@@ -56,8 +56,8 @@ def test_arrays_that_do_not_fit(tmp_path: Path) -> None:
         open_dataset(SECTION, tmp_path).test()
 
 
-def test_pickled_objects_are_refused(tmp_path: Path) -> None:
-    inputs, _ = samples()
+def test_npz_arrays_of_pickled_objects_are_refused(tmp_path: Path) -> None:
+    inputs, _ = make_samples()
     write_npz(tmp_path / "d.npz", inputs, np.array([print] * len(inputs), dtype=object))
     with pytest.raises(DataError, match="must be a C-ordered array of numbers"):
         open_dataset(SECTION, tmp_path)

@@ -1,4 +1,4 @@
-"""Pairs of texts: words and pieces, lines that do not fit, and what is padding."""
+"""Pairs of sentences: vocabulary, subword pieces, padding, and files that do not match."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GERMAN = ["Ein Hund, ein Haus.", "Ein Haus!", "", "Zwei Hunde laufen weit ueber 
 ENGLISH = ["A dog, a house.", "a House!", "nothing", "Two dogs run ."]
 
 
-def opened(folder: Path, german: list[str] = GERMAN, english: list[str] = ENGLISH, **keys: Any) -> ParallelText:
+def open_text(folder: Path, german: list[str] = GERMAN, english: list[str] = ENGLISH, **keys: Any) -> ParallelText:
     write_pairs(folder / "d", german, english, keys.pop("tested", None))
     names = {"source": "train.de", "target": "train.en", "test_source": "test.de.gz", "test_target": "test.en.gz"}
     section = {"name": "parallel_text", **{key: f"d/{name}" for key, name in names.items()}, "length": 6, **keys}
@@ -30,8 +30,8 @@ def opened(folder: Path, german: list[str] = GERMAN, english: list[str] = ENGLIS
     return found
 
 
-def texts(data: ParallelText, samples: Samples) -> list[tuple[list[str], list[str], list[str]]]:
-    """(source, target so far, target) of each sample; padding left out."""
+def as_words(data: ParallelText, samples: Samples) -> list[tuple[list[str], list[str], list[str]]]:
+    """Returns (source, earlier target words, target words) of each sample, without padding."""
     names = ["", "?", "<", ">", *data.vocabulary()]
     inputs, targets = Source(samples, torch.device("cpu")).take(torch.arange(len(samples)))
     return [
@@ -41,10 +41,10 @@ def texts(data: ParallelText, samples: Samples) -> list[tuple[list[str], list[st
     ]
 
 
-def test_words_and_marks_of_both_sides_in_one_vocabulary(tmp_path: Path) -> None:
-    data = opened(tmp_path)
+def test_both_languages_share_one_vocabulary_of_words_and_punctuation(tmp_path: Path) -> None:
+    data = open_text(tmp_path)
     assert data.num_train() == 2, "an empty text and one that is longer than data.length are left out"
-    first, second = texts(data, data.train(np.arange(2)))
+    first, second = as_words(data, data.train(np.arange(2)))
     assert first == (["ein", "hund", ",", "ein", "haus", "."], ["<", "a", "dog", ",", "a", "house", "."],
                      ["a", "dog", ",", "a", "house", ".", ">"])  # fmt: skip
     assert second == (["ein", "haus", "!"], ["<", "a", "house", "!"], ["a", "house", "!", ">"])
@@ -55,31 +55,31 @@ def test_words_and_marks_of_both_sides_in_one_vocabulary(tmp_path: Path) -> None
     assert inputs.shape == (1, 4, 2) and inputs[0, 0, 1] == BEGIN and inputs[0, 3, 0] == 0 and targets[0, 3] == END
 
 
-def test_long_texts_are_cut_in_tests_and_rare_words_are_unknown(tmp_path: Path) -> None:
-    data = opened(tmp_path, tested=(GERMAN, ENGLISH), vocabulary_size=FIRST_WORD + 2)
+def test_long_test_sentences_are_truncated_and_rare_words_are_unknown(tmp_path: Path) -> None:
+    data = open_text(tmp_path, tested=(GERMAN, ENGLISH), vocabulary_size=FIRST_WORD + 2)
     assert data.spec.vocabulary == FIRST_WORD + 2 and data.num_test() == 3
     assert data.vocabulary() == [".", "a"], "the most frequent of all training texts, the alphabet among equals"
-    tested = texts(data, data.test())
+    tested = as_words(data, data.test())
     assert tested[2] == (["?"] * 6, ["<", "?", "?", "?", "."], ["?", "?", "?", ".", ">"])
     inputs, _ = Source(data.test(), torch.device("cpu")).take(torch.arange(3))
     assert int(inputs[2, 0, 0]) == UNKNOWN
 
 
-def test_what_editors_write_around_lines_is_no_word(tmp_path: Path) -> None:
+def test_byte_order_marks_and_windows_line_ends_are_ignored(tmp_path: Path) -> None:
     """A byte order mark, and line ends of Windows."""
-    plain = opened(tmp_path / "plain", ["ein Hund", "ein Haus"], ["a dog", "a house"])
-    edited = opened(tmp_path / "edited", ["\ufeffein Hund\r", "ein Haus\r"], ["\ufeffa dog\r", "a house\r"])
+    plain = open_text(tmp_path / "plain", ["ein Hund", "ein Haus"], ["a dog", "a house"])
+    edited = open_text(tmp_path / "edited", ["\ufeffein Hund\r", "ein Haus\r"], ["\ufeffa dog\r", "a house\r"])
     assert edited.vocabulary() == plain.vocabulary()
-    assert texts(edited, edited.train(np.arange(2))) == texts(plain, plain.train(np.arange(2)))
+    assert as_words(edited, edited.train(np.arange(2))) == as_words(plain, plain.train(np.arange(2)))
 
 
-def test_pieces_of_words_have_the_first_numbers(tmp_path: Path) -> None:
+def test_subword_pieces_have_the_first_numbers_of_the_vocabulary(tmp_path: Path) -> None:
     german, english = ["ein Hun@@ d", "Hau@@ s Hun@@ d"], ["a dog", "The hou@@ se"]
-    data = opened(tmp_path, german, english, words="spaced")
+    data = open_text(tmp_path, german, english, words="spaced")
     assert data.spec.pieces == 3 and data.vocabulary()[:3] == ["Hun@@", "Hau@@", "hou@@"]
-    assert texts(data, data.train(np.array([1])))[0][0] == ["Hau@@", "s", "Hun@@", "d"]
-    assert "The" in data.vocabulary(), "letters as they are"
-    assert opened(tmp_path, german, english, words="marked").spec.pieces == 0
+    assert as_words(data, data.train(np.array([1])))[0][0] == ["Hau@@", "s", "Hun@@", "d"]
+    assert "The" in data.vocabulary(), "words=spaced keeps capital letters"
+    assert open_text(tmp_path, german, english, words="marked").spec.pieces == 0
 
 
 @pytest.mark.parametrize("german, english, message", [
@@ -88,31 +88,33 @@ def test_pieces_of_words_have_the_first_numbers(tmp_path: Path) -> None:
     (["a b c d e f g"], ["a"], r"train\.de: no pair of at most 6 words \(data\.length\)"),
     ([""], ["a"], r"train\.de: no line with a text in both files"),
 ])
-def test_lines_that_are_no_pairs(german: list[str], english: list[str], message: str, tmp_path: Path) -> None:
+def test_files_without_matching_pairs_of_lines_are_refused(
+    german: list[str], english: list[str], message: str, tmp_path: Path
+) -> None:
     with pytest.raises(DataError, match=message):
-        opened(tmp_path, german, english)
+        open_text(tmp_path, german, english)
 
 
-def test_files_that_cannot_be_read(tmp_path: Path) -> None:
-    opened(tmp_path)
+def test_unreadable_files_of_sentences_are_named(tmp_path: Path) -> None:
+    open_text(tmp_path)
     whole = (tmp_path / "d" / "test.de.gz").read_bytes()
     for damaged in (whole[:-9], b"no gzip", whole[:10] + b"\xff" * 20):
         (tmp_path / "d" / "test.de.gz").write_bytes(damaged)
         with pytest.raises(DataError, match=r"test\.de\.gz: cannot be read: "):
-            reopened(tmp_path)
+            open_existing(tmp_path)
     (tmp_path / "d" / "test.de.gz").write_bytes(gzip.compress(b"\xff\n"))
     with pytest.raises(DataError, match=r"test\.de\.gz: cannot be read as UTF-8"):
-        reopened(tmp_path)
+        open_existing(tmp_path)
     (tmp_path / "d" / "test.de.gz").unlink()
     with pytest.raises(DataError, match=r"test\.de\.gz: no such file; expected .* \(data\.test_source\)"):
-        reopened(tmp_path)
+        open_existing(tmp_path)
 
 
-def reopened(folder: Path) -> None:
+def open_existing(folder: Path) -> None:
     open_dataset({"name": "parallel_text", "source": "d/train.de", "target": "d/train.en",
                   "test_source": "d/test.de.gz", "test_target": "d/test.en.gz"}, folder)  # fmt: skip
 
 
-def test_nodes_with_files_of_their_own_would_number_words_otherwise(tmp_path: Path) -> None:
+def test_parallel_text_refuses_private_files(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="must be the same for all nodes"):
-        opened(tmp_path).check_private()
+        open_text(tmp_path).check_private()

@@ -37,9 +37,9 @@ CHECKED: list[tuple[str, dict[str, Any], Callable[[int], bool]]] = [
     ("by_key", {"even": "keys", "order": "ascending"}, lambda n: True),
     ("by_key", {"keys_per_node": 2}, lambda n: n * 2 >= 40),
 ]
-"""Partition, its keys, and with how many nodes it covers all samples (of 10 classes and 40 keys)."""
+"""(name, keys of the section, whether it deals all samples to n nodes), for samples of 10 classes and 40 keys."""
 FIXED = {"ordered"}
-"""Partitions that nothing is drawn for."""
+"""Partitions that do not depend on the seed."""
 
 
 def test_all_partitions_are_checked() -> None:
@@ -56,14 +56,14 @@ def test_contract(name: str, section: dict[str, Any], covers: Callable[[int], bo
 
 
 @pytest.mark.parametrize("name", PARTITIONS)
-def test_too_few_samples_name_the_node_that_goes_empty(name: str) -> None:
+def test_too_few_samples_are_an_error_that_names_the_empty_node(name: str) -> None:
     with pytest.raises(DataError, match="node 5 would get no training sample: 5 samples for 6 nodes; use fewer nodes"):
         make(name).split(labels(5), 6, np.random.default_rng(0), np.arange(5))
 
 
 @given(st.integers(1, 20), st.integers(1, 200), st.integers(1, 12), st.integers(0, 2**32))
 @settings(max_examples=60, deadline=None)
-def test_any_sizes(num_nodes: int, count: int, classes: int, seed: int) -> None:
+def test_partitions_of_any_sizes_are_valid(num_nodes: int, count: int, classes: int, seed: int) -> None:
     assume(count >= num_nodes)
     targets = labels(count, classes, seed)
     sizes = [len(part) for part in check_split(make("iid"), targets, num_nodes)]
@@ -76,7 +76,7 @@ def test_any_sizes(num_nodes: int, count: int, classes: int, seed: int) -> None:
         check_split(make("by_key"), targets, num_nodes, keys=keys)
 
 
-def test_shards_give_few_classes() -> None:
+def test_shards_give_each_node_few_classes() -> None:
     targets = np.repeat(np.arange(10), 100)
     parts = check_split(make("shards", shards=2), targets, 10)
     assert {len(part) for part in parts} == {100}
@@ -86,7 +86,7 @@ def test_shards_give_few_classes() -> None:
 
 
 @pytest.mark.parametrize("num_nodes, each", [(16, 2), (10, 1), (7, 3), (3, 10), (100, 2)])
-def test_k_classes_are_exact_and_even(num_nodes: int, each: int) -> None:
+def test_k_classes_gives_each_node_exactly_k_classes(num_nodes: int, each: int) -> None:
     targets = np.repeat(np.arange(10), 60)
     parts = check_split(make("k_classes", classes=each), targets, num_nodes, covers=num_nodes * each >= 10)
     held = np.array([np.bincount(targets[part], minlength=10) > 0 for part in parts])
@@ -116,7 +116,7 @@ def test_dirichlet_skew_follows_alpha() -> None:
     assert skews[0] > 0.6 and skews[-1] < 0.13
 
 
-def test_dirichlet_is_balanced() -> None:
+def test_balanced_dirichlet_bounds_the_share_of_a_node() -> None:
     """A node above N/n gets no more, so that none exceeds N/n by more than one class."""
     targets = np.repeat(np.arange(10), 100)
     for seed in range(20):
@@ -124,13 +124,13 @@ def test_dirichlet_is_balanced() -> None:
         assert max(len(part) for part in parts) <= 1000 / 8 + 100
 
 
-def test_dirichlet_of_the_extreme_alphas() -> None:
+def test_dirichlet_with_extreme_alphas() -> None:
     targets = np.repeat(np.arange(10), 100)
     check_split(make("dirichlet", alpha=1e-9, min_samples=1), targets, 4)
     check_split(make("dirichlet", alpha=1e9), targets, 16)
 
 
-def test_dirichlet_that_cannot_be() -> None:
+def test_impossible_dirichlet_partitions_are_refused() -> None:
     with pytest.raises(DataError, match=r"partition\.min_samples must be at most 6 .* got 7"):
         make("dirichlet", min_samples=7).split(labels(100), 16, np.random.default_rng(0))
     message = r"node \d+ would get \d+ training samples, .*raise partition\.alpha \(now 0\.01\)"
@@ -140,7 +140,7 @@ def test_dirichlet_that_cannot_be() -> None:
         make("dirichlet", alpha=0)
 
 
-def test_keys_stay_whole_and_even() -> None:
+def test_by_key_keeps_keys_whole_and_shares_even() -> None:
     keys = np.repeat(np.arange(100) * 7, 10)
     parts = check_split(make("by_key"), labels(1000), 9, keys=keys)
     owners = [set(keys[part]) for part in parts]
@@ -150,7 +150,7 @@ def test_keys_stay_whole_and_even() -> None:
         make("by_key").split(labels(30), 5, np.random.default_rng(0), np.arange(30) % 3)
 
 
-def test_keys_by_number() -> None:
+def test_by_key_deals_equal_numbers_of_keys() -> None:
     keys = np.repeat(np.arange(10), [1, 50, 1, 1, 1, 1, 1, 1, 1, 1])
     parts = check_split(make("by_key", even="keys"), labels(59), 3, keys=keys)
     assert sorted(len(set(keys[part])) for part in parts) == [3, 3, 4]
@@ -166,7 +166,7 @@ def test_keys_by_number() -> None:
         make("by_key", order="ascending")
 
 
-def test_only_local_deals_alike_on_every_machine() -> None:
+def test_only_local_deals_all_samples_on_every_machine_alike() -> None:
     partition = make("only_local", within={"name": "dirichlet", "alpha": 0.5})
     partition.set_machines([(0, 1, 2), (3, 4, 5), (6, 7)])
     targets = labels(600)
@@ -189,7 +189,7 @@ def test_only_local_follows_the_mapping() -> None:
     assert [len(parts[uid]) for uid in range(4)] == [719, 718] * 2 and np.array_equal(parts[1], parts[3])
 
 
-def test_fractions() -> None:
+def test_fractions_and_ordered_give_the_requested_sizes() -> None:
     parts = check_split(make("fractions", fractions=[0.5, 0.3, 0.2]), labels(999), 3)
     assert [len(part) for part in parts] == [500, 299, 200]  # ends at 499.5, 799.2 and 999
     thirds = check_split(make("fractions", fractions=[1 / 3] * 3), labels(100), 3)
@@ -207,14 +207,14 @@ def test_fractions() -> None:
     ([0.5, 0.5, 0.1], r"must add up to at most 1, got 1\.1"),
     ([0.5, 0.001, 0.4], r"node 1 would get no training sample; its fraction is too small: raise it in partition\.frac"),
 ])
-def test_fractions_that_cannot_be(fractions: list[float], problem: str) -> None:
+def test_invalid_fractions_are_refused(fractions: list[float], problem: str) -> None:
     for name in ("fractions", "ordered"):
         with pytest.raises(DataError, match=problem):
             make(name, fractions=fractions).split(labels(20), 3, np.random.default_rng(0))
 
 
-def _of_hsu(alpha: float, num_nodes: int, generator: np.random.Generator) -> np.ndarray:
-    """[n, C] counts as Hsu et al. deal 10 classes of 5,000: each node draws the shares of its classes."""
+def deal_as_hsu(alpha: float, num_nodes: int, generator: np.random.Generator) -> np.ndarray:
+    """Returns counts [nodes, classes] as Hsu et al. deal 10 classes of 5,000: each node draws its class shares."""
     left, size = np.full(10, 5000), 50_000 // num_nodes
     counts = np.zeros((num_nodes, 10), np.int64)
     for mine in counts:
@@ -229,8 +229,8 @@ def _of_hsu(alpha: float, num_nodes: int, generator: np.random.Generator) -> np.
 
 
 @pytest.mark.slow
-def test_dirichlet_compared_with_that_of_hsu() -> None:
-    """What docs/howto/data.rst says: distance of a node's labels from all labels (total variation)."""
+def test_the_table_in_the_docs_compares_dirichlet_with_hsu() -> None:
+    """Checks the table in docs/howto/data.rst: the total variation distance of a node's labels from all labels."""
     page = (Path(__file__).parents[2] / "docs" / "howto" / "data.rst").read_text()
     targets = np.repeat(np.arange(10), 5000)
 
@@ -250,6 +250,6 @@ def test_dirichlet_compared_with_that_of_hsu() -> None:
             found.append(float(np.mean(skews)))
             row = f"{found[-1]:.2f}         {np.median(smallest):,.0f} to {np.median(largest):,.0f}"
             assert row in page, (alpha, balanced, row)
-        hsu = float(np.mean([skew(_of_hsu(alpha, 16, np.random.default_rng(seed))) for seed in range(20)]))
+        hsu = float(np.mean([skew(deal_as_hsu(alpha, 16, np.random.default_rng(seed))) for seed in range(20)]))
         assert f"{hsu:.2f}         3,125 to 3,125" in page
         assert abs(found[0] - hsu) < 0.03 < hsu - found[1] + 0.01

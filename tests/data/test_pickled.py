@@ -1,4 +1,4 @@
-"""The reader of CIFAR's Python files reads them, and nothing else."""
+"""The restricted reader of pickles: reads CIFAR's Python files and vocabularies, and refuses everything else."""
 
 from __future__ import annotations
 
@@ -30,30 +30,30 @@ def read(folder: Path, content: bytes) -> dict[str, Any]:
     return read_pickled(path)
 
 
-def same(found: dict[str, Any]) -> bool:
+def equals_content(found: dict[str, Any]) -> bool:
     plain = {key: value for key, value in found.items() if key != "data"}
     return np.array_equal(found["data"], CONTENT["data"]) and plain == {k: v for k, v in CONTENT.items() if k != "data"}
 
 
-def test_a_file_of_python_2(tmp_path: Path) -> None:
+def test_a_pickle_of_python_2_is_read(tmp_path: Path) -> None:
     content = python2_pickle(CONTENT)
     reference = pickle.loads(content, encoding="latin-1")
     assert np.array_equal(reference.pop("data"), CONTENT["data"])
     assert reference == {key: value for key, value in CONTENT.items() if key != "data"}
-    assert same(read(tmp_path, content))
+    assert equals_content(read(tmp_path, content))
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4])
-def test_files_written_again_by_python_3(tmp_path: Path, protocol: int) -> None:
-    assert same(read(tmp_path, pickle.dumps(CONTENT, protocol)))
+def test_pickles_of_python_3_are_read(tmp_path: Path, protocol: int) -> None:
+    assert equals_content(read(tmp_path, pickle.dumps(CONTENT, protocol)))
     bytes_keys = {key.encode(): value for key, value in CONTENT.items()}
-    assert same(read(tmp_path, pickle.dumps(bytes_keys, protocol)))
+    assert equals_content(read(tmp_path, pickle.dumps(bytes_keys, protocol)))
 
 
 @pytest.mark.slow
 @pytest.mark.sampled(one=["protocol"])
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
-def test_words_and_their_numbers(tmp_path: Path, protocol: int) -> None:
+def test_a_pickled_vocabulary_is_read(tmp_path: Path, protocol: int) -> None:
     words = {f"word{n}é": n for n in range(70_000)}
     content = {"vocab": words, "size": 70_000, "pad_symbol": 0}
     assert read(tmp_path, pickle.dumps(content, protocol)) == content
@@ -65,7 +65,7 @@ def test_words_and_their_numbers(tmp_path: Path, protocol: int) -> None:
         read(tmp_path, pickle.dumps({"a" * 2000: 1}, protocol))
 
 
-def test_pixels_are_a_view_of_the_file(tmp_path: Path) -> None:
+def test_unpickled_pixels_are_a_view_of_the_file(tmp_path: Path) -> None:
     content = python2_pickle({"data": np.zeros((2000, 3072), np.uint8)})
     (tmp_path / "batch").write_bytes(content)
     tracemalloc.start()
@@ -75,17 +75,17 @@ def test_pixels_are_a_view_of_the_file(tmp_path: Path) -> None:
     assert found.shape == (2000, 3072) and peak < 1 << 20
 
 
-class Runs:
-    """What a general unpickler would do for whoever made the file."""
+class CallsSystem:
+    """An object for which a general unpickler would run a command."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return os.system, ("touch /tmp/decentnode-was-here",)
 
 
 @pytest.mark.parametrize("protocol", range(6))
-def test_programs_are_refused(tmp_path: Path, protocol: int) -> None:
+def test_pickles_that_call_functions_are_refused(tmp_path: Path, protocol: int) -> None:
     with pytest.raises(DataError, match="not a batch of CIFAR in Python's format: byte"):
-        read(tmp_path, pickle.dumps({"data": Runs()}, protocol))
+        read(tmp_path, pickle.dumps({"data": CallsSystem()}, protocol))
 
 
 @pytest.mark.parametrize("content, problem", [
@@ -115,7 +115,7 @@ def test_programs_are_refused(tmp_path: Path, protocol: int) -> None:
     (b"", "size must be 1 to"),
     (b"\x80", "byte 0: ends too early"),
 ])
-def test_what_is_refused(tmp_path: Path, content: bytes, problem: str) -> None:
+def test_malformed_pickles_are_refused(tmp_path: Path, content: bytes, problem: str) -> None:
     with pytest.raises(DataError, match=problem):
         read(tmp_path, content)
 
@@ -135,14 +135,14 @@ def array(shape: bytes, order: bytes = b"\x89", content: bytes = b"U\x04abcd", v
     (array(b"K\x04\x85", content=b"N"), "with an invalid shape, dtype or bytes"),
     (array(b"K\x04\x85", version=b""), "an array that is not"),
 ])
-def test_arrays_that_are_refused(tmp_path: Path, content: bytes, problem: str) -> None:
+def test_malformed_pickled_arrays_are_refused(tmp_path: Path, content: bytes, problem: str) -> None:
     assert read(tmp_path, array(b"K\x02K\x02\x86"))["data"].tolist() == [[97, 98], [99, 100]]
     with pytest.raises(DataError, match=problem):
         read(tmp_path, content)
 
 
-def test_bombs_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file of one-byte instructions may not fill the memory: objects are bounded, not only bytes."""
+def test_pickles_that_would_fill_the_memory_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Instructions, nesting and copies are bounded, not only bytes, so that a small file cannot fill the memory."""
     monkeypatch.setattr(pickled, "MAX_INSTRUCTIONS", 1000)
     with pytest.raises(DataError, match="more than 1000 instructions"):
         read(tmp_path, b"\x80\x02" + b"N" * 2000 + b".")
@@ -170,17 +170,17 @@ VALID = python2_pickle({"labels": [1, 2], "data": np.arange(12, dtype=np.uint8).
 @given(st.lists(st.tuples(st.integers(0, len(VALID) - 1), st.integers(0, 255)), min_size=1, max_size=6),
        st.integers(0, len(VALID)), st.booleans())  # fmt: skip
 @settings(max_examples=400 if not os.environ.get("DECENTNODE_STRESS") else 100_000, deadline=None)
-def test_any_damage_is_an_error_or_plain_data(flips: list[tuple[int, int]], cut: int, cuts: bool) -> None:
+def test_damaged_pickles_are_an_error_or_plain_data(flips: list[tuple[int, int]], cut: int, cuts: bool) -> None:
     content = bytearray(VALID)
     for place, value in flips:
         content[place] = value
-    outcome(bytes(content[:cut]) if cuts else bytes(content))
+    check_error_or_plain_data(bytes(content[:cut]) if cuts else bytes(content))
 
 
 @given(st.binary(min_size=1, max_size=60))
 @settings(max_examples=300, deadline=None)
-def test_any_bytes(content: bytes) -> None:
-    outcome(b"\x80\x02" + content + b".")
+def test_random_bytes_are_an_error_or_plain_data(content: bytes) -> None:
+    check_error_or_plain_data(b"\x80\x02" + content + b".")
 
 
 @given(st.lists(st.sampled_from([
@@ -189,11 +189,12 @@ def test_any_bytes(content: bytes) -> None:
     b"cnumpy.core.multiarray\n_reconstruct\n", b"c_codecs\nencode\n",
 ]), max_size=40))  # fmt: skip
 @settings(max_examples=400 if not os.environ.get("DECENTNODE_STRESS") else 100_000, deadline=None)
-def test_any_instructions(program: list[bytes]) -> None:
-    outcome(b"\x80\x02" + b"".join(program) + b".")
+def test_random_pickle_programs_are_an_error_or_plain_data(program: list[bytes]) -> None:
+    check_error_or_plain_data(b"\x80\x02" + b"".join(program) + b".")
 
 
-def outcome(content: bytes) -> None:
+def check_error_or_plain_data(content: bytes) -> None:
+    """Checks that the reader refuses the content, or returns arrays, texts, numbers and lists only."""
     machine = pickled._Machine(memoryview(bytearray(content)))
     try:
         found = machine.run()
@@ -202,6 +203,6 @@ def outcome(content: bytes) -> None:
     assert all(isinstance(value, np.ndarray | str | int | list) for value in found.values())
 
 
-def test_lengths_are_little_endian(tmp_path: Path) -> None:
+def test_text_lengths_in_pickles_are_little_endian(tmp_path: Path) -> None:
     text = b"x" * 300
     assert read(tmp_path, b"\x80\x02}U\x01tT" + struct.pack("<I", 300) + text + b"s.") == {"t": text.decode()}

@@ -1,4 +1,4 @@
-"""Reddit in LEAF's format: its sequences and its vocabulary, and that a model learns from them."""
+"""Reddit in LEAF's format: sequences, next words, the vocabulary, and a model that learns from them."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from .files import leaf_text, open_dataset, write_leaf, write_reddit
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 REDDIT = {"name": "reddit", "folder": "d/data"}
-"""Its vocabulary lies where LEAF's scripts put it."""
+"""A data section; the vocabulary is where LEAF's scripts put it."""
 
 
-def expected(path: Path, words: list[str]) -> tuple[list[list[int]], list[int]]:
-    """Inputs and targets of a file by decentralizepy's rule, in plain Python."""
+def read_by_decentralizepys_rule(path: Path, words: list[str]) -> tuple[list[list[int]], list[int]]:
+    """Returns inputs and targets of a file by decentralizepy's rule: the target is the last word that follows."""
     inputs, targets = [], []
     numbers = {word: number for number, word in enumerate(words)}
     for user in json.loads(path.read_text())["user_data"].values():
@@ -41,11 +41,12 @@ def expected(path: Path, words: list[str]) -> tuple[list[list[int]], list[int]]:
     return inputs, targets
 
 
-def test_sequences_and_the_word_behind_them(tmp_path: Path) -> None:
+def test_reddit_sequences_and_next_words_follow_decentralizepys_rule(tmp_path: Path) -> None:
     words = write_reddit(tmp_path / "d")
     data = open_dataset(REDDIT, tmp_path)
     found = data.train(np.arange(data.num_train()))
-    parts = [expected(path, words) for path in sorted((tmp_path / "d" / "data" / "train").iterdir())]
+    paths = sorted((tmp_path / "d" / "data" / "train").iterdir())
+    parts = [read_by_decentralizepys_rule(path, words) for path in paths]
     assert found.inputs.tolist() == [row for inputs, _ in parts for row in inputs]  # type: ignore[union-attr]
     assert found.targets.tolist() == [each for _, targets in parts for each in targets]  # type: ignore[union-attr]
     assert found.ids and found.inputs.dtype == np.int16 and data.spec.vocabulary == len(words)
@@ -54,7 +55,7 @@ def test_sequences_and_the_word_behind_them(tmp_path: Path) -> None:
     assert fewer.num_test() == len(fewer.test()) == -(-data.num_test() // 3)
 
 
-def test_a_sequence_without_a_word_behind_it_is_left_out(tmp_path: Path) -> None:
+def test_sequences_without_a_next_word_are_left_out(tmp_path: Path) -> None:
     row = ["a"] * 10
     behind = [["<PAD>"] * 10, [*row[:3], *["<PAD>"] * 7], ["zebra", *["<PAD>"] * 9]]
     user: tuple[list[Any], list[Any]] = ([[row, row, row]], [{"target_tokens": behind}])
@@ -64,7 +65,7 @@ def test_a_sequence_without_a_word_behind_it_is_left_out(tmp_path: Path) -> None
     assert data.train(np.arange(2)).targets.tolist() == [2, 1] and data.num_train() == 2 and data.spec.vocabulary == 3
 
 
-def test_words_are_counted_where_there_is_no_vocabulary(tmp_path: Path) -> None:
+def test_words_are_counted_if_there_is_no_vocabulary_file(tmp_path: Path) -> None:
     write_reddit(tmp_path / "d", vocabulary=False)
     data = open_dataset({**REDDIT, "vocabulary_size": 6}, tmp_path)
     assert data.spec.vocabulary == 6 and data.train(np.arange(4)).inputs.max() == 5  # type: ignore[union-attr]
@@ -73,7 +74,7 @@ def test_words_are_counted_where_there_is_no_vocabulary(tmp_path: Path) -> None:
     assert counted.numbers == {"<PAD>": 0, "<UNK>": 1, "b": 2, "c": 3, "a": 4}
 
 
-def test_a_vocabulary_that_comes_later_is_seen(tmp_path: Path) -> None:
+def test_a_vocabulary_file_added_later_is_used(tmp_path: Path) -> None:
     words = write_reddit(tmp_path / "d")
     path = tmp_path / "d" / "vocab" / "reddit_vocab.pck"
     content = path.read_bytes()
@@ -85,7 +86,7 @@ def test_a_vocabulary_that_comes_later_is_seen(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_node_holds_its_share_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_holds_only_its_share_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leaf, "CHUNK", 1 << 14)
     row = [f"w{n}" for n in range(10)]
     users: dict[str, tuple[list[Any], list[Any]]] = {
@@ -115,7 +116,7 @@ def test_a_node_holds_its_share_alone(tmp_path: Path, monkeypatch: pytest.Monkey
     ([[["a"] * 10]], [{"target_tokens": 3}], "'y' must be dicts with 'target_tokens'"),
     ([[["a"] * 10]], [{"target_tokens": []}], "has 1 sequences and 0 following sequences"),
 ])
-def test_comments_that_are_none(tmp_path: Path, x: Any, y: Any, problem: str) -> None:
+def test_malformed_comments_are_refused(tmp_path: Path, x: Any, y: Any, problem: str) -> None:
     write_leaf(tmp_path / "d" / "data", {"me": (x, y)}, {"me": (x, y)})
     with pytest.raises(DataError, match=f"user 'me': {problem}"):
         open_dataset(REDDIT, tmp_path)
@@ -130,14 +131,14 @@ def test_comments_that_are_none(tmp_path: Path, x: Any, y: Any, problem: str) ->
     ("v.json", b'{"vocab": {"a": 3}, "pad_symbol": "<PAD>"}', "'pad_symbol' and 'unk_symbol' must be numbers"),
     ("v.pck", b"cos\nsystem\n(S'ls'\ntR.", "not a vocabulary of LEAF in Python's format: .* names os.system"),
 ])
-def test_vocabularies_that_are_none(tmp_path: Path, name: str, content: bytes, problem: str) -> None:
+def test_malformed_vocabularies_are_refused(tmp_path: Path, name: str, content: bytes, problem: str) -> None:
     write_reddit(tmp_path / "d")
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=problem):
         open_dataset({**REDDIT, "vocabulary": name}, tmp_path)
 
 
-def test_private_files_need_one_vocabulary(tmp_path: Path) -> None:
+def test_private_files_need_a_given_vocabulary(tmp_path: Path) -> None:
     write_reddit(tmp_path / "d")
     with pytest.raises(DataError, match="vocabulary must be given where each node has private files"):
         open_dataset(REDDIT, tmp_path).check_private()
@@ -145,7 +146,7 @@ def test_private_files_need_one_vocabulary(tmp_path: Path) -> None:
         open_dataset({**REDDIT, "vocabulary": "none.pck"}, tmp_path)
 
 
-def test_what_data_says_of_it(tmp_path: Path) -> None:
+def test_data_commands_on_reddit(tmp_path: Path) -> None:
     write_reddit(tmp_path / "d")
     found = CliRunner().invoke(main, ["data", "prepare", "reddit", "--from", str(tmp_path / "d" / "data")])
     assert found.exit_code == 0 and "4 users" in found.output and "all readable" in found.output, found.output
@@ -159,8 +160,8 @@ def test_what_data_says_of_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_it_learns(tmp_path: Path) -> None:
-    """Far beyond the most frequent word, which a trivial predictor names."""
+def test_a_recurrent_model_learns_reddit_comments(tmp_path: Path) -> None:
+    """The accuracy is far above that of always predicting the most frequent word."""
     write_reddit(tmp_path / "d", users=6)
     experiment = load(QUICKSTART, [
         "graph={name: ring, nodes: 3}", "mapping={machines: 1, nodes_per_machine: 3}",

@@ -1,4 +1,4 @@
-"""Downloads, from a server of this machine."""
+"""Downloads, from an HTTP server on this machine."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from decentnode.data import DATASETS, sources
 from decentnode.data.sources import SOURCES, Remote, Source, fetch, get, remedy, unpack
 from decentnode.errors import DataError, EnvironmentFault
 
-from .files import idx_bytes, open_dataset, samples, write_cifar10
+from .files import idx_bytes, make_samples, open_dataset, write_cifar10
 
 CONTENT = np.random.default_rng(0).integers(0, 256, 300_000, np.uint8).tobytes()
 
 
 class Server:
-    """Serves `files`, and cuts connections as a test asks."""
+    """An HTTP server of `files` that can cut connections and ignore ranges."""
 
     def __init__(self) -> None:
         self.files: dict[str, bytes] = {"a.bin": CONTENT}
         self.ranges: list[str] = []
         self.cut_after: int | None = None
-        """Connections end after so many bytes."""
+        """Number of bytes after which a connection ends; None for no limit."""
         self.resumes = True
         outer = self
 
@@ -81,7 +81,7 @@ def remote(content: bytes = CONTENT, name: str = "a.bin", **changes: Any) -> Rem
     return Remote(**{**facts, **changes})
 
 
-def test_a_file_is_loaded_once(server: Server, tmp_path: Path) -> None:
+def test_a_file_is_downloaded_once(server: Server, tmp_path: Path) -> None:
     seen: list[tuple[str, int, int]] = []
     for _ in range(2):
         path = fetch(remote(), tmp_path, server.url, lambda *facts: seen.append(facts))
@@ -89,47 +89,47 @@ def test_a_file_is_loaded_once(server: Server, tmp_path: Path) -> None:
     assert seen[-1] == ("a.bin", 300_000, 300_000) and not path.with_name("a.bin.part").exists()
 
 
-def test_a_download_goes_on_where_it_was_cut(server: Server, tmp_path: Path) -> None:
+def test_an_interrupted_download_resumes(server: Server, tmp_path: Path) -> None:
     server.cut_after = 100_000
     assert fetch(remote(), tmp_path, server.url).read_bytes() == CONTENT
     assert server.ranges == ["", "bytes=100000-", "bytes=200000-"]
 
 
-def test_a_part_of_an_earlier_process_is_taken_up(server: Server, tmp_path: Path) -> None:
+def test_a_partial_file_of_an_earlier_process_is_resumed(server: Server, tmp_path: Path) -> None:
     (tmp_path / "a.bin.part").write_bytes(CONTENT[:299_999])
     assert fetch(remote(), tmp_path, server.url).read_bytes() == CONTENT
     assert server.ranges == ["bytes=299999-"]
 
 
-def test_a_server_that_cannot_resume(server: Server, tmp_path: Path) -> None:
+def test_a_server_without_ranges_sends_the_whole_file(server: Server, tmp_path: Path) -> None:
     server.resumes = False
     (tmp_path / "a.bin.part").write_bytes(b"x" * 1000)
     assert fetch(remote(), tmp_path, server.url).read_bytes() == CONTENT
 
 
 @pytest.mark.parametrize("change", [{"md5": "0" * 32}, {"size": 1000}])
-def test_a_wrong_digest_is_told_and_the_file_removed(server: Server, tmp_path: Path, change: dict[str, Any]) -> None:
+def test_a_file_with_a_wrong_digest_is_removed(server: Server, tmp_path: Path, change: dict[str, Any]) -> None:
     problem = r"a\.bin: the digest \(MD5\) must be \w{32}, got \w{32}; the file has been removed"
     with pytest.raises(DataError, match=problem):
         fetch(remote(**change), tmp_path, server.url)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_damaged_part_is_found(server: Server, tmp_path: Path) -> None:
+def test_a_damaged_partial_file_is_removed(server: Server, tmp_path: Path) -> None:
     (tmp_path / "a.bin.part").write_bytes(b"x" * 1000)
     with pytest.raises(DataError, match="the digest"):
         fetch(remote(), tmp_path, server.url)
     assert fetch(remote(), tmp_path, server.url).read_bytes() == CONTENT
 
 
-def test_a_server_without_the_file(server: Server, tmp_path: Path) -> None:
+def test_a_server_without_the_file_is_an_error_after_all_attempts(server: Server, tmp_path: Path) -> None:
     del server.files["a.bin"]
     with pytest.raises(EnvironmentFault, match=r"a\.bin: http.*: Not Found; 0 of 300000 bytes are in .*a\.bin\.part"):
         fetch(remote(), tmp_path, server.url)
     assert len(server.ranges) == sources.ATTEMPTS
 
 
-def test_the_second_address_is_tried(server: Server, tmp_path: Path) -> None:
+def test_the_second_url_is_tried(server: Server, tmp_path: Path) -> None:
     urls = (f"{server.url}/elsewhere/a.bin", f"{server.url}/a.bin")
     assert fetch(remote(urls=urls), tmp_path).read_bytes() == CONTENT
 
@@ -146,8 +146,10 @@ def tar_of(files: dict[str, bytes], **changes: Any) -> bytes:
     return made.getvalue()
 
 
-def test_a_dataset_is_had_and_runs(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The whole way, with a small archive in CIFAR-10's place."""
+def test_a_dataset_is_downloaded_unpacked_and_prepared(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Runs `data get` and `data prepare` on a small archive in place of CIFAR-10's."""
     write_cifar10(tmp_path / "made", files=5)
     packed = tar_of({f"cifar-10-batches-bin/{path.name}": path.read_bytes()
                      for path in sorted((tmp_path / "made").iterdir())})  # fmt: skip
@@ -162,8 +164,8 @@ def test_a_dataset_is_had_and_runs(server: Server, tmp_path: Path, monkeypatch: 
     assert "35 training samples, 5 test samples, all readable" in prepared.output
 
 
-def test_files_that_stay_packed(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    images, labels = samples()
+def test_gzip_files_are_read_without_unpacking(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    images, labels = make_samples()
     import gzip
 
     parts = {name: gzip.compress(idx_bytes(array)) for kind in ("train", "t10k") for name, array in
@@ -178,7 +180,9 @@ def test_files_that_stay_packed(server: Server, tmp_path: Path, monkeypatch: pyt
     ("../out", {}), ("/etc/out", {}), ("a/../../out", {}), ("link", {"type": tarfile.SYMTYPE, "linkname": "/etc"}),
     ("pipe", {"type": tarfile.FIFOTYPE}), ("hard", {"type": tarfile.LNKTYPE, "linkname": "x"}),
 ])
-def test_archives_that_lead_elsewhere(tmp_path: Path, name: str, changes: dict[str, Any]) -> None:
+def test_archives_with_members_outside_the_target_are_refused(
+    tmp_path: Path, name: str, changes: dict[str, Any]
+) -> None:
     archive = tmp_path / "a.tar.gz"
     archive.write_bytes(tar_of({name: b""}, **changes))
     with pytest.raises(DataError, match="which is not a file or folder below the archive's"):
@@ -186,7 +190,7 @@ def test_archives_that_lead_elsewhere(tmp_path: Path, name: str, changes: dict[s
     assert not (tmp_path / "to").exists()
 
 
-def test_zip_archives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_zip_archives_are_unpacked_within_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     archive = tmp_path / "a.zip"
     with zipfile.ZipFile(archive, "w") as packed:
         packed.writestr("folder/file", "hello")
@@ -201,14 +205,14 @@ def test_zip_archives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             unpack(tmp_path / f"b.{suffix}", tmp_path / "to")
 
 
-def test_what_has_no_download(tmp_path: Path) -> None:
+def test_datasets_without_a_download_are_an_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"femnist cannot be downloaded; one of cifar10, .* can\. LEAF's .*\.sh"):
         get("femnist", tmp_path)
     with pytest.raises(DataError, match="cifar11 cannot be downloaded; one of cifar10"):
         get("cifar11", tmp_path)
 
 
-def test_the_catalogue() -> None:
+def test_sources_name_datasets_with_digests_or_instructions() -> None:
     for name, source in SOURCES.items():
         assert (source.dataset or name) in DATASETS
         assert bool(source.files) != bool(source.manual)
@@ -221,7 +225,7 @@ def test_the_catalogue() -> None:
     {"name": "femnist", "folder": "no"}, {"name": "celeba", "folder": "no", "images": "no"},
     {"name": "tiny_imagenet", "folder": "no"}, {"name": "image_folder", "folder": "no"},
 ])
-def test_a_missing_file_says_how_to_come_by_it(section: dict[str, Any], tmp_path: Path) -> None:
+def test_missing_datasets_are_errors_that_say_how_to_get_them(section: dict[str, Any], tmp_path: Path) -> None:
     name = section["name"]
     with pytest.raises(DataError) as caught:
         open_dataset(section, tmp_path)

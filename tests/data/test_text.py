@@ -1,4 +1,4 @@
-"""Plain text: speakers as keys, windows that do not cross from training to test."""
+"""Plain text: speakers as keys, and windows that do not reach from the training part into the test part."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ PLAY = "".join(
 )
 
 
-def opened(folder: Path, text: str = PLAY, **keys: Any) -> Text:
+def open_text(folder: Path, text: str = PLAY, **keys: Any) -> Text:
     (folder / "t.txt").write_text(text, encoding="utf-8")
     return Text(TextConfig.model_validate({"file": "t.txt", "window": 16, **keys}), folder)
 
 
-def texts(data: Text, samples: Samples) -> list[tuple[str, str]]:
-    """(input, target) of each sample as text, without padding."""
+def as_texts(data: Text, samples: Samples) -> list[tuple[str, str]]:
+    """Returns (input, target) of each sample as text, without padding."""
     inputs, targets = Source(samples, torch.device("cpu")).take(torch.arange(len(samples)))
     found = []
     for x, y in zip(inputs.tolist(), targets.tolist(), strict=True):
@@ -35,37 +35,37 @@ def texts(data: Text, samples: Samples) -> list[tuple[str, str]]:
     return found
 
 
-def test_every_character_follows_the_one_before(tmp_path: Path) -> None:
-    data = opened(tmp_path)
+def test_targets_are_the_characters_after_the_inputs(tmp_path: Path) -> None:
+    data = open_text(tmp_path)
     assert data.names == ["Ann", "Robert", "Eve"] and data.spec.vocabulary == 12
     said = ["".join(parts) for parts in speeches(PLAY).values()]
     train, test = data.train(np.arange(data.num_train())), data.test()
     for key, whole in enumerate(said):
-        mine = [pair for pair, of in zip(texts(data, train), data.train_keys(), strict=True) if of == key]  # type: ignore[arg-type]
-        tested = [pair for pair, of in zip(texts(data, test), data.test_keys(), strict=True) if of == key]  # type: ignore[arg-type]
+        mine = [pair for pair, of in zip(as_texts(data, train), data.train_keys(), strict=True) if of == key]  # type: ignore[arg-type]
+        tested = [pair for pair, of in zip(as_texts(data, test), data.test_keys(), strict=True) if of == key]  # type: ignore[arg-type]
         border = len(whole) - round(0.1 * len(whole))
         assert "".join(y for _, y in mine) == whole[1:border] and "".join(y for _, y in tested) == whole[border + 1 :]
         assert all(x[1:] == y[:-1] for x, y in mine + tested) and {len(x) for x, _ in mine} >= {16}
 
 
-def test_the_character_behind_a_window(tmp_path: Path) -> None:
-    data = opened(tmp_path, predict="last", stride=1)
+def test_predict_last_has_the_character_after_the_window_as_target(tmp_path: Path) -> None:
+    data = open_text(tmp_path, predict="last", stride=1)
     assert data.spec.target_shape == () and data.spec.input_shape == (16,)
     said = "".join(speeches(PLAY)["Eve"])
-    for x, y in texts(data, data.train(np.flatnonzero(data.train_keys() == 2))):
+    for x, y in as_texts(data, data.train(np.flatnonzero(data.train_keys() == 2))):
         assert len(x) == 16 and x + y in said
 
 
-def test_a_text_without_speakers_and_an_alphabet_of_its_own(tmp_path: Path) -> None:
-    data = opened(tmp_path, "ab " * 200, speakers=False, alphabet="ab z")
+def test_texts_without_speakers_and_with_a_given_alphabet(tmp_path: Path) -> None:
+    data = open_text(tmp_path, "ab " * 200, speakers=False, alphabet="ab z")
     assert data.train_keys() is None and data.spec.vocabulary == 4
-    assert sum(len(y) for _, y in texts(data, data.train(np.arange(data.num_train())))) == 539
+    assert sum(len(y) for _, y in as_texts(data, data.train(np.arange(data.num_train())))) == 539
     with pytest.raises(DataError, match=r"data\.alphabet must have all characters of .* it lacks 'c'"):
-        opened(tmp_path, "abc " * 100, speakers=False, alphabet="ab ")
+        open_text(tmp_path, "abc " * 100, speakers=False, alphabet="ab ")
     with pytest.raises(DataError, match="too short"):
-        opened(tmp_path, "ab", speakers=False)
+        open_text(tmp_path, "ab", speakers=False)
     with pytest.raises(DataError, match="alphabet must be given where each node has private files"):
-        opened(tmp_path).check_private()
+        open_text(tmp_path).check_private()
     (tmp_path / "t.txt").write_bytes(b"\xff\xfe")
     with pytest.raises(DataError, match="cannot be read as UTF-8"):
         Text(TextConfig(file=Path("t.txt")), tmp_path)

@@ -1,4 +1,4 @@
-"""Shakespeare in LEAF's format and MovieLens: read, and learned from."""
+"""Shakespeare in LEAF's format and MovieLens: reading, and models that learn from them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .files import open_dataset, write_leaf, write_movielens, write_shakespeare
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 
 
-def test_characters_of_shakespeare(tmp_path: Path) -> None:
+def test_shakespeare_is_read_as_characters(tmp_path: Path) -> None:
     write_shakespeare(tmp_path / "d")
     data = open_dataset({"name": "shakespeare", "folder": "d"}, tmp_path)
     some = data.train(np.array([0, 1]))
@@ -36,7 +36,7 @@ def test_characters_of_shakespeare(tmp_path: Path) -> None:
     (["a" * 80], ["bc"], "'y' must be texts of 1 characters, got 'bc'"),
     ([[1] * 80], ["b"], "'x' must be texts of 80 characters"),
 ])
-def test_texts_that_are_none(tmp_path: Path, x: Any, y: Any, problem: str) -> None:
+def test_malformed_shakespeare_texts_are_refused(tmp_path: Path, x: Any, y: Any, problem: str) -> None:
     write_leaf(tmp_path / "d", {"A": (x, y)}, {"A": (x, y)})
     with pytest.raises(DataError, match=f"user 'A': {problem}"):
         open_dataset({"name": "shakespeare", "folder": "d"}, tmp_path)
@@ -68,18 +68,18 @@ def test_ratings_are_split_by_user(tmp_path: Path) -> None:
     ("1,2\n", r"ratings\.csv:1: must be"), ("1,x,3,0\n", r"ratings\.csv:1: must be"), ("", "has no ratings"),
     ("1,2,3,0\n2,2,3,0\n1,3,3,0\n", "must be sorted by user, but user 1 occurs again"),
 ])
-def test_ratings_that_are_none(tmp_path: Path, text: str, problem: str) -> None:
+def test_malformed_ratings_are_refused(tmp_path: Path, text: str, problem: str) -> None:
     (tmp_path / "ratings.csv").write_text(text)
     with pytest.raises(DataError, match=problem):
         open_dataset({"name": "movielens", "folder": "."}, tmp_path)
 
 
-def test_a_missing_file_of_ratings(tmp_path: Path) -> None:
+def test_a_missing_file_of_ratings_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"ratings\.csv: no such file; .*small\.zip .* data prepare movielens"):
         open_dataset({"name": "movielens", "folder": "."}, tmp_path)
 
 
-def learned(folder: Path, data: str, model: str, training: str, rounds: int) -> dict[str, Any]:
+def figures_after_training(folder: Path, data: str, model: str, training: str, rounds: int) -> dict[str, Any]:
     nodes = build_in_process(load(QUICKSTART, [
         f"data={data}", f"model={model}", f"training={training}", "graph={name: complete, nodes: 3}",
         "mapping={machines: 1, nodes_per_machine: 3}", f"node={{rounds: {rounds}, evaluate_every: {rounds}}}",
@@ -89,18 +89,18 @@ def learned(folder: Path, data: str, model: str, training: str, rounds: int) -> 
 
 
 @pytest.mark.slow
-def test_shakespeare_is_learned(tmp_path: Path) -> None:
+def test_an_lstm_learns_shakespeare(tmp_path: Path) -> None:
     write_shakespeare(tmp_path / "d")
-    figures = learned(tmp_path, f"{{name: shakespeare, folder: {tmp_path / 'd'}, partition: by_key}}",
+    figures = figures_after_training(tmp_path, f"{{name: shakespeare, folder: {tmp_path / 'd'}, partition: by_key}}",
                       "{name: shakespeare_lstm, hidden: 16, layers: 1}",
                       "{batch_size: 10, local_epochs: 1, optimizer: {name: adam, lr: 0.02}}", 15)  # fmt: skip
     assert float(figures["accuracy_mean"]) > 0.6  # the most frequent character alone: .2
 
 
 @pytest.mark.slow
-def test_ratings_are_learned(tmp_path: Path) -> None:
+def test_matrix_factorization_learns_ratings(tmp_path: Path) -> None:
     write_movielens(tmp_path / "d")
     data = f"{{name: movielens, folder: {tmp_path / 'd'}, partition: {{name: by_key, even: keys}}, test: own}}"
-    figures = learned(tmp_path, data, "{name: matrix_factorization, factors: 4, spread: 0.5}",
+    figures = figures_after_training(tmp_path, data, "{name: matrix_factorization, factors: 4, spread: 0.5}",
                       "{batch_size: 4, local_epochs: 2, optimizer: {name: sgd, lr: 0.05}}", 60)  # fmt: skip
     assert float(figures["rmse_mean"]) < 1.0  # the mean rating alone: 1.75

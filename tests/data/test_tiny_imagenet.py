@@ -13,7 +13,7 @@ from .files import open_dataset, write_image, write_tiny_imagenet
 SECTION = {"name": "tiny_imagenet", "folder": "d"}
 
 
-def test_images_and_classes(tmp_path: Path) -> None:
+def test_tiny_imagenet_images_and_labels(tmp_path: Path) -> None:
     write_tiny_imagenet(tmp_path / "d")
     data = open_dataset(SECTION, tmp_path)
     assert data.num_classes == 3 and np.bincount(data.train_targets()).tolist() == [4, 4, 4]
@@ -24,7 +24,7 @@ def test_images_and_classes(tmp_path: Path) -> None:
     assert isinstance(test.inputs, np.memmap)
 
 
-def test_what_is_missing_is_named(tmp_path: Path) -> None:
+def test_missing_files_and_folders_are_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"wnids\.txt: cannot be read"):
         open_dataset(SECTION, tmp_path)
     write_tiny_imagenet(tmp_path / "d")
@@ -37,7 +37,7 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
         open_dataset(SECTION, tmp_path)
 
 
-def test_sizes_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_of_another_size_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_tiny_imagenet(tmp_path / "d")
     path = tmp_path / "d" / "train" / "n00000001" / "images" / "n00000001_0.JPEG"
     write_image(path, np.zeros((64, 60, 3)))

@@ -1,4 +1,4 @@
-"""Files of tokens: windows, the tokens behind them, and no copy of the file."""
+"""Files of tokens: windows and their targets, which are views of the mapped file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .files import open_dataset
 TOKENS = np.random.default_rng(0).integers(0, 50_257, 1000)
 
 
-def opened(folder: Path, dtype: str = "uint16", **keys: Any) -> TokenFile:
+def open_tokens(folder: Path, dtype: str = "uint16", **keys: Any) -> TokenFile:
     TOKENS.astype(dtype).tofile(folder / "train.bin")
     TOKENS[500:].astype(dtype).tofile(folder / "val.bin")
     section = {"name": "token_file", "file": "train.bin", "test_file": "val.bin", "dtype": dtype, "window": 64, **keys}
@@ -29,26 +29,26 @@ def opened(folder: Path, dtype: str = "uint16", **keys: Any) -> TokenFile:
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "uint32", "int32"])
-def test_each_token_is_behind_the_one_before(dtype: str, tmp_path: Path) -> None:
-    data = opened(tmp_path, dtype)
+def test_targets_are_the_tokens_after_the_inputs(dtype: str, tmp_path: Path) -> None:
+    data = open_tokens(tmp_path, dtype)
     assert data.num_train() == 15 and data.num_test() == 7
     inputs, targets = Source(data.train(np.arange(15)), torch.device("cpu")).take(torch.arange(15))
     assert inputs.dtype == targets.dtype == torch.int64 and inputs.shape == (15, 64)
     assert inputs.flatten().tolist() == TOKENS[:960].tolist() and targets.flatten().tolist() == TOKENS[1:961].tolist()
-    assert inputs.max() > 1 << 15, "beyond what 16 bits with a sign hold"
+    assert inputs.max() > 1 << 15, "tokens beyond int16 must be tested"
     tested, _ = Source(data.test(), torch.device("cpu")).take(torch.tensor([6]))
     assert tested[0].tolist() == TOKENS[500 + 384 : 500 + 448].tolist()
 
 
-def test_windows_that_overlap_reach_to_the_last_token(tmp_path: Path) -> None:
-    data = opened(tmp_path, stride=5)
+def test_overlapping_windows_reach_the_last_token(tmp_path: Path) -> None:
+    data = open_tokens(tmp_path, stride=5)
     assert data.num_train() == 188
     _, targets = Source(data.train(np.array([187])), torch.device("cpu")).take(torch.arange(1))
     assert targets[0].tolist() == TOKENS[936:1000].tolist()
 
 
 def test_the_file_is_mapped_and_never_copied(tmp_path: Path) -> None:
-    data = opened(tmp_path)
+    data = open_tokens(tmp_path)
     train = data.train(np.arange(data.num_train()))
     assert isinstance(train.inputs, Rows) and isinstance(train.inputs.values, np.memmap)
     source = Source(train, torch.device("cpu"))
@@ -56,8 +56,8 @@ def test_the_file_is_mapped_and_never_copied(tmp_path: Path) -> None:
     assert source._targets.tensor.data_ptr() == train.inputs.values.ctypes.data
 
 
-def test_what_is_moved_to_a_device_is_moved_once_for_all_nodes(tmp_path: Path) -> None:
-    data, moves = opened(tmp_path), []
+def test_all_nodes_share_one_copy_of_the_tokens_on_a_device(tmp_path: Path) -> None:
+    data, moves = open_tokens(tmp_path), []
 
     def move(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         moves.append(tensor)
@@ -67,14 +67,14 @@ def test_what_is_moved_to_a_device_is_moved_once_for_all_nodes(tmp_path: Path) -
     assert len(moves) == 1 and len({each._inputs.tensor.data_ptr() for each in sources}) == 1
     del sources, moves[:]
     Source(data.train(np.arange(3)), torch.device("cpu"), move)
-    assert len(moves) == 1, "kept no longer than a node needs it"
+    assert len(moves) == 1, "the moved tensor must be released with the last source"
 
 
-def test_tokens_beyond_the_vocabulary_and_files_of_another_kind(tmp_path: Path) -> None:
+def test_invalid_token_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=rf"train\.bin: has token {TOKENS.max()}, data\.vocabulary is 50000"):
-        opened(tmp_path, vocabulary=50_000)
+        open_tokens(tmp_path, vocabulary=50_000)
     with pytest.raises(DataError, match=r"train\.bin: must have more than 1000 numbers uint16 \(data\.window\)"):
-        opened(tmp_path, window=1000)
+        open_tokens(tmp_path, window=1000)
     (tmp_path / "train.bin").write_bytes(b"x" * 2001)
     with pytest.raises(DataError, match="got 2001 bytes"):
         open_dataset({"name": "token_file", "file": "train.bin", "test_file": "val.bin", "window": 64}, tmp_path)

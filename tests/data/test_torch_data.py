@@ -1,4 +1,4 @@
-"""Datasets of PyTorch and iterables of batches, as they are."""
+"""Map-style datasets and iterables of batches of PyTorch as `data`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HERE = __name__
 
 
 class Points(Dataset[tuple[torch.Tensor, int]]):
-    """As torchvision's: `train` says which part, `targets` and `classes` are there."""
+    """A dataset with torchvision's interface: the argument `train`, and attributes `targets` and `classes`."""
 
     classes = ("left", "right", "none")
 
@@ -39,7 +39,7 @@ class Points(Dataset[tuple[torch.Tensor, int]]):
 
 
 class Numbers:
-    """Without labels or a part to test on; targets are numbers."""
+    """A dataset without labels and without a test part; targets are numbers."""
 
     def __init__(self, count: int = 20) -> None:
         self.count = count
@@ -78,7 +78,7 @@ class Ragged(Numbers):
 
 
 class Unreadable(Numbers):
-    """One sample cannot be made."""
+    """A dataset whose sample `bad` raises."""
 
     def __init__(self, bad: int = 7, count: int = 20) -> None:
         super().__init__(count)
@@ -96,13 +96,13 @@ class Raises(Numbers):
         raise RuntimeError("no such disk")
 
 
-def opened(name: str, nodes: int = 2, folder: Path = Path(), **keys: Any) -> OpenedData:
+def open_data(name: str, nodes: int = 2, folder: Path = Path(), **keys: Any) -> OpenedData:
     config = load_class(f"{HERE}:{name}", DATASETS, "data").Config.model_validate({"name": f"{HERE}:{name}", **keys})
     return OpenedData(config, DATASETS, folder, [0] * nodes, 1)
 
 
-def test_a_map_style_dataset_is_asked_for_the_share_alone_and_for_every_batch() -> None:
-    data = opened("Points", count=10, noise=1.0)
+def test_a_map_style_dataset_is_read_for_every_batch_and_only_in_the_share() -> None:
+    data = open_data("Points", count=10, noise=1.0)
     assert (data.spec.task, data.spec.num_classes, data.spec.input_shape) == ("classification", 3, (2, 2))
     mine, share = data.of(1), data.shares()[1]
     assert isinstance(mine.train, LazySamples) and len(mine.train) == 5 and len(mine.test) == 8
@@ -114,10 +114,10 @@ def test_a_map_style_dataset_is_asked_for_the_share_alone_and_for_every_batch() 
 
 
 @pytest.mark.parametrize("keys", [{}, {"noise": 0.0}])
-def test_the_keys_of_a_resolved_file_are_taken_as_those_that_were_written(keys: dict[str, Any]) -> None:
-    """`train` stands there, too, with what it is where nobody wrote it: its two parts must stay two."""
+def test_a_resolved_section_opens_the_same_train_and_test_parts(keys: dict[str, Any]) -> None:
+    """A resolved section also has `train` with its default, which must not change how the two parts are opened."""
     def parts(**given: Any) -> tuple[int, int]:
-        samples = opened("Points", nodes=1, **given).of(0)
+        samples = open_data("Points", nodes=1, **given).of(0)
         return len(samples.train), len(samples.test)
 
     made_of = load_class(f"{HERE}:Points", DATASETS, "data").Config
@@ -126,11 +126,11 @@ def test_the_keys_of_a_resolved_file_are_taken_as_those_that_were_written(keys: 
     assert "train" in resolved
     for given in ({"count": 10, **keys}, resolved):
         assert parts(**given) == (10, 8)
-    assert parts(count=10, train=True) == (9, 1), "written: the class is asked for no other part"
+    assert parts(count=10, train=True) == (9, 1), "a written `train` must not be overridden"
 
 
 class Transformed(Numbers):
-    """As torchvision's: an argument that is called with each sample, where it is not one of this class's own names."""
+    """A dataset with torchvision's arguments `transform` and `target_transform`."""
 
     def __init__(
         self, transform: Callable | None = None, target_transform: Any = None,  # type: ignore[type-arg]
@@ -143,7 +143,7 @@ class Transformed(Numbers):
         return self.transform(x) if callable(self.transform) else x, self.target_transform(y)
 
 
-class Times:
+class Multiply:
     def __init__(self, factor: float, inner: Callable[[Any], Any] | None = None) -> None:
         self.factor, self.inner = factor, inner
 
@@ -155,29 +155,30 @@ def minus(value: Any, other: float = 1.0) -> Any:
     return value - other
 
 
-def test_what_is_called_with_samples_is_named_as_classes_are() -> None:
-    section = [f"{HERE}:minus", {"name": f"{HERE}:Times", "factor": "1e1", "inner": {"name": f"{HERE}:minus",
+def test_transforms_are_given_by_module_and_name() -> None:
+    section = [f"{HERE}:minus", {"name": f"{HERE}:Multiply", "factor": "1e1", "inner": {"name": f"{HERE}:minus",
                                                                                      "other": 3}}]  # fmt: skip
-    data = opened("Transformed", transform=section, target_transform=f"{HERE}:minus")
+    data = open_data("Transformed", transform=section, target_transform=f"{HERE}:minus")
     found, share = data.of(0).train.fetch(np.arange(3)), data.shares()[0][:3]  # type: ignore[union-attr]
     assert np.array_equal(found.inputs[:, 0], 10.0 * (share - 1.0 - 3.0))
     assert np.array_equal(found.targets, 2.0 * share - 1)
-    assert opened("Transformed", transform="left", target_transform=f"{HERE}:minus").spec.input_shape == (1,)
+    assert open_data("Transformed", transform="left", target_transform=f"{HERE}:minus").spec.input_shape == (1,)
 
 
 @pytest.mark.parametrize(("transform", "says"), [
     (f"{HERE}:mnius", "data.transform '.*:mnius': module .* has no function or class 'mnius'; did you mean 'minus'"),
-    ([f"{HERE}:minus", {"name": f"{HERE}:Times"}], r"data.transform\[1\]: making .*:Times raised TypeError: .*factor"),
+    ([f"{HERE}:minus", {"name": f"{HERE}:Multiply"}],
+     r"data.transform\[1\]: making .*:Multiply raised TypeError: .*factor"),
     ([f"{HERE}:minus", "left"], "data.transform must contain 'package.module:Name' of callables, .* got 'left'"),
     ("nothing.there:X", "no module named 'nothing'"), (f"{HERE}:HERE", "must be something to call with a sam"),
 ])  # fmt: skip
 def test_transforms_that_cannot_be_made_are_refused(transform: Any, says: str) -> None:
     with pytest.raises(UsageError, match=says):
-        opened("Transformed", transform=transform).spec  # noqa: B018
+        open_data("Transformed", transform=transform).spec  # noqa: B018
 
 
 class Pictures(Numbers):
-    """Images of Pillow, as torchvision's datasets give them without a transform."""
+    """A dataset of Pillow images, as torchvision's datasets return without a transform."""
 
     def __init__(self, mode: str = "RGB") -> None:
         super().__init__(8)
@@ -190,7 +191,7 @@ class Pictures(Numbers):
 
 @pytest.mark.parametrize("mode, channels", [("RGB", 3), ("L", 1), ("1", 1), ("I", 1)])
 def test_images_have_their_channels_first(mode: str, channels: int) -> None:
-    data = opened("Pictures", mode=mode)
+    data = open_data("Pictures", mode=mode)
     assert data.spec.input_shape == (channels, 4, 5) and data.spec.inputs == "values"
     train = data.of(0).train
     assert isinstance(train, LazySamples)
@@ -200,8 +201,8 @@ def test_images_have_their_channels_first(mode: str, channels: int) -> None:
     assert found.scale == (1.0 if mode == "I" else 1 / 255)
 
 
-def test_labels_are_dealt_and_own_test_samples_chosen_without_making_a_sample() -> None:
-    data = opened("Points", count=40, partition={"name": "shards", "shards": 1}, test="own")
+def test_shards_and_own_tests_of_a_map_style_dataset_follow_its_labels() -> None:
+    data = open_data("Points", count=40, partition={"name": "shards", "shards": 1}, test="own")
     found = [data.of(uid) for uid in range(2)]
     for each in found:
         assert isinstance(each.train, LazySamples) and isinstance(each.test, LazySamples)
@@ -209,30 +210,30 @@ def test_labels_are_dealt_and_own_test_samples_chosen_without_making_a_sample() 
         assert len(label) == 1 and set(each.test.fetch(np.arange(len(each.test))).targets) == label
 
 
-def test_a_part_is_set_aside_where_the_class_has_none() -> None:
-    data = opened("Numbers", test_fraction=0.25)
+def test_a_test_part_is_set_aside_for_classes_without_one() -> None:
+    data = open_data("Numbers", test_fraction=0.25)
     assert data.spec.task == "regression" and data.spec.target_shape == ()
     mine = data.of(0)
     assert isinstance(mine.test, LazySamples)
     tested = mine.test.fetch(np.arange(5)).inputs[:, 0].tolist()  # type: ignore[union-attr]
-    trained = [value for uid in range(2) for value in _inputs(data.of(uid).train)]
+    trained = [value for uid in range(2) for value in all_inputs(data.of(uid).train)]
     assert sorted(tested + trained) == list(range(20)) and len(mine.test) == 5
 
 
-def _inputs(samples: Any) -> list[float]:
+def all_inputs(samples: Any) -> list[float]:
     return [float(value) for value in samples.fetch(np.arange(len(samples))).inputs[:, 0]]
 
 
-def test_whole_numbers_are_tokens() -> None:
-    data = opened("Tokens")
+def test_integer_inputs_are_tokens() -> None:
+    data = open_data("Tokens")
     assert (data.spec.task, data.spec.inputs, data.spec.vocabulary) == ("next_token", "ids", 50)
     assert data.spec.input_shape == data.spec.target_shape == (4,)
 
 
-def test_an_iterable_of_batches_is_read_to_its_end() -> None:
-    data = opened("Batches")
+def test_an_iterable_dataset_of_batches_is_read_completely() -> None:
+    data = open_data("Batches")
     assert data.spec.num_classes == 2 and data.spec.input_shape == (3,)
-    assert sorted(_inputs(data.of(0).train) + _inputs(data.of(1).train)) == [0] * 4 + [1] * 4 + [2] * 4
+    assert sorted(all_inputs(data.of(0).train) + all_inputs(data.of(1).train)) == [0] * 4 + [1] * 4 + [2] * 4
     assert len(data.of(0).test) == 4
 
 
@@ -241,33 +242,33 @@ def test_an_iterable_of_batches_is_read_to_its_end() -> None:
     ("Raises", {}, r"making Raises raised RuntimeError: no such disk \(.*test_torch_data.py:"),
     ("Points", {"count": 0}, "has no training samples"),
 ])  # fmt: skip
-def test_what_is_no_dataset(name: str, keys: dict[str, Any], text: str) -> None:
+def test_classes_without_valid_samples_are_refused(name: str, keys: dict[str, Any], text: str) -> None:
     with pytest.raises(DataError, match=text):
-        opened(name, **keys).spec  # noqa: B018
+        open_data(name, **keys).spec  # noqa: B018
 
 
-def test_samples_of_unequal_shapes_are_refused_by_name() -> None:
-    data = opened("Ragged")
+def test_samples_of_unequal_shapes_are_refused() -> None:
+    data = open_data("Ragged")
     with pytest.raises(DataError, match="Ragged: the inputs, and the targets, of all samples must have one shape"):
-        _inputs(data.of(0).train)
+        all_inputs(data.of(0).train)
 
 
-def test_keys_are_the_arguments_of_the_constructor() -> None:
+def test_keys_of_a_dataset_are_the_arguments_of_its_constructor() -> None:
     with pytest.raises(Exception, match="count\n  Input should be a valid integer"):
-        opened("Points", count="many")
+        open_data("Points", count="many")
     with pytest.raises(Exception, match="count\n  Field required"):
-        opened("Points")
+        open_data("Points")
     with pytest.raises(Exception, match="noisy\n  Extra inputs are not permitted"):
-        opened("Points", count=3, noisy=1)
+        open_data("Points", count=3, noisy=1)
 
 
-def test_a_class_that_gives_no_samples_is_refused() -> None:
+def test_a_class_that_is_no_dataset_is_refused() -> None:
     with pytest.raises(UsageError, match="must name a class whose Config is a component"):
         section(DATASETS, "data").config_of("pathlib:Path")
 
 
-def test_a_sample_that_cannot_be_made_is_named_with_the_users_own_error() -> None:
-    data = opened("Unreadable")
+def test_an_exception_of_a_dataset_is_reported_with_the_index_of_the_sample() -> None:
+    data = open_data("Unreadable")
     share = next(each for each in (data.of(0), data.of(1)) if 7 in each.train.indices)  # type: ignore[union-attr]
     assert isinstance(share.train, LazySamples)
     place = share.train.indices.tolist().index(7)  # type: ignore[attr-defined]
@@ -275,10 +276,10 @@ def test_a_sample_that_cannot_be_made_is_named_with_the_users_own_error() -> Non
         share.train.fetch(np.array([place]))
     assert str(caught.value).startswith(f"data {HERE}:Unreadable: Unreadable[7] raised OSError: image 7 is cut short (")
     assert "test_torch_data.py:" in str(caught.value) and isinstance(caught.value.__cause__, OSError)
-    assert caught.value.exit_code == NodeFailed.exit_code, "another node's samples may be whole"
+    assert caught.value.exit_code == NodeFailed.exit_code, "samples of other nodes may be readable"
 
 
-def test_the_first_sample_is_refused_when_the_data_is_opened() -> None:
+def test_an_exception_for_the_first_sample_is_raised_when_the_data_is_opened() -> None:
     with pytest.raises(DataError, match=r"Unreadable\[\d+\] raised OSError"):
         for bad in range(20):
-            opened("Unreadable", bad=bad).spec  # noqa: B018
+            open_data("Unreadable", bad=bad).spec  # noqa: B018

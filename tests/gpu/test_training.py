@@ -28,7 +28,7 @@ from decentnode.training.source import Source
 from decentnode.training.supervised import Supervised
 from decentnode.training.supervised_config import SupervisedConfig
 from tests.gpu.waits import count_waits
-from tests.models.test_models import CHECKED, OF_IDS
+from tests.models.test_models import CHECKED, ID_DATA
 from tests.models.test_models import make as model_of
 from tests.simulate.test_batched import OPTIONS, compare_engines, experiment, run_batched
 
@@ -297,10 +297,10 @@ def test_batches_equal_those_on_the_cpu(samples: Any) -> None:
 
 
 SMALL = {name: DataSpec((3, 8, 8) if name in ("gn_lenet", "mlp", "logistic") else (3, 32, 32), num_classes=7)
-         for name, _ in CHECKED} | OF_IDS  # fmt: skip
+         for name, _ in CHECKED} | ID_DATA  # fmt: skip
 
 
-@pytest.mark.parametrize("name, keys", [*CHECKED, *((name, {}) for name in OF_IDS)], ids=str)
+@pytest.mark.parametrize("name, keys", [*CHECKED, *((name, {}) for name in ID_DATA)], ids=str)
 def test_outputs_and_gradients_of_every_model_equal_those_on_the_cpu(name: str, keys: dict[str, Any]) -> None:
     data, results = SMALL[name], []
     inputs = torch.randn(3, *data.input_shape)

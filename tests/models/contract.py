@@ -1,4 +1,4 @@
-"""Checks for every model."""
+"""The contract of `Model`: checks that every implementation must pass."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from decentnode.tensors import FlatModel
 
 
 def check_model(model: Model, data: DataSpec) -> None:
+    """Checks seeded initialization, the output's shape, independence of the samples of a batch, and gradients."""
     torch.manual_seed(1)
     module = model.make(data)
     torch.manual_seed(1)

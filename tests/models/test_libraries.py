@@ -1,4 +1,4 @@
-"""Models of other libraries: through small stand-ins of them, and through transformers where it is installed."""
+"""Models of other libraries: through small fakes of them, and through transformers where it is installed."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ def make(name: str, data: DataSpec, **keys: Any) -> nn.Module:
     return made
 
 
-# -- a stand-in of transformers: what is asked of it, and a model that counts the tokens that it may look at
+# -- a fake of transformers with what the package uses, and a model that sums the embeddings of unmasked tokens
 
-class Settings:
+class FakeConfig:
     def __init__(self, **keys: Any) -> None:
         self.max_position_embeddings, self.vocab_size = 8, 9
         self.__dict__.update(keys)
 
 
-class Standing(nn.Module):
-    def __init__(self, settings: Settings, outputs: int, kind: str) -> None:
+class FakeModel(nn.Module):
+    def __init__(self, settings: FakeConfig, outputs: int, kind: str) -> None:
         super().__init__()
         self.settings, self.kind = settings, kind
         self.embedding = nn.Embedding(settings.vocab_size, outputs)
@@ -63,33 +63,33 @@ class Standing(nn.Module):
 
 
 @pytest.fixture
-def standing(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+def fake_transformers(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     found: Any = types.ModuleType("transformers")
-    found.CONFIG_MAPPING = {"bert": Settings, "gpt2": Settings}
+    found.CONFIG_MAPPING = {"bert": FakeConfig, "gpt2": FakeConfig}
     found.weights = {}
 
     class AutoConfig:
         @staticmethod
-        def for_model(name: str, **keys: Any) -> Settings:
+        def for_model(name: str, **keys: Any) -> FakeConfig:
             return found.CONFIG_MAPPING[name](**keys)  # type: ignore[no-any-return]
 
         @staticmethod
-        def from_pretrained(name: str, local_files_only: bool, **keys: Any) -> Settings:
+        def from_pretrained(name: str, local_files_only: bool, **keys: Any) -> FakeConfig:
             assert local_files_only, "nothing is downloaded"
             if name not in found.weights:
                 raise OSError("not in the cache")
-            return Settings(**{"vocab_size": 40, "max_position_embeddings": 16, **keys})
+            return FakeConfig(**{"vocab_size": 40, "max_position_embeddings": 16, **keys})
 
     def automatic(kind: str) -> type[Any]:
         class Auto:
             @staticmethod
-            def from_config(settings: Settings) -> nn.Module:
+            def from_config(settings: FakeConfig) -> nn.Module:
                 outputs = settings.vocab_size if kind == "next_token" else settings.num_labels  # type: ignore[attr-defined]
-                return Standing(settings, outputs, kind)
+                return FakeModel(settings, outputs, kind)
 
             @staticmethod
             def from_pretrained(
-                name: str, config: Settings, local_files_only: bool, use_safetensors: bool
+                name: str, config: FakeConfig, local_files_only: bool, use_safetensors: bool
             ) -> nn.Module:
                 assert local_files_only and use_safetensors, "nothing is downloaded or unpickled"
                 if found.weights[name] is None:
@@ -108,7 +108,7 @@ def standing(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     return found  # type: ignore[no-any-return]
 
 
-def test_the_data_decides_what_is_made(standing: Any) -> None:
+def test_the_head_and_the_sizes_of_a_library_model_follow_the_data(fake_transformers: Any) -> None:
     module: Any = make("hf:bert", REVIEWS, arguments={"width": 3})
     settings = module.model.settings
     assert (settings.num_labels, settings.vocab_size, settings.pad_token_id, settings.width) == (5, 40, 0, 3)
@@ -121,7 +121,7 @@ def test_the_data_decides_what_is_made(standing: Any) -> None:
         make("hf:bert", DataSpec((2,), "ids", "rating", users=3, items=4))
 
 
-def test_padding_is_not_looked_at(standing: Any) -> None:
+def test_padding_is_masked_in_library_models(fake_transformers: Any) -> None:
     module = make("hf:bert", REVIEWS)
     tokens = torch.randint(1, 40, (3, 12))
     padded = tokens.clone()
@@ -130,8 +130,8 @@ def test_padding_is_not_looked_at(standing: Any) -> None:
     assert not torch.allclose(module(padded), module(tokens), atol=1e-3)
 
 
-def test_pretrained_weights_are_local(standing: Any) -> None:
-    standing.weights |= {"mine": 2.5, "bare": None}
+def test_pretrained_weights_are_loaded_from_local_files_only(fake_transformers: Any) -> None:
+    fake_transformers.weights |= {"mine": 2.5, "bare": None}
     weights = [make("hf:mine", REVIEWS, pretrained=known).model.embedding.weight for known in (True, False)]
     assert (weights[0] == 2.5).all() and not (weights[1] == 2.5).any(), "or its configuration alone"
     with pytest.raises(UsageError, match="weights of bare are not in the local cache as safetensors; `hf download"):
@@ -142,8 +142,8 @@ def test_pretrained_weights_are_local(standing: Any) -> None:
         make("hf:bert", REVIEWS, pretrained=True)
 
 
-def test_what_does_not_fit_the_data(standing: Any) -> None:
-    standing.weights["mine"] = 1.0
+def test_pretrained_models_that_do_not_fit_the_data_are_refused(fake_transformers: Any) -> None:
+    fake_transformers.weights["mine"] = 1.0
     with pytest.raises(UsageError, match="takes sequences of up to 16 tokens, got 20"):
         make("hf:mine", DataSpec((20,), "ids", num_classes=2, vocabulary=9), pretrained=True)
     with pytest.raises(UsageError, match="has a vocabulary of 40 tokens, the data needs 50 or more"):
@@ -153,7 +153,7 @@ def test_what_does_not_fit_the_data(standing: Any) -> None:
     assert make("hf:mine", DataSpec((5,), "ids", num_classes=2, vocabulary=30), pretrained=True) is not None
 
 
-def test_a_run_of_the_stand_in(standing: Any, tmp_path: Path) -> None:
+def test_a_run_with_a_fake_library_model(fake_transformers: Any, tmp_path: Path) -> None:
     text = QUICKSTART.parent / "tasks" / "next_character.yaml"
     experiment = load(text, ["model={name: 'hf:gpt2'}", "node={rounds: 2}", "communication=inproc"])
     nodes = build_in_process(experiment)
@@ -165,8 +165,8 @@ def test_a_run_of_the_stand_in(standing: Any, tmp_path: Path) -> None:
 
 # -- timm and torchvision
 
-def vision(name: str) -> Any:
-    """A stand-in of the library: one model, resnet9."""
+def fake_vision_library(name: str) -> Any:
+    """Returns a fake of timm or torchvision.models with one model, resnet9."""
     found: Any = types.ModuleType(name)
 
     def resnet9(outputs: int, channels: int) -> nn.Module:
@@ -194,7 +194,7 @@ def vision(name: str) -> Any:
 
 
 class DenseNet(nn.Module):
-    """The names of torchvision's: its files are older, and call `norm1` of a layer `norm.1`."""
+    """Has the layer names of torchvision's DenseNet; its older weight files call the layer `norm1` `norm.1`."""
 
     def __init__(self, outputs: int) -> None:
         super().__init__()
@@ -202,8 +202,8 @@ class DenseNet(nn.Module):
         self.classifier, self.beside = nn.Linear(2, outputs), nn.Linear(2, outputs)
 
 
-def test_timm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "timm", vision("timm"))
+def test_models_of_timm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "timm", fake_vision_library("timm"))
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     assert make("timm:resnet9", DataSpec((1, 8, 8), num_classes=4))(torch.zeros(2, 1, 8, 8)).shape == (2, 4)
     assert "HF_HUB_OFFLINE" not in os.environ
@@ -217,8 +217,8 @@ def test_timm(monkeypatch: pytest.MonkeyPatch) -> None:
         make("timm:resnet9", DataSpec((5,), num_classes=4))
 
 
-def test_torchvision(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    stand_in = vision("torchvision.models")
+def test_models_of_torchvision_and_their_weights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    stand_in = fake_vision_library("torchvision.models")
     monkeypatch.setitem(sys.modules, "torchvision", types.ModuleType("torchvision"))
     monkeypatch.setitem(sys.modules, "torchvision.models", stand_in)
     monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
@@ -243,9 +243,9 @@ def test_torchvision(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         make("torchvision:resnet9", IMAGES, pretrained=True)
 
 
-def test_older_weights_of_torchvision(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """They count no batches of norms; several layers may name the classes."""
-    stand_in = vision("torchvision.models")
+def test_weight_files_of_older_torchvision_versions_are_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """They lack num_batches_tracked, and use other names; several layers may depend on the number of classes."""
+    stand_in = fake_vision_library("torchvision.models")
     stand_in.get_model = lambda name, weights, num_classes: DenseNet(num_classes)
     monkeypatch.setitem(sys.modules, "torchvision", types.ModuleType("torchvision"))
     monkeypatch.setitem(sys.modules, "torchvision.models", stand_in)
@@ -268,7 +268,7 @@ def test_older_weights_of_torchvision(monkeypatch: pytest.MonkeyPatch, tmp_path:
     ("hf:bert", "transformers", "'decentnode[hf]' has it"), ("timm:resnet18", "timm", "'decentnode[timm]' has it"),
     ("torchvision:resnet18", "torchvision", "torchvision"),
 ])
-def test_a_library_that_is_not_there(
+def test_a_missing_library_is_an_error_that_says_how_to_install_it(
     monkeypatch: pytest.MonkeyPatch, name: str, package: str, install: str
 ) -> None:
     class Missing:
@@ -287,7 +287,7 @@ def test_a_library_that_is_not_there(
     assert f"{name} needs {package}, which is not installed; pip install {install}" in str(caught.value)
 
 
-def test_a_name_of_no_library() -> None:
+def test_an_unknown_library_prefix_is_refused() -> None:
     with pytest.raises(UsageError, match=r"must be one of mlp, .*, hf:NAME, timm:NAME, torchvision:NAME, or"):
         load_class("hf", MODELS, "model")
 
@@ -303,7 +303,7 @@ transformers = pytest.mark.skipif(importlib.util.find_spec("transformers") is No
     ("hf:bert", REVIEWS, SMALL), ("hf:distilbert", REVIEWS, {"dim": 8, "n_heads": 2, "n_layers": 1, "hidden_dim": 8}),
     ("hf:gpt2", TEXT, {"n_embd": 8, "n_layer": 1, "n_head": 2}), ("hf:vit", IMAGES, {**SMALL, "patch_size": 8}),
 ], ids=["bert", "distilbert", "gpt2", "vit"])  # fmt: skip
-def test_of_transformers(name: str, data: DataSpec, keys: dict[str, Any]) -> None:
+def test_models_of_the_real_transformers_library(name: str, data: DataSpec, keys: dict[str, Any]) -> None:
     module, again = make(name, data, arguments=keys), make(name, data, arguments=keys)
     assert all(torch.equal(a, b) for a, b in zip(module.parameters(), again.parameters(), strict=True))
     inputs = torch.randint(1, 40, (3, 12)) if data.inputs == "ids" else torch.randn(3, 3, 16, 16)
@@ -318,7 +318,7 @@ def test_of_transformers(name: str, data: DataSpec, keys: dict[str, Any]) -> Non
 
 
 @transformers
-def test_a_saved_model_is_loaded(tmp_path: Path) -> None:
+def test_a_model_saved_by_transformers_is_loaded(tmp_path: Path) -> None:
     made: Any = make("hf:bert", REVIEWS, arguments=SMALL)
     made.model.save_pretrained(tmp_path / "mine")
     found = make(f"hf:{tmp_path / 'mine'}", REVIEWS, pretrained=True)

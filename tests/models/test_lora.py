@@ -1,4 +1,4 @@
-"""Adapters: against the formula, frozen weights that neither move nor travel, files, and a run that goes on."""
+"""LoRA adapters: the formula, frozen weights, saved files, and runs that resume."""
 
 from __future__ import annotations
 
@@ -22,62 +22,62 @@ LORA = Path(__file__).parents[2] / "configs" / "lora.yaml"
 QUICKSTART = LORA.parent / "quickstart.yaml"
 
 
-def adapted(module: nn.Module, **keys: Any) -> nn.Module:
+def with_adapters(module: nn.Module, **keys: Any) -> nn.Module:
     add_adapters(module, LoraConfig.model_validate(keys))
     return module
 
 
-def disturb(module: nn.Module) -> None:
-    """Values that training would give to the factors that begin with zero."""
+def randomize_lora_b(module: nn.Module) -> None:
+    """Fills the factors B, which are zero at the start, with random values."""
     for name, parameter in module.named_parameters():
         if name.endswith("lora_b"):
             nn.init.normal_(parameter)
 
 
-def net() -> nn.Module:
+def two_layer_net() -> nn.Module:
     torch.manual_seed(3)
     return nn.Sequential(nn.Flatten(), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 4, bias=False))
 
 
-def test_the_formula() -> None:
-    layer = adapted(nn.Linear(6, 5), rank=2, alpha=3.0)
+def test_a_lora_layer_computes_the_formula() -> None:
+    layer = with_adapters(nn.Linear(6, 5), rank=2, alpha=3.0)
     assert isinstance(layer, LoraLinear)
     x = torch.randn(7, 6)
     plain = nn.functional.linear(x, layer.weight, layer.bias)
     assert torch.equal(layer(x), plain), "an adapter begins with no effect"
-    disturb(layer)
+    randomize_lora_b(layer)
     wanted = x.double() @ layer.weight.double().T + layer.bias.double()
     wanted += 3.0 / 2 * (x.double() @ layer.lora_a.double().T) @ layer.lora_b.double().T
     assert torch.allclose(layer(x).double(), wanted, atol=1e-5) and not torch.allclose(layer(x), plain)
 
 
-def test_what_is_trained() -> None:
-    module = adapted(net(), rank=3, targets=["1"], train=["3.*"])
+def test_only_adapters_and_listed_parameters_are_trained() -> None:
+    module = with_adapters(two_layer_net(), rank=3, targets=["1"], train=["3.*"])
     trained = {name: tuple(p.shape) for name, p in module.named_parameters() if p.requires_grad}
     assert trained == {"1.lora_a": (3, 6), "1.lora_b": (5, 3), "3.weight": (4, 5)}
     assert {name for name, p in module.named_parameters() if not p.requires_grad} == {"1.weight", "1.bias"}
 
 
-def test_dropout_is_of_the_adapter_in_training_alone() -> None:
-    module = adapted(nn.Linear(6, 5), rank=2, dropout=0.5)
-    disturb(module)
+def test_adapter_dropout_applies_in_training_only() -> None:
+    module = with_adapters(nn.Linear(6, 5), rank=2, dropout=0.5)
+    randomize_lora_b(module)
     x = torch.randn(4, 6)
     assert not torch.equal(module(x), module(x))
     module.eval()
     assert torch.equal(module(x), module(x))
 
 
-def test_folded_weights_give_the_same_without_adapters() -> None:
-    module = adapted(net(), rank=2)
-    disturb(module)
+def test_folded_weights_compute_the_same_without_adapters() -> None:
+    module = with_adapters(two_layer_net(), rank=2)
+    randomize_lora_b(module)
     module.eval()
-    plain = net().eval()
+    plain = two_layer_net().eval()
     plain.load_state_dict(folded(module))  # by the same names, and no other
     x = torch.randn(9, 6)
-    assert torch.allclose(plain(x), module(x), atol=1e-5) and not torch.allclose(plain(x), net()(x))
+    assert torch.allclose(plain(x), module(x), atol=1e-5) and not torch.allclose(plain(x), two_layer_net()(x))
 
 
-class Tied(nn.Module):
+class TiedOutput(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(9, 6)
@@ -86,47 +86,47 @@ class Tied(nn.Module):
         self.output.weight = self.embedding.weight
 
 
-def test_layers_that_cannot_have_one_are_left_out() -> None:
-    trained = {name for name, p in adapted(Tied()).named_parameters() if p.requires_grad}
+def test_tied_and_other_layers_get_no_adapter() -> None:
+    trained = {name for name, p in with_adapters(TiedOutput()).named_parameters() if p.requires_grad}
     assert trained == {"inner.lora_a", "inner.lora_b"}
     with pytest.raises(UsageError, match=r"lora\.targets must match nn\.Linear layers, got 'output'; names: inner"):
-        adapted(Tied(), targets=["output"])
+        with_adapters(TiedOutput(), targets=["output"])
 
 
 @pytest.mark.parametrize("keys, problem", [
     ({"targets": ["7"]}, "lora.targets must match nn.Linear layers, got '7'; names: 1, 3"),
     ({"train": ["7.*"]}, "lora.train must match the names of parameters, got '7.*'; names: 1.weight, 1.bias, 3.weight"),
 ])
-def test_patterns_that_find_nothing(keys: dict[str, Any], problem: str) -> None:
+def test_patterns_without_a_match_are_refused(keys: dict[str, Any], problem: str) -> None:
     with pytest.raises(UsageError) as caught:
-        adapted(net(), **keys)
+        with_adapters(two_layer_net(), **keys)
     assert problem in str(caught.value)
     with pytest.raises(UsageError, match="this model has none"):
-        adapted(nn.Conv2d(1, 1, 3))
+        with_adapters(nn.Conv2d(1, 1, 3))
 
 
-def test_evaluation_of_a_transformer_has_its_adapters() -> None:
-    """torch computes an encoder layer in evaluation by a path of its own, which reads weights and calls no layer."""
+def test_adapters_of_a_transformer_layer_apply_in_evaluation() -> None:
+    """In evaluation torch computes an encoder layer by a fast path that reads the weights and calls no submodule."""
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
     x = torch.randn(3, 4, 8)
     with torch.no_grad():
         without = copy.deepcopy(layer).eval()(x)
         add_adapters(layer, LoraConfig(targets=["linear*"]))
-        disturb(layer)
+        randomize_lora_b(layer)
         assert torch.allclose(layer(x), layer.eval()(x), atol=1e-5) and not torch.allclose(layer(x), without, atol=0.01)
 
 
 # -- runs
 
-def run(*overrides: str) -> list[Any]:
+def run_lora(*overrides: str) -> list[Any]:
     nodes = build_in_process(load(LORA, ["node.rounds=3", "node.evaluate_every=3", "communication=inproc", *overrides]))
     step_all(nodes)
     return nodes
 
 
-def test_frozen_weights_neither_move_nor_travel() -> None:
+def test_frozen_weights_are_neither_changed_nor_sent() -> None:
     start = build_in_process(load(LORA))[0].training.model.module.state_dict()
-    nodes = run("model.lora={rank: 2, alpha: 2, targets: ['*']}")
+    nodes = run_lora("model.lora={rank: 2, alpha: 2, targets: ['*']}")
     for node in nodes:
         state = node.training.model.module.state_dict()
         frozen = {name for name, p in node.training.model.module.named_parameters() if not p.requires_grad}
@@ -139,22 +139,22 @@ def test_frozen_weights_neither_move_nor_travel() -> None:
     assert nodes[0].figures()["bytes_data"] == 4 * adapters * rounds * len(graph.neighbors(0, 0))
 
 
-def test_adapters_of_one_layer_are_shared_alone() -> None:
-    nodes = run("parameters={share: ['1.lora_*']}")
+def test_only_the_adapters_of_one_layer_can_be_shared() -> None:
+    nodes = run_lora("parameters={share: ['1.lora_*']}")
     assert [s.elements for s in nodes[0].communication.schemas] == [4 * (64 + 64)]
     heads = [node.training.model.module.state_dict()["3.weight"] for node in nodes]
     assert not torch.equal(heads[0], heads[1])
 
 
-def test_a_pattern_that_finds_nothing_is_told_with_its_place() -> None:
+def test_a_pattern_without_a_match_is_a_config_error() -> None:
     with pytest.raises(ConfigError) as caught:
         load(LORA, ["model.lora.targets=[output]"])
     assert "lora.targets must match nn.Linear layers, got 'output'; names: 1, 3" in str(caught.value)
 
 
 @pytest.mark.slow
-def test_files_of_a_run_and_to_start_from(tmp_path: Path) -> None:
-    nodes = run()
+def test_saved_adapters_and_folded_weights_can_start_runs(tmp_path: Path) -> None:
+    nodes = run_lora()
     module = nodes[0].training.model.module
     (tmp_path / "models").mkdir()
     save_node(nodes[0], tmp_path)  # which leaves the merged model in the node's
@@ -178,7 +178,7 @@ def test_files_of_a_run_and_to_start_from(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_with_adapters_goes_on_bit_for_bit(tmp_path: Path) -> None:
+def test_a_run_with_adapters_resumes_bit_for_bit(tmp_path: Path) -> None:
     adapters = ["model={name: mlp, hidden: [12], lora: {rank: 2, dropout: 0.2}}"]
     folder, keep = Folder(tmp_path), "node.checkpoint={every: 3}"
     straight = models(folder.run_successfully(*adapters))
@@ -189,6 +189,6 @@ def test_a_run_with_adapters_goes_on_bit_for_bit(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_it_learns() -> None:
-    nodes = run("node.rounds=30", "node.evaluate_every=30")
+def test_a_run_with_adapters_learns() -> None:
+    nodes = run_lora("node.rounds=30", "node.evaluate_every=30")
     assert float(nodes[0].figures()["accuracy_merged"]) > 0.85

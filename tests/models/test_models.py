@@ -29,7 +29,7 @@ def make(name: str, **keys: Any) -> Model:
     return found
 
 
-OF_IDS = {
+ID_DATA = {
     "gpt": DataSpec((6,), "ids", "next_token", vocabulary=9),
     "transformer": DataSpec((6, 2), "ids", "translation", vocabulary=9, target_shape=(6,), padding=0, pairs=True),
     "lstm": DataSpec((6,), "ids", "next_token", vocabulary=9),
@@ -37,9 +37,10 @@ OF_IDS = {
     "reddit_rnn": DataSpec((5,), "ids", "next_token", vocabulary=30),
     "matrix_factorization": DataSpec((2,), "ids", "rating", users=5, items=8),
 }
-"""Models whose inputs are no numbers, and such data."""
+"""Models whose inputs are ids (tokens, users, items), and data for them."""
 CHECKED: list[tuple[str, dict[str, Any]]] = [
-    *((name, {}) for name in MODELS if name not in ("resnet", "wide_resnet", "densenet", "pyramidnet", "vgg", *OF_IDS)),
+    *((name, {}) for name in MODELS
+      if name not in ("resnet", "wide_resnet", "densenet", "pyramidnet", "vgg", *ID_DATA)),
     ("gn_lenet", {"norm": "batch"}), ("gn_lenet", {"norm": "none"}), ("lenet", {"variant": "caffe"}),
     ("rnet", {"norm": "group", "groups": 4}), ("wide_resnet", {"depth": 10, "widen": 1, "dropout": 0.1}),
     ("wide_resnet", {"depth": 10, "widen": 1, "norm": "group"}),
@@ -53,14 +54,14 @@ CHECKED: list[tuple[str, dict[str, Any]]] = [
     ("resnet", {"depth": 50, "widths": [2, 2, 4, 4], "stem": "small", "shortcut": "pad", "norm": "none"}),
     ("vgg", {"depth": 11}), ("vgg", {"depth": 11, "norm": "group", "dropout": 0}),
 ]  # fmt: skip
-"""Every model, its variants in a small size."""
+"""(name, keys) of all other models, with their variants in a small size."""
 
 
 def test_all_models_are_checked() -> None:
-    assert {name for name, _ in CHECKED} | set(OF_IDS) == set(MODELS)
+    assert {name for name, _ in CHECKED} | set(ID_DATA) == set(MODELS)
 
 
-def test_an_lstm_tells_every_place_from_what_stands_before_it() -> None:
+def test_an_lstm_predicts_every_position_from_earlier_tokens_only() -> None:
     torch.manual_seed(0)
     module = make("lstm", hidden=8).make(DataSpec((6,), "ids", "next_token", vocabulary=9, target_shape=(6,)))
     tokens = torch.randint(0, 9, (3, 6))
@@ -71,13 +72,13 @@ def test_an_lstm_tells_every_place_from_what_stands_before_it() -> None:
     assert torch.allclose(module(tokens[:, :3]), outputs[:, :3], atol=1e-6), "rows may be shorter"
 
 
-@pytest.mark.parametrize("name", OF_IDS)
+@pytest.mark.parametrize("name", ID_DATA)
 def test_contract_of_ids(name: str) -> None:
-    check_model(make(name), OF_IDS[name])
+    check_model(make(name), ID_DATA[name])
     with pytest.raises(UsageError, match=f"model {name} needs"):
         make(name).make(DataSpec(CIFAR, num_classes=10))
     with pytest.raises(UsageError, match="needs"):
-        make("logistic").make(OF_IDS[name])
+        make("logistic").make(ID_DATA[name])
 
 
 @pytest.mark.parametrize("name, data, parameters", [
@@ -85,7 +86,7 @@ def test_contract_of_ids(name: str) -> None:
     ("reddit_rnn", DataSpec((10,), "ids", "next_token", vocabulary=9_999), 4_317_895),
     ("matrix_factorization", DataSpec((2,), "ids", "rating", users=610, items=9_724), 206_680),
 ])
-def test_parameters_on_ids(name: str, data: DataSpec, parameters: int) -> None:
+def test_numbers_of_parameters_of_models_on_ids(name: str, data: DataSpec, parameters: int) -> None:
     with torch.device("meta"):
         module = make(name).make(data)
     assert sum(p.numel() for p in module.parameters()) == parameters
@@ -131,8 +132,8 @@ def test_contract(name: str, keys: dict[str, Any], shape: tuple[int, ...]) -> No
     ("wide_resnet", {}, 36_479_194),
     ("wide_resnet", {"depth": 16, "widen": 4}, 2_748_890),
 ])
-def test_parameters_on_cifar10(name: str, keys: dict[str, Any], parameters: int) -> None:
-    assert count(name, keys, CIFAR, 10) == parameters
+def test_numbers_of_parameters_on_cifar10(name: str, keys: dict[str, Any], parameters: int) -> None:
+    assert count_parameters(name, keys, CIFAR, 10) == parameters
 
 
 @pytest.mark.parametrize("name, keys, shape, classes, parameters", [
@@ -150,30 +151,30 @@ def test_parameters_on_cifar10(name: str, keys: dict[str, Any], parameters: int)
     ("resnet", {"depth": 101}, (3, 224, 224), 1000, 44_549_160),
     ("resnet", {"depth": 152}, (3, 224, 224), 1000, 60_192_808),
 ])
-def test_parameters_on_the_data_of_the_sources(
+def test_numbers_of_parameters_on_the_data_of_the_papers(
     name: str, keys: dict[str, Any], shape: tuple[int, ...], classes: int, parameters: int
 ) -> None:
-    assert count(name, keys, shape, classes) == parameters
+    assert count_parameters(name, keys, shape, classes) == parameters
 
 
 DEEP = ("densenet", "pyramidnet")
 
 
 @pytest.mark.parametrize("name", [
-    pytest.param(name, marks=pytest.mark.slow if name in DEEP else ()) for name in MODELS if name not in OF_IDS])
-def test_an_experiment_with_it_validates(name: str) -> None:
+    pytest.param(name, marks=pytest.mark.slow if name in DEEP else ()) for name in MODELS if name not in ID_DATA])
+def test_an_experiment_with_every_model_is_valid(name: str) -> None:
     data = "{name: synthetic, input_shape: [3, 32, 32], train_samples: 640, test_samples: 16}"
     experiment = load(QUICKSTART, [f"model={{name: {name}}}", f"data={data}"])
     assert experiment.model.name == name
 
 
-def count(name: str, keys: dict[str, Any], shape: tuple[int, ...], classes: int) -> int:
+def count_parameters(name: str, keys: dict[str, Any], shape: tuple[int, ...], classes: int) -> int:
     with torch.device("meta"):
         module = make(name, **keys).make(DataSpec(shape, num_classes=classes))
     return sum(p.numel() for p in module.parameters())
 
 
-def test_rnet_is_the_resnet_that_it_says() -> None:
+def test_rnet_equals_the_resnet_that_it_stands_for() -> None:
     keys = {"depth": 18, "widths": [32, 64, 128, 256], "stem": "large"}
     outputs = []
     for model in (make("rnet"), make("resnet", **keys)):
@@ -192,14 +193,14 @@ def test_a_bottleneck_halves_the_image_in_its_middle_convolution() -> None:
     assert images.shape == (2, 16, 2, 2), "a 32nd of each side, four times the width"
 
 
-def test_the_stem_is_that_of_the_depth_unless_it_is_given() -> None:
+def test_the_default_stem_depends_on_the_depth() -> None:
     stems = [make("resnet", depth=depth, **keys).config.stem  # type: ignore[attr-defined]
              for depth, keys in ((50, {}), (50, {"stem": "small"}), (18, {}), (20, {"stem": "large"}))]  # fmt: skip
     assert stems == ["large", "small", "small", "large"]
 
 
 @pytest.mark.parametrize("keys", [{"depth": 50, "widths": [2, 2, 4, 4], "norm": "group"}, {"depth": 20}])
-def test_blocks_that_start_as_their_shortcuts(keys: dict[str, Any]) -> None:
+def test_blocks_with_zero_init_start_as_their_shortcuts(keys: dict[str, Any]) -> None:
     data = DataSpec(CIFAR, num_classes=5)
     module: Any = make("resnet", zero_init=True, **keys).make(data)
     block = next(part for part in module if isinstance(part, Bottleneck | BasicBlock))
@@ -212,7 +213,7 @@ def test_blocks_that_start_as_their_shortcuts(keys: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-def test_residual_nets_start_with_signals_of_one_size() -> None:
+def test_deep_nets_start_with_outputs_of_moderate_size() -> None:
     """Deep nets that start with vanishing or exploding outputs do not learn."""
     for name, keys in (("resnet", {"depth": 110}), ("resnet", {"depth": 56, "norm": "group"}), ("vgg", {"depth": 19})):
         torch.manual_seed(0)
@@ -231,18 +232,18 @@ def test_a_padded_shortcut_keeps_every_other_pixel() -> None:
     ("resnet", {"depth": 21}, "Input should be 8, 18"),
     ("wide_resnet", {"depth": 12}, r"must be 6 n \+ 4 .* got 12"),
 ])
-def test_depths_that_there_are_not(name: str, keys: dict[str, Any], rule: str) -> None:
+def test_invalid_depths_and_widths_are_refused(name: str, keys: dict[str, Any], rule: str) -> None:
     with pytest.raises(pydantic.ValidationError, match=rule):
         make(name, **keys)
 
 
-def test_groups_that_do_not_divide_the_widths() -> None:
+def test_groups_that_do_not_divide_the_widths_are_refused() -> None:
     with pytest.raises(UsageError, match=r"model\.groups must divide the widths of the layers, got 3 for 16 channels"):
         make("resnet", norm="group", groups=3).make(DataSpec(CIFAR, num_classes=10))
 
 
 class _Reference(nn.Module):
-    """GN-LeNet as decentralizepy writes it: ReLU before pooling, contiguous images."""
+    """GN-LeNet in decentralizepy's order: ReLU before pooling, on contiguous images."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -255,7 +256,7 @@ class _Reference(nn.Module):
         return self.of.output(torch.flatten(x, 1))
 
 
-def test_gn_lenet_computes_what_the_reference_does() -> None:
+def test_gn_lenet_equals_decentralizepys_reference() -> None:
     torch.manual_seed(0)
     module = make("gn_lenet").make(DataSpec(CIFAR, num_classes=10)).double()
     inputs, targets = torch.randn(4, *CIFAR, dtype=torch.float64), torch.tensor([1, 2, 3, 4])
@@ -274,7 +275,7 @@ def test_gn_lenet_computes_what_the_reference_does() -> None:
     ("wide_resnet", (32, 32)), ("vgg", (3, 31, 32)), ("femnist_cnn", (1, 3, 28)), ("rnet", (784,)),
     ("celeba_cnn", (3, 84, 15)),
 ])
-def test_inputs_that_a_model_cannot_take(name: str, shape: tuple[int, ...]) -> None:
+def test_inputs_that_a_model_cannot_take_are_refused(name: str, shape: tuple[int, ...]) -> None:
     with pytest.raises(UsageError, match=rf"model {name} needs images .* got samples of shape \["):
         make(name).make(DataSpec(shape, num_classes=10))
 
@@ -283,7 +284,7 @@ def test_inputs_that_a_model_cannot_take(name: str, shape: tuple[int, ...]) -> N
     ("gn_lenet", (1, 8, 8)), ("cnn", (3, 16, 16)), ("lenet", (1, 12, 12)), ("resnet", (3, 4, 4)), ("vgg", (1, 32, 32)),
     ("femnist_cnn", (1, 4, 4)), ("rnet", (1, 16, 16)), ("celeba_cnn", (3, 16, 16)),
 ])
-def test_the_smallest_images(name: str, shape: tuple[int, ...]) -> None:
+def test_the_smallest_images_that_models_accept(name: str, shape: tuple[int, ...]) -> None:
     assert make(name).make(DataSpec(shape, num_classes=10))(torch.zeros(2, *shape)).shape == (2, 10)
 
 

@@ -1,4 +1,4 @@
-"""A torch module of one's own, with its constructor's arguments as keys, and weights to start from."""
+"""Torch modules of the user as models: keys are the constructor's arguments; and initial weights from a file."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Recommender(nn.Module):
 
 
 class Assembled(nn.Module):
-    """Its defaults are such as YAML cannot write, and a fact of the data has one, too."""
+    """Has defaults that YAML cannot express, and a default for num_classes, which the data gives."""
 
     def __init__(
         self, input_shape: tuple[int, ...], num_classes: int = 3, activation=nn.ReLU, dtype=torch.float32,
@@ -88,14 +88,14 @@ def make(name: str, **keys: Any) -> Model:
     return found
 
 
-def test_a_module_is_a_model_of_its_arguments_and_of_the_data() -> None:
+def test_a_module_gets_its_arguments_from_keys_and_the_data() -> None:
     check_model(make("Net", width=5, depth=2), DIGITS)
     module = make("Net", width=5, act="tanh", scales=[1, 2.5], other=3).make(DIGITS)
     assert isinstance(module, Net) and module.given == (5, 1, "tanh", [1.0, 2.5], {"other": 3})
     assert load_class(f"{__name__}:Net", MODELS, "model") is load_class(f"{__name__}:Net", MODELS, "model")
     ratings = DataSpec((2,), "ids", "rating", users=7, items=9)
     recommender = make("Recommender", factors=3, items=50).make(ratings)
-    assert isinstance(recommender, Recommender) and recommender.size == (7, 50, 3), "a written key is what counts"
+    assert isinstance(recommender, Recommender) and recommender.size == (7, 50, 3), "written keys win over the data"
 
 
 BASE = "graph: {name: ring, nodes: 3}\ndata: digits\ntraining: {local_steps: 2}\nnode: {rounds: 2}\n"
@@ -103,7 +103,7 @@ BASE = "graph: {name: ring, nodes: 3}\ndata: digits\ntraining: {local_steps: 2}\
 
 @pytest.mark.parametrize("written", ["", ", bias: false, scales: [3]"])
 def test_a_resolved_file_makes_the_same_module(tmp_path: Path, written: str) -> None:
-    """It has all keys. Those that nobody wrote are still filled in from the data, or are the constructor's own."""
+    """A resolved file has all keys; those that were not written still come from the data or the constructor."""
     (tmp_path / "a.yaml").write_text(BASE + f"model: {{name: '{__name__}:Assembled'{written}}}\n")
     first = load(tmp_path / "a.yaml")
     (tmp_path / "b.yaml").write_text(first.resolved_yaml())
@@ -125,7 +125,7 @@ def test_a_resolved_file_makes_the_same_module(tmp_path: Path, written: str) -> 
     ("{name: 'BROKEN', width: 3}", "making Broken(width=3) raised ValueError: no width 3 ("),
     ("{name: 'NET', depth: deep}", "model.depth must be an integer, got 'deep'"),
 ])  # fmt: skip
-def test_wrong_arguments_are_told_with_their_place(tmp_path: Path, model: str, text: str) -> None:
+def test_wrong_arguments_are_errors_with_their_line(tmp_path: Path, model: str, text: str) -> None:
     for name in ("Net", "Recommender", "Broken"):
         model = model.replace(f"'{name.upper()}'", f"'{__name__}:{name}'")
     (tmp_path / "a.yaml").write_text(BASE + f"model: {model}\n")
@@ -141,7 +141,7 @@ def test_a_class_that_is_no_module_is_refused() -> None:
 
 
 @pytest.mark.parametrize("model", ["{name: mlp, hidden: [4]}", f"{{name: '{__name__}:Normed'}}"])
-def test_runs_start_from_the_weights_that_another_left(tmp_path: Path, model: str) -> None:
+def test_runs_start_from_the_weights_of_a_file(tmp_path: Path, model: str) -> None:
     (tmp_path / "a.yaml").write_text(BASE + f"model: {model}\n")
     first = load(tmp_path / "a.yaml", ["communication=inproc"])
     module = make_model(first, DIGITS)
@@ -177,7 +177,7 @@ def test_weights_of_another_model_are_refused_before_the_run(tmp_path: Path) -> 
     assert torch.equal(module.weight, before)
 
 
-def test_what_is_in_the_file_decides_what_experiment_it_is(tmp_path: Path) -> None:
+def test_the_digest_of_an_experiment_includes_the_content_of_initial_weights(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text(BASE + "model: {name: mlp, hidden: [4]}\n")
     plain, init = load(tmp_path / "a.yaml").digest(), ["model.init=" + str(tmp_path / "w.safetensors")]
 
@@ -187,6 +187,6 @@ def test_what_is_in_the_file_decides_what_experiment_it_is(tmp_path: Path) -> No
         return load(tmp_path / "a.yaml", [f"model.init={tmp_path / name}"]).digest()
 
     assert len({plain, digest(1.0), digest(2.0)}) == 3
-    assert digest(2.0, "other.safetensors") == digest(2.0), "a path is no part of it"
+    assert digest(2.0, "other.safetensors") == digest(2.0), "the path must not be part of the digest"
     assert identity(load(tmp_path / "a.yaml", init))["model.init"]
     assert "model.init" not in identity(load(tmp_path / "a.yaml"))

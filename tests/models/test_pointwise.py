@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from decentnode.models.pointwise import ONEDNN_CHANNELS, subsample_inputs
 
-TRAINED = """
+SCRIPT = """
 import decentnode
 decentnode.Experiment.from_config({
     "name": "small", "graph": {"name": "ring", "nodes": 3}, "mapping": {"nodes_per_machine": 3},
@@ -30,13 +30,13 @@ print("trained")
 @pytest.mark.slow
 @pytest.mark.parametrize("keys", [{"channels_last": True}, {"compile": True}], ids=str)
 def test_a_net_of_few_channels_trains_with_its_channels_last(keys: dict[str, Any], tmp_path: Path) -> None:
-    """It died of a damaged heap in each of ten trials. torch.compile chooses this layout by itself."""
-    done = subprocess.run([sys.executable, "-c", TRAINED % keys], capture_output=True, text=True, check=False,
+    """Training crashed with a damaged heap in each of ten trials. torch.compile chooses channels_last by itself."""
+    done = subprocess.run([sys.executable, "-c", SCRIPT % keys], capture_output=True, text=True, check=False,
                           cwd=tmp_path)  # fmt: skip
     assert (done.returncode, done.stdout) == (0, "trained\n"), done.stderr[-3000:]
 
 
-def gradients(layer: nn.Module, images: Tensor) -> list[Tensor]:
+def output_and_gradients(layer: nn.Module, images: Tensor) -> list[Tensor]:
     own = images.clone().requires_grad_()
     out = layer(own)
     draw = torch.Generator().manual_seed(1)
@@ -47,16 +47,17 @@ def gradients(layer: nn.Module, images: Tensor) -> list[Tensor]:
 
 @pytest.mark.parametrize("stride", [2, 3, (1, 2), (2, 1)], ids=str)
 @pytest.mark.parametrize("bias", [False, True])
-def test_it_is_the_same_function(stride: Any, bias: bool) -> None:
+def test_subsampling_inputs_keeps_outputs_and_gradients(stride: Any, bias: bool) -> None:
     layer = nn.Conv2d(3, 5, 1, stride, bias=bias).double()
     for shape in ((2, 3, 7, 8), (3, 5, 5), (1, 3, 1, 1)):
         images = torch.randn(shape, dtype=torch.float64)
         thinned = subsample_inputs(nn.Sequential(copy.deepcopy(layer)))[0]  # type: ignore[index]
         assert thinned.stride == (1, 1)
-        torch.testing.assert_close(gradients(thinned, images), gradients(copy.deepcopy(layer), images))
+        expected = output_and_gradients(copy.deepcopy(layer), images)
+        torch.testing.assert_close(output_and_gradients(thinned, images), expected)
 
 
-def test_it_is_done_once_and_its_copies_are_such_layers_too() -> None:
+def test_subsampling_is_idempotent_and_survives_copies() -> None:
     net = nn.Sequential(nn.Conv2d(4, 8, 1, 2))
     images, names = torch.randn(2, 4, 6, 6), list(net.state_dict())
     expected = net(images)
@@ -66,15 +67,15 @@ def test_it_is_done_once_and_its_copies_are_such_layers_too() -> None:
     torch.testing.assert_close(net[0](input=images), expected)
 
 
-class Own(nn.Conv2d):
+class SubclassOfConv2d(nn.Conv2d):
     pass
 
 
 @pytest.mark.parametrize("layer", [
     nn.Conv2d(4, 8, 1), nn.Conv2d(4, 8, 3, 2), nn.Conv2d(4, 8, 1, 2, padding=1), nn.Conv2d(4, 8, 1, 2, groups=2),
-    nn.Conv2d(ONEDNN_CHANNELS, 8, 1, 2), Own(4, 8, 1, 2),
+    nn.Conv2d(ONEDNN_CHANNELS, 8, 1, 2), SubclassOfConv2d(4, 8, 1, 2),
 ], ids=str)  # fmt: skip
-def test_all_others_stay_as_they_are(layer: nn.Conv2d) -> None:
+def test_other_convolutions_stay_unchanged(layer: nn.Conv2d) -> None:
     stride = layer.stride
     subsample_inputs(nn.Sequential(layer))
     assert layer.stride == stride and not layer._forward_pre_hooks

@@ -1,4 +1,4 @@
-"""Models of torchvision itself: shapes, auxiliary outputs, weights from its cache, and a whole run."""
+"""Models of the real torchvision: shapes, auxiliary outputs, weights from its cache, and a whole run."""
 
 from __future__ import annotations
 
@@ -54,15 +54,15 @@ def test_a_gradient_reaches_every_parameter(name: str) -> None:
     ("squeezenet1_1", {}, "Dropout"), ("resnet18", {}, ""), ("densenet121", {}, "DenseNet"),
     ("efficientnet_b0", {"arguments": {"dropout": 0.0}}, "StochasticDepth"), ("swin_t", {}, "SwinTransformer"),
 ])  # fmt: skip
-def test_what_draws_at_random(name: str, keys: dict[str, Any], draws: str) -> None:
-    """What does is stepped node by node in simulations, for torch has one generator in a process."""
+def test_random_part_names_the_layer_that_draws_random_numbers(name: str, keys: dict[str, Any], draws: str) -> None:
+    """Simulations step models that draw random numbers node by node, as torch has one generator per process."""
     with torch.device("meta"):
         assert random_part(make(name, **keys)) == draws
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["shufflenet_v2_x0_5", "resnet18"])
-def test_batched_simulations_have_the_bits_of_stepped_nodes(name: str) -> None:
+def test_batched_simulation_equals_stepped_nodes_bit_for_bit(name: str) -> None:
     config = experiment(f"model={{name: 'torchvision:{name}'}}", "data={name: synthetic, input_shape: [3, 16, 16], "
                         "train_samples: 100, test_samples: 20}", "node={rounds: 2, evaluate_every: 1}")  # fmt: skip
     assert workers_for(config) == min(cores(), 5)
@@ -70,8 +70,8 @@ def test_batched_simulations_have_the_bits_of_stepped_nodes(name: str) -> None:
     assert engine.population.forks
 
 
-def test_what_does_not_classify_images_is_not_made() -> None:
-    """Some fetch a part of theirs from the network when they are made."""
+def test_torchvision_models_that_do_not_classify_images_are_refused() -> None:
+    """Some of them would download weights of a part when they are made."""
     for name in ("fcn_resnet50", "fasterrcnn_resnet50_fpn", "r3d_18", "raft_small"):
         with pytest.raises(UsageError, match=f"torchvision has no model '{name}' that classifies images"):
             make(name)
@@ -109,8 +109,8 @@ def test_the_losses_of_auxiliary_outputs_are_added(name: str, side: int, weight:
 # -- weights
 
 
-def put(monkeypatch: pytest.MonkeyPatch, folder: Path, name: str, state: dict[str, Any]) -> None:
-    """Weights where torchvision keeps what it has fetched."""
+def cache_weights(monkeypatch: pytest.MonkeyPatch, folder: Path, name: str, state: dict[str, Any]) -> None:
+    """Writes weights into the folder in which torchvision keeps its downloads."""
     monkeypatch.setattr(torch.hub, "get_dir", lambda: str(folder))
     url: str = vision.models.get_model_weights(name).DEFAULT.url
     (folder / "checkpoints").mkdir(exist_ok=True)
@@ -134,7 +134,7 @@ def test_weights_of_1000_classes_are_loaded_as_torchvision_loads_them(
         state = {key.replace("norm1.", "norm.1.").replace("norm2.", "norm.2.").replace("conv1.", "conv.1.")
                  .replace("conv2.", "conv.2.") if "denselayer" in key else key: value
                  for key, value in state.items() if not key.endswith("num_batches_tracked")}  # fmt: skip
-    put(monkeypatch, tmp_path, name, state)
+    cache_weights(monkeypatch, tmp_path, name, state)
     theirs = vision.models.get_model(name, weights="DEFAULT").state_dict()
     ours = make(name, pretrained=True).state_dict()
     other = {key for key, value in ours.items() if not torch.equal(value, theirs[key])}
@@ -148,7 +148,8 @@ def test_weights_of_1000_classes_are_loaded_as_torchvision_loads_them(
 def test_pretrained_models_with_auxiliary_outputs(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, side: int, weight: float, heads: int
 ) -> None:
-    put(monkeypatch, tmp_path, name, vision.models.get_model(name, num_classes=1000, init_weights=True).state_dict())
+    trained = vision.models.get_model(name, num_classes=1000, init_weights=True)
+    cache_weights(monkeypatch, tmp_path, name, trained.state_dict())
     theirs = vision.models.get_model(name, weights="DEFAULT")
     ours = make(name, side, classes=1000, pretrained=True)
     x = torch.randn(2, 3, side, side)
@@ -161,10 +162,11 @@ def test_pretrained_models_with_auxiliary_outputs(
 
 def test_weights_of_other_layers_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     state = vision.models.get_model("squeezenet1_1", num_classes=1000).state_dict()
-    put(monkeypatch, tmp_path, "squeezenet1_1", {k: v for k, v in state.items() if "features.3.squeeze" not in k})
+    without_layer = {k: v for k, v in state.items() if "features.3.squeeze" not in k}
+    cache_weights(monkeypatch, tmp_path, "squeezenet1_1", without_layer)
     with pytest.raises(UsageError, match=r"has no weights for features\.3\.squeeze of torchvision:squeezenet1_1"):
         make("squeezenet1_1", pretrained=True)
-    put(monkeypatch, tmp_path, "squeezenet1_1", state | {"features.0.weight": torch.zeros(64, 1, 3, 3)})
+    cache_weights(monkeypatch, tmp_path, "squeezenet1_1", state | {"features.0.weight": torch.zeros(64, 1, 3, 3)})
     with pytest.raises(UsageError, match=r"has no weights for features\.0 of"):
         make("squeezenet1_1", pretrained=True)
 
@@ -172,7 +174,7 @@ def test_weights_of_other_layers_are_refused(monkeypatch: pytest.MonkeyPatch, tm
 # -- whole runs
 
 
-def images(folder: Path, **sections: Any) -> Path:
+def write_config(folder: Path, **sections: Any) -> Path:
     write_image_folder(folder / "d", classes=2, per_class=8)
     config = {
         "graph": {"name": "ring", "nodes": 3}, "node": {"rounds": 2, "evaluate_every": 2}, "communication": "inproc",
@@ -187,6 +189,6 @@ def images(folder: Path, **sections: Any) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", [["run", "--set", "communication=auto"], ["simulate"]])
-def test_a_whole_run(tmp_path: Path, command: list[str]) -> None:
-    code, said, errors = run(tmp_path, command[0], str(images(tmp_path)), *command[1:])
+def test_a_run_with_a_torchvision_model(tmp_path: Path, command: list[str]) -> None:
+    code, said, errors = run(tmp_path, command[0], str(write_config(tmp_path)), *command[1:])
     assert code == 0 and "accuracy" in said, said + errors

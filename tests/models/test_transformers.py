@@ -1,4 +1,4 @@
-"""gpt and transformer: beside torch's own layers, what a place sees, and translations place by place."""
+"""gpt and transformer: compared with torch's layers, attention masks, and translations token by token."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def transformer(**keys: Any) -> TransformerModule:
     return made.eval()
 
 
-def pairs(count: int = 5) -> Tensor:
-    """Sources of 1 to 7 tokens, and what a target begins with."""
+def sentence_pairs(count: int = 5) -> Tensor:
+    """Returns pairs [count, 7, 2]: sources of 1 to 7 tokens, and targets that start with BEGIN."""
     found = torch.randint(FIRST_WORD, 13, (count, 7, 2), generator=torch.Generator().manual_seed(1))
     found[:, 0, 1] = BEGIN
     found[..., 0] = found[..., 0].where(torch.arange(7) <= torch.arange(count)[:, None] % 7, 0)
@@ -41,14 +41,14 @@ def pairs(count: int = 5) -> Tensor:
 
 
 @pytest.mark.parametrize("tied, parameters", [(True, 124_439_808), (False, 124_439_808 + 50_257 * 768)])
-def test_gpt2_small(tied: bool, parameters: int) -> None:
+def test_gpt2_small_has_the_published_number_of_parameters(tied: bool, parameters: int) -> None:
     data = DataSpec((1024,), "ids", "next_token", vocabulary=50_257, target_shape=(1024,))
     with torch.device("meta"):
         module = gpt(data, layers=12, width=768, heads=12, tied=tied)
     assert sum(p.numel() for p in module.parameters()) == parameters
 
 
-def test_a_place_of_gpt_sees_what_stands_before_it() -> None:
+def test_a_position_of_gpt_attends_to_earlier_positions_only() -> None:
     module = gpt()
     tokens = torch.randint(0, 9, (3, 6))
     outputs, changed = module(tokens), tokens.clone()
@@ -60,7 +60,7 @@ def test_a_place_of_gpt_sees_what_stands_before_it() -> None:
     assert torch.allclose(last(tokens), outputs[:, -1], atol=1e-6)
 
 
-def test_gpt_begins_near_a_uniform_guess_and_its_sums_do_not_grow_with_its_layers() -> None:
+def test_gpt_starts_near_uniform_predictions_and_scales_residual_weights_by_depth() -> None:
     loss = nn.CrossEntropyLoss()(gpt(layers=12, width=48)(torch.zeros(4, 6, dtype=torch.int64)).flatten(0, 1),
                                  torch.arange(24) % 9)  # fmt: skip
     assert loss.item() == pytest.approx(2.197, abs=0.05)
@@ -70,21 +70,21 @@ def test_gpt_begins_near_a_uniform_guess_and_its_sums_do_not_grow_with_its_layer
     assert deep.get_parameter("layers.7.attention.query.weight").detach().std() == pytest.approx(0.02, rel=0.05)
 
 
-def test_more_places_than_the_data_has_and_fewer() -> None:
+def test_gpt_may_have_more_positions_than_the_data_but_not_fewer() -> None:
     assert gpt(places=9).get_parameter("places.weight").shape == (9, 12)
     with pytest.raises(UsageError, match=r"gpt has 5 places \(model.places\), the data has sequences of 6"):
         gpt(places=5)
 
 
 @pytest.mark.parametrize("config", [GptConfig, TransformerConfig])
-def test_widths_that_heads_do_not_divide(config: Any) -> None:
-    """The message stands behind the section's name."""
+def test_widths_that_heads_do_not_divide_are_refused(config: Any) -> None:
+    """The message follows the section's name, so it must not repeat it."""
     with pytest.raises(pydantic.ValidationError,
                        match="error, must have a width that is a multiple of heads, got width 10 and heads 3"):
         config(width=10, heads=3)
 
 
-def test_the_base_model_of_the_paper() -> None:
+def test_the_base_transformer_has_the_number_of_parameters_of_the_paper() -> None:
     data = DataSpec((64, 2), "ids", "translation", vocabulary=37_000, target_shape=(64,), padding=0, pairs=True)
     with torch.device("meta"):
         module = Transformer(TransformerConfig(layers=6, width=512, heads=8, norm="after")).make(data)
@@ -94,14 +94,14 @@ def test_the_base_model_of_the_paper() -> None:
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor")
 @pytest.mark.parametrize("norm", ["before", "after"])
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_transformer_is_that_of_torch(norm: str, tied: bool) -> None:
+def test_a_transformer_equals_that_of_torch(norm: str, tied: bool) -> None:
     module = transformer(norm=norm, tied=tied)
     theirs = nn.Transformer(12, 3, 2, 2, 48, 0.1, batch_first=True, norm_first=norm == "before").eval()
     for stacks, mine in ((theirs.encoder, module.encoder), (theirs.decoder, module.decoder)):
         for torchs, layer in zip(stacks.layers, mine, strict=True):
             copy_layer(torchs, layer)
         stacks.norm = None if norm == "after" else stacks.norm
-    given = pairs()
+    given = sentence_pairs()
     source, target = given.unbind(-1)
     embedded = [module._embed(embedding, tokens) for embedding, tokens in
                 ((module.embedding, source), (module.target_embedding or module.embedding, target))]  # fmt: skip
@@ -112,7 +112,7 @@ def test_a_transformer_is_that_of_torch(norm: str, tied: bool) -> None:
 
 
 def copy_layer(theirs: Any, mine: Layer) -> None:
-    """Give a layer of torch the weights of one of ours."""
+    """Copies the weights of one of our layers into a layer of torch."""
     copy_attention(theirs.self_attn, mine.attention)
     if isinstance(mine, DecoderLayer):
         copy_attention(theirs.multihead_attn, mine.attended)
@@ -127,8 +127,8 @@ def copy_attention(theirs: nn.MultiheadAttention, mine: Attention) -> None:
     theirs.out_proj.load_state_dict(mine.output.state_dict())
 
 
-def test_a_place_sees_the_whole_source_its_padding_apart_and_the_target_before_it() -> None:
-    module, given = transformer(), pairs()
+def test_a_position_attends_to_the_unpadded_source_and_to_earlier_targets() -> None:
+    module, given = transformer(), sentence_pairs()
     outputs = module(given)
     longer = torch.cat([given, torch.zeros(5, 3, 2, dtype=torch.int64)], 1)
     assert torch.allclose(module(longer)[:, :7], outputs, atol=1e-5)
@@ -141,8 +141,8 @@ def test_a_place_sees_the_whole_source_its_padding_apart_and_the_target_before_i
 
 
 @pytest.mark.parametrize("norm", ["before", "after"])
-def test_a_translation_is_the_likeliest_token_of_each_place(norm: str) -> None:
-    module, given = transformer(norm=norm, tied=False), pairs(12)  # tied, it repeats the token before
+def test_cached_translation_equals_greedy_decoding(norm: str) -> None:
+    module, given = transformer(norm=norm, tied=False), sentence_pairs(12)  # tied, it repeats the token before
     with torch.no_grad():
         found, wanted = module.translate(given[..., 0], 9), _likeliest(module, given, 9)
     for mine, theirs in zip(found.tolist(), wanted.tolist(), strict=True):
@@ -151,5 +151,5 @@ def test_a_translation_is_the_likeliest_token_of_each_place(norm: str) -> None:
     assert len({tuple(each) for each in found.tolist()}) > 3
 
 
-def test_linear_layers_take_what_lies_between_them() -> None:
+def test_feed_forward_layers_have_the_given_activation() -> None:
     assert isinstance(FeedForward(4, 6, "relu", 0.1)[1], nn.ReLU) and FeedForward(4, 6, "gelu", 0)[0].out_features == 6
