@@ -72,7 +72,7 @@ class Page:
         self.elsewhere: list[str] = []
         self.page = self.context.new_page()
         self.page.on("pageerror", lambda error: self.problems.append(str(error)))
-        self.page.on("console", lambda said: said.type == "error" and self.problems.append(said.text))
+        self.page.on("console", lambda message: message.type == "error" and self.problems.append(message.text))
         self.page.on("request", lambda request: request.url.startswith(address.partition("#")[0])
                      or self.elsewhere.append(request.url))  # fmt: skip
         self.page.goto(address)

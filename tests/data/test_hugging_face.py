@@ -36,7 +36,7 @@ COLUMNS: dict[str, dict[str, list[Any]]] = {
               "label": [n % 2 for n in range(40)], "writer": [f"w{n % 4}" for n in range(40)]},
     "numbers": {"row": [[float(n % 2), 1.0] for n in range(40)], "kind": [n % 2 for n in range(40)]},
     "heights": {"row": [[float(n), 1.0] for n in range(40)], "kind": [0.5 * n for n in range(40)]},
-    "said": {"text": ["to be or not to be" if n % 2 else "x" * (n < 2) for n in range(40)],
+    "sayings": {"text": ["to be or not to be" if n % 2 else "x" * (n < 2) for n in range(40)],
              "writer": [f"w{n % 4}" for n in range(40)]},
 }  # fmt: skip
 
@@ -85,7 +85,7 @@ def section(name: str, **keys: Any) -> dict[str, Any]:
 
 
 def check_size(name: str, data: Any) -> None:
-    expected = {"heights": (30, 10, None), "said": (15, 5, None)}.get(name, (30, 10, 2))
+    expected = {"heights": (30, 10, None), "sayings": (15, 5, None)}.get(name, (30, 10, 2))
     assert (data.num_train(), data.num_test(), data.num_classes) == expected
 
 
@@ -109,7 +109,7 @@ def test_columns_of_images_texts_and_numbers(library: Any) -> None:
 
 
 def test_texts_without_labels_are_windows_for_next_token_prediction(library: Any) -> None:
-    data = open_dataset(section("said", key="writer", length=3))
+    data = open_dataset(section("sayings", key="writer", length=3))
     assert (data.spec.task, data.spec.input_shape, data.spec.target_shape) == ("next_token", (3,), (3,))
     assert data.spec.padding is None and data.train_targets() is None
     be, to, others = 2, 3, [4, 5]  # the most frequent words first; texts of one word have nothing that follows

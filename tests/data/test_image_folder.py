@@ -83,14 +83,14 @@ def test_images_are_resized_by_their_shorter_side_and_center_cropped(tmp_path: P
 def test_a_crop_is_cut_out_before_it_is_resized(tmp_path: Path) -> None:
     pixels = gradient_image(40, 30)
     lazy = open_one_image(tmp_path, pixels)
-    asked: list[tuple[int, int, int]] = []
+    calls: list[tuple[int, int, int]] = []
 
     def crop(place: int, width: int, height: int) -> tuple[int, int, int, int]:
-        asked.append((place, width, height))
+        calls.append((place, width, height))
         return (5, 3, 13, 11) if place == 0 else (4, 2, 20, 18)
 
     found = np.asarray(lazy.begin(np.array([0, 0]), crop).result().inputs)
-    assert sorted(asked) == [(0, 40, 30), (1, 40, 30)]
+    assert sorted(calls) == [(0, 40, 30), (1, 40, 30)]
     assert np.array_equal(found[0], pixels[3:11, 5:13].transpose(2, 0, 1)), "8x8 is the size: pixel by pixel"
     alone = Image.fromarray(pixels[2:18, 4:20].astype(np.uint8)).resize((8, 8), Image.Resampling.BILINEAR)
     assert np.array_equal(found[1], np.asarray(alone).transpose(2, 0, 1)), "pixels outside the box must not count"

@@ -51,12 +51,12 @@ class Server:
 
     def serve(self, request: http.server.BaseHTTPRequestHandler) -> None:
         content = self.files.get(request.path.lstrip("/"))
-        wanted = request.headers.get("Range", "")
-        self.ranges.append(wanted)
+        range_header = request.headers.get("Range", "")
+        self.ranges.append(range_header)
         if content is None:
             request.send_error(404)
             return
-        start = int(wanted.removeprefix("bytes=").rstrip("-")) if wanted and self.resumes else 0
+        start = int(range_header.removeprefix("bytes=").rstrip("-")) if range_header and self.resumes else 0
         request.send_response(206 if start else 200)
         request.send_header("Content-Length", str(len(content) - start))
         if start:
@@ -69,11 +69,11 @@ class Server:
 
 @pytest.fixture
 def server() -> Iterator[Server]:
-    made = Server()
-    yield made
-    made.server.shutdown()
-    made.server.server_close()
-    made.thread.join()
+    server = Server()
+    yield server
+    server.server.shutdown()
+    server.server.server_close()
+    server.thread.join()
 
 
 def remote(content: bytes = CONTENT, name: str = "a.bin", **changes: Any) -> Remote:
@@ -135,15 +135,15 @@ def test_the_second_url_is_tried(server: Server, tmp_path: Path) -> None:
 
 
 def tar_of(files: dict[str, bytes], **changes: Any) -> bytes:
-    made = io.BytesIO()
-    with tarfile.open(fileobj=made, mode="w:gz") as rolled:
+    server = io.BytesIO()
+    with tarfile.open(fileobj=server, mode="w:gz") as rolled:
         for name, content in files.items():
             member = tarfile.TarInfo(name)
             member.size = len(content)
             for key, value in changes.items():
                 setattr(member, key, value)
             rolled.addfile(member, io.BytesIO(content))
-    return made.getvalue()
+    return server.getvalue()
 
 
 def test_a_dataset_is_downloaded_unpacked_and_prepared(

@@ -29,18 +29,19 @@ def as_texts(data: Text, samples: Samples) -> list[tuple[str, str]]:
     inputs, targets = Source(samples, torch.device("cpu")).take(torch.arange(len(samples)))
     found = []
     for x, y in zip(inputs.tolist(), targets.tolist(), strict=True):
-        wanted = [token for token in y if token != PADDING] if isinstance(y, list) else [y]
-        length = len(wanted) if isinstance(y, list) else len(x)
-        found.append(("".join(data.alphabet[token] for token in x[:length]), "".join(data.alphabet[t] for t in wanted)))
+        target_tokens = [token for token in y if token != PADDING] if isinstance(y, list) else [y]
+        length = len(target_tokens) if isinstance(y, list) else len(x)
+        target = "".join(data.alphabet[token] for token in target_tokens)
+        found.append(("".join(data.alphabet[token] for token in x[:length]), target))
     return found
 
 
 def test_targets_are_the_characters_after_the_inputs(tmp_path: Path) -> None:
     data = open_text(tmp_path)
     assert data.names == ["Ann", "Robert", "Eve"] and data.spec.vocabulary == 12
-    said = ["".join(parts) for parts in speeches(PLAY).values()]
+    speech = ["".join(parts) for parts in speeches(PLAY).values()]
     train, test = data.train(np.arange(data.num_train())), data.test()
-    for key, whole in enumerate(said):
+    for key, whole in enumerate(speech):
         mine = [pair for pair, of in zip(as_texts(data, train), data.train_keys(), strict=True) if of == key]  # type: ignore[arg-type]
         tested = [pair for pair, of in zip(as_texts(data, test), data.test_keys(), strict=True) if of == key]  # type: ignore[arg-type]
         border = len(whole) - round(0.1 * len(whole))
@@ -51,9 +52,9 @@ def test_targets_are_the_characters_after_the_inputs(tmp_path: Path) -> None:
 def test_predict_last_has_the_character_after_the_window_as_target(tmp_path: Path) -> None:
     data = open_text(tmp_path, predict="last", stride=1)
     assert data.spec.target_shape == () and data.spec.input_shape == (16,)
-    said = "".join(speeches(PLAY)["Eve"])
+    speech = "".join(speeches(PLAY)["Eve"])
     for x, y in as_texts(data, data.train(np.flatnonzero(data.train_keys() == 2))):
-        assert len(x) == 16 and x + y in said
+        assert len(x) == 16 and x + y in speech
 
 
 def test_texts_without_speakers_and_with_a_given_alphabet(tmp_path: Path) -> None:

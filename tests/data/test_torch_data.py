@@ -28,13 +28,13 @@ class Points(Dataset[tuple[torch.Tensor, int]]):
     def __init__(self, count: int, train: bool = True, noise: float = 0.0, folder: Path | None = None) -> None:
         self.count, self.noise, self.folder = (count if train else 8), noise, folder
         self.targets = [index % 2 for index in range(self.count)]
-        self.asked: list[int] = []
+        self.indices_read: list[int] = []
 
     def __len__(self) -> int:
         return self.count
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        self.asked.append(index)
+        self.indices_read.append(index)
         return torch.full((2, 2), float(index)) + self.noise * torch.randn(2, 2), self.targets[index]
 
 
@@ -107,9 +107,9 @@ def test_a_map_style_dataset_is_read_for_every_batch_and_only_in_the_share() -> 
     mine, share = data.of(1), data.shares()[1]
     assert isinstance(mine.train, LazySamples) and len(mine.train) == 5 and len(mine.test) == 8
     dataset = mine.train.dataset  # type: ignore[attr-defined]
-    dataset.asked.clear()
+    dataset.indices_read.clear()
     first, second = mine.train.fetch(np.array([2, 0])), mine.train.fetch(np.array([2, 0]))
-    assert dataset.asked == [share[2], share[0]] * 2 and not np.array_equal(first.inputs, second.inputs)
+    assert dataset.indices_read == [share[2], share[0]] * 2 and not np.array_equal(first.inputs, second.inputs)
     assert first.inputs.dtype == np.float32 and first.targets.tolist() == [share[2] % 2, share[0] % 2]
 
 

@@ -52,8 +52,8 @@ def test_images_without_a_transform_equal_those_of_to_tensor(tmp_path: Path) -> 
     found, share = fetch_first(data), data.of(0).train.indices  # type: ignore[union-attr]
     made = vision.datasets.FakeData(COUNT, (3, 6, 9), 4, transform=v1.ToTensor())
     for place, (pixels, target) in enumerate(zip(found.inputs, found.targets, strict=True)):
-        wanted, label = made[int(share[place])]
-        assert np.array_equal(np.float32(pixels) / 255, wanted.numpy()) and target == label
+        expected, label = made[int(share[place])]
+        assert np.array_equal(np.float32(pixels) / 255, expected.numpy()) and target == label
 
 
 def test_transforms_are_made_from_yaml(tmp_path: Path) -> None:
@@ -62,8 +62,8 @@ def test_transforms_are_made_from_yaml(tmp_path: Path) -> None:
         {"name": f"{of}:Normalize", "mean": [0.5, 0.25, 0.125], "std": ["5e-1", 1, 2]}]}]  # fmt: skip
     data = open_data("FakeData", tmp_path, size=COUNT, image_size=[3, 6, 9], num_classes=4, transform=section)
     found, share = fetch_first(data), data.of(0).train.indices  # type: ignore[union-attr]
-    wanted = v1.Compose([v1.ToTensor(), v1.Normalize([0.5, 0.25, 0.125], [0.5, 1, 2])])
-    made = vision.datasets.FakeData(COUNT, (3, 6, 9), 4, transform=wanted)
+    expected = v1.Compose([v1.ToTensor(), v1.Normalize([0.5, 0.25, 0.125], [0.5, 1, 2])])
+    made = vision.datasets.FakeData(COUNT, (3, 6, 9), 4, transform=expected)
     assert np.array_equal(found.inputs, np.stack([made[int(each)][0].numpy() for each in share[:3]]))
 
 
@@ -78,8 +78,8 @@ def test_pillow_images_of_every_mode_equal_to_tensor(mode: str) -> None:
     image = of_mode.get(mode, lambda: Image.fromarray(pixels).convert(mode))()
     assert image.mode == mode
     found = batch([image], [0], "here")
-    wanted = v1.ToTensor()(image).numpy().astype(np.float32)
-    assert np.allclose(np.asarray(found.inputs)[0] * np.float32(found.scale), wanted, atol=1e-7) and not found.ids
+    expected = v1.ToTensor()(image).numpy().astype(np.float32)
+    assert np.allclose(np.asarray(found.inputs)[0] * np.float32(found.scale), expected, atol=1e-7) and not found.ids
 
 
 def test_torchvision_datasets_are_read_by_the_name_of_their_class(tmp_path: Path) -> None:
@@ -167,8 +167,8 @@ def test_center_crops_equal_resize_and_center_crop_of_torchvision(
         image, label = theirs[0]
         assert np.array_equal(np.asarray(found.inputs)[0], np.asarray(image).transpose(2, 0, 1))
         assert label == found.targets[0] and theirs.classes == ["a", "b"]
-        wanted = t.Compose([*begin, t.Normalize(mean, std)])(image)
-        assert np.abs(normalized(found) - wanted.numpy()).max() < 1e-6
+        expected = t.Compose([*begin, t.Normalize(mean, std)])(image)
+        assert np.abs(normalized(found) - expected.numpy()).max() < 1e-6
 
 
 @pytest.mark.parametrize("width, height", [(50, 37), (20, 90), (9, 9)])
@@ -197,8 +197,8 @@ def test_random_resized_crops_equal_those_of_torchvision_for_equal_draws(
         same += 1
         found = lazy.begin(np.arange(1), lambda *_, box=box: box).result()
         for t in (v1.functional, v2.functional):
-            wanted = t.resized_crop(image, top, left, h, w, [8, 8])
-            assert np.array_equal(np.asarray(found.inputs)[0], np.asarray(wanted).transpose(2, 0, 1))
+            expected = t.resized_crop(image, top, left, h, w, [8, 8])
+            assert np.array_equal(np.asarray(found.inputs)[0], np.asarray(expected).transpose(2, 0, 1))
     assert same >= 38
 
 
@@ -210,5 +210,5 @@ def test_shifts_and_flips_equal_random_crop_and_flip_of_torchvision(edge: bool) 
     for t in (v1.functional, v2.functional):
         for place in range(4):
             padded = t.pad(images[place], [2] * 4, 0, "edge" if edge else "constant")
-            wanted = t.crop(padded, 2 + int(down[place]), 2 + int(right[place]), 7, 6)
-            assert torch.equal(found[place], t.hflip(wanted) if which[place] else wanted)
+            expected = t.crop(padded, 2 + int(down[place]), 2 + int(right[place]), 7, 6)
+            assert torch.equal(found[place], t.hflip(expected) if which[place] else expected)

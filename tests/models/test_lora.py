@@ -46,9 +46,9 @@ def test_a_lora_layer_computes_the_formula() -> None:
     plain = nn.functional.linear(x, layer.weight, layer.bias)
     assert torch.equal(layer(x), plain), "an adapter begins with no effect"
     randomize_lora_b(layer)
-    wanted = x.double() @ layer.weight.double().T + layer.bias.double()
-    wanted += 3.0 / 2 * (x.double() @ layer.lora_a.double().T) @ layer.lora_b.double().T
-    assert torch.allclose(layer(x).double(), wanted, atol=1e-5) and not torch.allclose(layer(x), plain)
+    expected = x.double() @ layer.weight.double().T + layer.bias.double()
+    expected += 3.0 / 2 * (x.double() @ layer.lora_a.double().T) @ layer.lora_b.double().T
+    assert torch.allclose(layer(x).double(), expected, atol=1e-5) and not torch.allclose(layer(x), plain)
 
 
 def test_only_adapters_and_listed_parameters_are_trained() -> None:
@@ -162,8 +162,8 @@ def test_saved_adapters_and_folded_weights_can_start_runs(tmp_path: Path) -> Non
                             for name in ("merged", "adapters", "folded"))  # fmt: skip
     assert sorted(alone) == ["1.lora_a", "1.lora_b", "3.bias", "3.weight"]
     assert all(torch.equal(merged[name], value) for name, value in alone.items())
-    wanted = merged["1.weight"] + 4 / 4 * merged["1.lora_b"] @ merged["1.lora_a"]
-    assert sorted(plain) == ["1.bias", "1.weight", "3.bias", "3.weight"] and torch.allclose(plain["1.weight"], wanted)
+    expected = merged["1.weight"] + 4 / 4 * merged["1.lora_b"] @ merged["1.lora_a"]
+    assert sorted(plain) == ["1.bias", "1.weight", "3.bias", "3.weight"] and torch.allclose(plain["1.weight"], expected)
     x = torch.randn(5, 1, 8, 8, device=nodes[0].training.model.device)
     base = build_in_process(load(QUICKSTART, [f"model.init={tmp_path}/models/folded.safetensors"]))[0]
     assert torch.allclose(base.training.model.module.eval()(x), module.eval()(x), atol=1e-5)

@@ -190,5 +190,5 @@ def write_config(folder: Path, **sections: Any) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("command", [["run", "--set", "communication=auto"], ["simulate"]])
 def test_a_run_with_a_torchvision_model(tmp_path: Path, command: list[str]) -> None:
-    code, said, errors = run(tmp_path, command[0], str(write_config(tmp_path)), *command[1:])
-    assert code == 0 and "accuracy" in said, said + errors
+    code, output, errors = run(tmp_path, command[0], str(write_config(tmp_path)), *command[1:])
+    assert code == 0 and "accuracy" in output, output + errors

@@ -144,8 +144,8 @@ def test_a_position_attends_to_the_unpadded_source_and_to_earlier_targets() -> N
 def test_cached_translation_equals_greedy_decoding(norm: str) -> None:
     module, given = transformer(norm=norm, tied=False), sentence_pairs(12)  # tied, it repeats the token before
     with torch.no_grad():
-        found, wanted = module.translate(given[..., 0], 9), _likeliest(module, given, 9)
-    for mine, theirs in zip(found.tolist(), wanted.tolist(), strict=True):
+        found, expected = module.translate(given[..., 0], 9), _likeliest(module, given, 9)
+    for mine, theirs in zip(found.tolist(), expected.tolist(), strict=True):
         end = theirs.index(END) + 1 if END in theirs else len(mine)
         assert mine[:end] == theirs[:end]
     assert len({tuple(each) for each in found.tolist()}) > 3

@@ -82,13 +82,14 @@ def test_the_report_of_a_run_is_one_self_contained_html_file(tmp_path: Path) -> 
         {"time": 102.0, "uid": 0, "kind": "checksum_mismatch", "peer": None, "detail": "", "count": 27},
         {"time": 102.0, "uid": 0, "kind": "sent", "round": 1},
     )))  # fmt: skip
-    text, said = render([run])
+    text, notes = render([run])
     found = check_html(text)
-    assert not said and {"question", "results", "curves", "waits", "bytes", "events", "nodes", "again"} <= {*found.ids}
+    assert not notes
+    assert {"question", "results", "curves", "waits", "bytes", "events", "nodes", "again"} <= {*found.ids}
     assert "name: exp # <b>bold</b>" in found.text and "<b>" not in text
-    for told in ("decentnode run exp.yaml", "torch 2.13.0", "1 faults were planned", "checksum mismatch 27",
+    for passage in ("decentnode run exp.yaml", "torch 2.13.0", "1 faults were planned", "checksum mismatch 27",
                  "node 2 nothing came", "wait 75.0 %", "node waited for seconds in all 0 2 2.50"):  # fmt: skip
-        assert told in found.text, told
+        assert passage in found.text, passage
     assert "says checksum mismatch 27 bytes were damaged in transit; they are sent again peer lost 1" in found.text
     assert sum(address.startswith("data:") for address in found.addresses) >= 9 + 1
     assert waited(load(run)) == {(0, 2): 2.5}
@@ -137,9 +138,10 @@ def test_the_report_command_writes_into_the_run_or_to_the_given_file(tmp_path: P
     assert result.exit_code == 0 and Path(result.stdout.strip()) == run / "report.html", result.output
     result = CliRunner().invoke(main, ["report", str(run), "-o", str(out)])
     assert result.exit_code == 0 and check_html(out.read_text()).text
-    for wrong, told in ((["-o", "x.pdf"], "must end in .html"), (["--label", "a", "--label", "b"], "1 times at most")):
+    labels = ["--label", "a", "--label", "b"]
+    for wrong, message in ((["-o", "x.pdf"], "must end in .html"), (labels, "1 times at most")):
         result = CliRunner().invoke(main, ["report", str(run), *wrong])
-        assert result.exit_code == 2 and told in result.output
+        assert result.exit_code == 2 and message in result.output
     assert CliRunner().invoke(main, ["report", str(tmp_path / "none")]).exit_code == 2
     (tmp_path / "file").write_text("")
     with pytest.raises(EnvironmentFault, match="cannot write"):
@@ -167,7 +169,8 @@ def test_a_custom_graph_is_loaded_from_the_copy_of_the_code_in_the_run(
 
 def test_the_conclusion_of_a_failed_run_gives_the_reason(tmp_path: Path) -> None:
     failure = {"node": 1, "title": "node 1 was killed by SIGKILL\nTraceback ...", "exit_code": 8}
-    told = make_summary(status="failed", rounds=7, rounds_planned=10, failure=failure)
-    said = _conclusion_line([RunResult(tmp_path, "a", None, {}, "", told)])
-    assert said.startswith("failed after round 7 of 10") and said.endswith(". It failed: node 1 was killed by SIGKILL")
+    failed = make_summary(status="failed", rounds=7, rounds_planned=10, failure=failure)
+    conclusion = _conclusion_line([RunResult(tmp_path, "a", None, {}, "", failed)])
+    assert conclusion.startswith("failed after round 7 of 10")
+    assert conclusion.endswith(". It failed: node 1 was killed by SIGKILL")
     assert "It failed" not in _conclusion_line([RunResult(tmp_path, "a", None, {}, "", make_summary())])

@@ -35,12 +35,12 @@ def test_a_target_is_reached_at_the_first_evaluation_that_meets_it(tmp_path: Pat
     assert best(run, "accuracy") == (6, pytest.approx(76.0)) and best(run, "loss") == (6, pytest.approx(2 / 6))
 
 
-@pytest.mark.parametrize(("text", "said"), [
+@pytest.mark.parametrize(("text", "message"), [
     ("acuracy=0.5", "did you mean 'accuracy'"), ("accuracy=90", "a fraction from 0 to 1"),
     ("accuracy=", "METRIC=NUMBER"), ("accuracy=nan", "METRIC=NUMBER"), ("", "METRIC=NUMBER"),
 ])  # fmt: skip
-def test_invalid_targets_are_refused(text: str, said: str) -> None:
-    with pytest.raises(UsageError, match=said):
+def test_invalid_targets_are_refused(text: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         target_of(text, DEFAULT_METRICS)
 
 

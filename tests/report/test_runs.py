@@ -128,11 +128,11 @@ def records_with_own_rounds() -> dict[int, list[dict[str, Any]]]:
         rounds = int(8 / seconds)
         records[uid] = [{"kind": "evaluation", "round": 0, "time": 100.0, "accuracy": 0.0, "virtual_seconds": 0.0}]
         for r in range(1, rounds + 1):
-            told = {"time": 100 + r * seconds, "virtual_seconds": 2 * r * seconds}
-            records[uid].append({"kind": "round", "round": r - 1, "data_bytes_sent": 10 * r, **told})
+            times = {"time": 100 + r * seconds, "virtual_seconds": 2 * r * seconds}
+            records[uid].append({"kind": "round", "round": r - 1, "data_bytes_sent": 10 * r, **times})
             if not r % 2:
                 end = {"accuracy_merged": 0.9} if r == rounds else {}
-                records[uid].append({"kind": "evaluation", "round": r, "accuracy": r * seconds / 10, **end, **told})
+                records[uid].append({"kind": "evaluation", "round": r, "accuracy": r * seconds / 10, **end, **times})
     return records
 
 
@@ -345,8 +345,10 @@ def test_malformed_lines_of_metrics_are_skipped(tmp_path: Path) -> None:
     assert load(run).series("accuracy", "bytes") == before
 
 
-def records(*told: tuple[str, int, float]) -> list[dict[str, Any]]:
-    return [{"kind": kind, "round": round, "time": time, "seconds": 1.0, "accuracy": 0.5} for kind, round, time in told]
+def records(*entries: tuple[str, int, float]) -> list[dict[str, Any]]:
+    """Returns records of (kind, round, time)."""
+    return [{"kind": kind, "round": round, "time": time, "seconds": 1.0, "accuracy": 0.5}
+            for kind, round, time in entries]  # fmt: skip
 
 
 def test_the_axis_seconds_omits_the_time_between_a_stop_and_a_resume() -> None:

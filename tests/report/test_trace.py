@@ -73,10 +73,10 @@ def test_a_trace_of_a_run_without_spans_is_built_from_the_seconds_of_its_rounds(
     only = tmp_path / "one.json"
     assert CliRunner().invoke(main, ["trace", str(run), "--node", "1", "-o", str(only)]).exit_code == 0
     assert {each["pid"] for each in read_trace(only)["X"]} == {1}
-    for wrong, told in ((["--node", "7"], "no records of node 7"), (["--first", "9", "--last", "3"], "at least"),
+    for wrong, message in ((["--node", "7"], "no records of node 7"), (["--first", "9", "--last", "3"], "at least"),
                         (["--first", "100"], "no round to show"), (["-o", "x.html"], ".json")):  # fmt: skip
         result = CliRunner().invoke(main, ["trace", str(run), *wrong])
-        assert result.exit_code == 2 and told in result.output, result.output
+        assert result.exit_code == 2 and message in result.output, result.output
 
 
 def test_adjacent_spans_do_not_overlap_after_rounding(tmp_path: Path) -> None:
@@ -118,9 +118,9 @@ def test_times_are_recorded_as_spans_when_they_are_added(monkeypatch: pytest.Mon
 
 
 def test_a_profile_of_a_round_or_node_outside_the_run_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"rounds 0 to 9, got 10") as told:
+    with pytest.raises(ConfigError, match=r"rounds 0 to 9, got 10") as caught:
         load(QUICKSTART, ["node.rounds=10", "run.profile={round: 10, uid: 99}"])
-    assert "nodes 0 to 15, got 99" in str(told.value)
+    assert "nodes 0 to 15, got 99" in str(caught.value)
 
 
 @pytest.mark.slow

@@ -211,16 +211,17 @@ def test_crop_boxes_equal_those_of_torchvision_for_equal_draws(width: int, heigh
     for _ in range(50):
         numbers = draw.integers(0, 1 << 31, 22).tolist()
         found = drawn_box(numbers, width, height, config)
-        wanted = torchvision_box([number / (1 << 31) for number in numbers], width, height, config.scale, config.ratio)
+        draws = [number / (1 << 31) for number in numbers]
+        expected = torchvision_box(draws, width, height, config.scale, config.ratio)
         left, upper, right, lower = found
         assert 0 <= left < right <= width and 0 <= upper < lower <= height
-        if wanted is None:
+        if expected is None:
             num_fallbacks += 1
             narrow, wide = config.ratio  # the fallback: the largest centered box within the ratios
             w, h = min(width, round(height * wide)), min(height, round(width / narrow))
             assert (right - left, lower - upper) == (w, h) and (left, upper) == ((width - w) // 2, (height - h) // 2)
         else:
-            assert found == wanted
+            assert found == expected
     if not keys and width > 30:
         assert (num_fallbacks == 0) == (width == 500), "a box of such a ratio has at most a sixth of a narrow image"
 

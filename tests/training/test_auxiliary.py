@@ -44,8 +44,8 @@ def test_the_gradient_with_auxiliary_outputs_is_that_of_the_weighted_sum() -> No
     module.train()
     one, _, other = module(inputs)
     loss = nn.functional.cross_entropy
-    wanted = loss(one, targets) + 0.3 * loss(other, targets)
-    gradients = torch.cat([each.flatten() for each in torch.autograd.grad(wanted, list(module.parameters()))])
+    expected = loss(one, targets) + 0.3 * loss(other, targets)
+    gradients = torch.cat([each.flatten() for each in torch.autograd.grad(expected, list(module.parameters()))])
     before = made.model.parameters.clone()
     made.local_update(0)
     assert torch.allclose(before - made.model.parameters, gradients, atol=1e-6)

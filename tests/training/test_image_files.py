@@ -103,10 +103,10 @@ def test_recomputed_statistics_are_those_of_all_images_of_all_nodes(folder: Path
     assert len(images) == 31
     with torch.no_grad():
         values = module[0](images).double()
-    wanted = torch.cat([values.mean((0, 2, 3)), values.var((0, 2, 3), correction=0)])
+    expected = torch.cat([values.mean((0, 2, 3)), values.var((0, 2, 3), correction=0)])
     training.model.buffers.copy_(merged[count:])
     found = torch.cat([layer.running_mean, layer.running_var])  # type: ignore[list-item]
-    assert torch.allclose(found.double(), wanted, rtol=1e-4, atol=1e-5)
+    assert torch.allclose(found.double(), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow

@@ -76,11 +76,11 @@ def test_optimizer_steps_are_not_recorded_by_autograd() -> None:
 
 
 def test_profilers_and_step_hooks_see_the_steps() -> None:
-    made, told = make_optimizer(OptimizerConfig(name="sgd", lr=0.1), parameters()), []
-    made.register_step_post_hook(lambda *_: told.append("stepped"))
+    made, calls = make_optimizer(OptimizerConfig(name="sgd", lr=0.1), parameters()), []
+    made.register_step_post_hook(lambda *_: calls.append("stepped"))
     with torch.profiler.profile() as profile:
         run_steps(made, 1)
-    assert told == ["stepped"]
+    assert calls == ["stepped"]
     assert "Optimizer.step#SGD.step" in {each.key for each in profile.key_averages()}
 
 

@@ -63,12 +63,12 @@ OWN: dict[str, Any] = {
 
 
 def test_custom_loss_optimizer_and_schedule_train_repeat_and_resume() -> None:
-    def made(uid: int) -> Any:
+    def make_custom(uid: int) -> Any:
         return make(uid, batch_size=4, local_steps=3, **OWN)
 
-    check_rounds(made)
-    check_resume(made)
-    training = made(0)
+    check_rounds(make_custom)
+    check_resume(make_custom)
+    training = make_custom(0)
     rates = []
     for round in range(5):
         rates.append(training.learning_rate)

@@ -165,8 +165,8 @@ def inputs_of_steps(images: Any, rounds: Iterator[int], **keys: Any) -> list[tor
 def test_training_on_image_files_sees_the_same_batches_as_on_arrays(keys: dict[str, Any]) -> None:
     images = NumberedImages(np.arange(1, 11))
     arrays = images.fetch(np.arange(10))
-    found, wanted = (inputs_of_steps(each, iter(range(5)), **keys) for each in (images, arrays))
-    assert len(found) == len(wanted) == 10 and all(map(torch.equal, found, wanted))
+    found, expected = (inputs_of_steps(each, iter(range(5)), **keys) for each in (images, arrays))
+    assert len(found) == len(expected) == 10 and all(map(torch.equal, found, expected))
     steps = 10 + AHEAD_BATCHES  # each batch is read once, also across the ends of epochs
     assert len(images.started) == steps and not any(each.cancelled for each in images.started)
     again = inputs_of_steps(NumberedImages(np.arange(1, 11)), iter(range(2, 5)), **keys)

@@ -32,8 +32,8 @@ def test_rows_of_unequal_length_are_padded_to_the_longest_of_their_batch() -> No
     values, starts, lengths = np.arange(10, dtype=np.uint8), np.array([0, 2, 7]), np.array([2, 5, 3])
     rows, targets = Rows(values, starts, lengths), Rows(values, starts, lengths, PADDING)
     source = Source(Samples(rows, targets, ids=True), CPU)
-    inputs, wanted = source.take(torch.tensor([2, 0]))
-    assert inputs.tolist() == [[7, 8, 9], [0, 1, 0]] and wanted.tolist() == [[7, 8, 9], [0, 1, PADDING]]
+    inputs, expected = source.take(torch.tensor([2, 0]))
+    assert inputs.tolist() == [[7, 8, 9], [0, 1, 0]] and expected.tolist() == [[7, 8, 9], [0, 1, PADDING]]
     assert source.take(torch.arange(3))[0].shape == (3, 5) and rows.shape == (3, 5) and source.sample_elements == 5
     assert np.array_equal(source.take(torch.arange(3))[1].numpy(), targets.padded())
     assert rows[np.array([0, 2])].longest == 3

@@ -138,8 +138,8 @@ def test_a_last_batch_of_one_sample_is_left_out_where_the_model_cannot_train_on_
     assert [update.samples for update in updates] == [sum(expected_batch_sizes)] * 4
     assert updates[0].steps == len(expected_batch_sizes)
     assert all(update.steps == training.steps_per_round for update in updates)
-    said = [record.getMessage() for record in caplog.records]
-    assert said == (["the last batch of every epoch, one of "
+    messages = [record.getMessage() for record in caplog.records]
+    assert messages == (["the last batch of every epoch, one of "
                      f"{count} samples, is left out: batch normalization needs two"] if count % 4 == 1
                     and not keys.get("drop_last") else [])  # fmt: skip
     if "local_epochs" in keys and not keys.get("drop_last"):
