@@ -71,7 +71,7 @@ def test_points_that_fail_are_named_and_stop_no_other(tmp_path: Path) -> None:
     assert again[faults[1]] != first[faults[1]], "a bug may be mended"
 
 
-SLOW = {"training": {**experiment()["training"], "name": "tests.sweeps.work:SlowUntil"}}
+SLOW = {"training": {**experiment()["training"], "name": "tests.sweeps.work:SlowUntilMarkerExists"}}
 
 
 @pytest.mark.slow

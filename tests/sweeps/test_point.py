@@ -1,4 +1,4 @@
-"""What makes a point: its values, and the digest by which a run of it is found again."""
+"""A point is its settings; the digest identifies a run of it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def digest(base: Request, *settings: tuple[str, str], seed: int | None = None, b
     return prepare(base, Point(settings, seed), by).digest
 
 
-def test_a_digest_is_of_all_that_decides_a_run(base: Request) -> None:
+def test_the_digest_covers_everything_that_decides_a_run_and_nothing_else(base: Request) -> None:
     lr = ("training.optimizer.lr", ".05")
     same = digest(base)
     assert same == digest(base, lr) == digest(base, ("training.optimizer.lr", "0.05"), seed=1)
@@ -37,7 +37,7 @@ def test_a_digest_is_of_all_that_decides_a_run(base: Request) -> None:
     assert len({same, *others}) == 7
 
 
-def test_a_module_of_the_users_own_that_changes_makes_another_point(
+def test_a_changed_module_of_the_user_changes_the_digest(
     base: Request, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(tmp_path)
@@ -51,22 +51,22 @@ def test_a_module_of_the_users_own_that_changes_makes_another_point(
     assert digest(base, mine) != before
 
 
-def test_problems_of_a_point_are_those_of_its_experiment(base: Request) -> None:
+def test_a_point_with_a_wrong_key_raises_the_problems_of_its_experiment(base: Request) -> None:
     with pytest.raises(ConfigError, match=r"did you mean 'ring'"):
         prepare(base, Point((("graph.name", "rng"),)), "simulate")
 
 
-def test_a_rung_has_its_rounds_and_a_checkpoint(base: Request) -> None:
+def test_a_point_of_a_rung_sets_its_rounds_and_a_checkpoint(base: Request) -> None:
     found = prepare(base, Point((), 3, rounds=2), "simulate", ["node.checkpoint={every: 100}"])
     assert found.rounds == 2 and found.request.overrides == ["seed=3", "node.rounds=2", "node.checkpoint={every: 100}"]
     assert prepare(base, Point(()), "simulate", ["node.checkpoint={every: 100}"]).request.overrides == []
 
 
-def test_labels() -> None:
+def test_a_point_is_labelled_by_its_settings_and_its_seed() -> None:
     assert label_of((("training.optimizer.lr", ".1"), ("graph.name", "ring"))) == "lr=.1 graph=ring"
     assert Point((("seed", "1"),), 2).label == "seed=1 seed=2" and Point(()).label == "the experiment as it is"
 
 
-def test_a_point_is_told_the_step_that_was_searched_for_as_it_was_checked(base: Request) -> None:
+def test_the_step_size_that_preparing_found_is_passed_on_to_the_point(base: Request) -> None:
     found = prepare(base, Point((("sharing", "{name: stc, fraction: 0.3}"),)), "simulate")
     assert 0 < found.request.found["sharing.step_size"] < 1

@@ -1,4 +1,4 @@
-"""Tables, figure and live table of a sweep, from points whose runs are made up."""
+"""Tables, figure and live table of a sweep, from runs that the tests write."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from tests.report.test_runs import write_run
 VALUES = {(".1", "ring"): [0.90, 0.91, 0.92], (".1", "star"): [0.80, 0.82, 0.81], ("1", "ring"): [0.899, 0.912, 0.917]}
 
 
-def sweep_of(folder: Path, rungs: tuple[int, ...] = ()) -> Sweep:
+def make_sweep(folder: Path, rungs: tuple[int, ...] = ()) -> Sweep:
     plan = Plan(Request("x.yaml"))
     return Sweep(plan, folder, "exp", DEFAULT_METRICS, "accuracy_mean", -1, 2, 9, (), rungs, Listed([], [1]))
 
@@ -53,8 +53,8 @@ def settings(lr: str, graph: str) -> Settings:
     return (("training.optimizer.lr", lr), ("graph.name", graph))
 
 
-def ended(folder: Path, point: Point, accuracy: float | None, status: Any = "finished", title: str = "") -> Ended:
-    """A point with a run as far as tables read it."""
+def ended_point(folder: Path, point: Point, accuracy: float | None, status: Any = "finished", title: str = "") -> Ended:
+    """Returns a point that has ended; with an accuracy, its run directory has a summary.json, all that tables read."""
     run = None
     if accuracy is not None:
         run = folder / f"{abs(hash(point))}"
@@ -65,16 +65,16 @@ def ended(folder: Path, point: Point, accuracy: float | None, status: Any = "fin
     return Ended(point, Outcome(status, "x", title, 0 if status == "finished" else 8, 1.5), run, accuracy, "d")
 
 
-def state_of(folder: Path) -> State:
-    found = [ended(folder, Point(settings(*key), seed), value)
+def make_state(folder: Path) -> State:
+    found = [ended_point(folder, Point(settings(*key), seed), value)
              for key, values in VALUES.items() for seed, value in enumerate(values, 1)]  # fmt: skip
-    found.append(ended(folder, Point(settings("1", "star"), 1), None, "failed", "a bug"))
-    found.append(ended(folder, Point(settings("2", "star"), 1), None, "invalid", "no such key"))
-    return State(sweep_of(folder), 0.0, [], found)
+    found.append(ended_point(folder, Point(settings("1", "star"), 1), None, "failed", "a bug"))
+    found.append(ended_point(folder, Point(settings("2", "star"), 1), None, "invalid", "no such key"))
+    return State(make_sweep(folder), 0.0, [], found)
 
 
-def test_rows_stand_by_their_means_and_are_set_off_from_the_best(tmp_path: Path) -> None:
-    results = results_of(state_of(tmp_path))
+def test_rows_are_sorted_by_their_means_and_tested_against_the_best_row(tmp_path: Path) -> None:
+    results = results_of(make_state(tmp_path))
     assert [row.label for row in results.rows[:3]] == ["lr=.1 graph=ring", "lr=1 graph=ring", "lr=.1 graph=star"]
     best, near, far = results.rows[:3]
     assert results.best is best and best.against is None and best.mean == pytest.approx(0.91)
@@ -86,12 +86,12 @@ def test_rows_stand_by_their_means_and_are_set_off_from_the_best(tmp_path: Path)
     assert failed.mean is None and [each.outcome.title for each in failed.not_finished] == ["a bug"]
 
 
-def test_rows_are_compared_within_each_value_of_a_key(tmp_path: Path) -> None:
+def test_within_a_key_rows_are_compared_with_the_best_row_of_the_same_value(tmp_path: Path) -> None:
     values = {("x", "ring"): [0.9, 0.92, 0.91], ("y", "ring"): [0.8, 0.83, 0.81], ("z", "ring"): [0.5, 0.53, 0.5],
               ("x", "star"): [0.6, 0.62, 0.61], ("y", "star"): [0.7, 0.75, 0.72]}  # fmt: skip
-    found = [ended(tmp_path, Point((("a.rule", rule), ("a.graph", graph)), seed), value)
+    found = [ended_point(tmp_path, Point((("a.rule", rule), ("a.graph", graph)), seed), value)
              for (rule, graph), each in values.items() for seed, value in enumerate(each, 1)]  # fmt: skip
-    sweep = replace(sweep_of(tmp_path), plan=Plan(Request("x.yaml"), axes(["a.rule=x", "a.graph=y"]), 3,
+    sweep = replace(make_sweep(tmp_path), plan=Plan(Request("x.yaml"), axes(["a.rule=x", "a.graph=y"]), 3,
                                                   within=("a.graph",)))  # fmt: skip
     results = results_of(State(sweep, 0.0, [], found))
     assert [tuple(value for _, value in row.settings) for row in results.rows] == [
@@ -109,13 +109,13 @@ def test_rows_are_compared_within_each_value_of_a_key(tmp_path: Path) -> None:
         Plan(Request("x.yaml"), axes(["graph.name=ring"]), within=("graph",))
 
 
-def test_every_evaluation_of_every_point_is_a_row(tmp_path: Path) -> None:
-    """With the names and units of summary.json, whatever plots scale; a point without a run has none."""
-    made = [ended(tmp_path, Point(settings(".1", "ring"), seed), None) for seed in (1, 2)]
-    made += [ended(tmp_path, Point(settings("1", "ring"), 1), None, "failed", "a bug")]
+def test_the_evaluations_table_has_a_row_for_every_evaluation_of_every_point(tmp_path: Path) -> None:
+    """Names and units are those of summary.json, unlike in plots, which scale; a point without a run has no row."""
+    made = [ended_point(tmp_path, Point(settings(".1", "ring"), seed), None) for seed in (1, 2)]
+    made += [ended_point(tmp_path, Point(settings("1", "ring"), 1), None, "failed", "a bug")]
     runs = [write_run(tmp_path / "sweep" / f"points/{seed}/exp/run", seed=seed, better=seed / 100) for seed in (1, 2)]
     found = [replace(each, run=run) for each, run in zip(made, runs, strict=False)]
-    results = results_of(State(sweep_of(tmp_path / "sweep"), 0.0, [], [*found, made[2]]))
+    results = results_of(State(make_sweep(tmp_path / "sweep"), 0.0, [], [*found, made[2]]))
     rows = list(csv.DictReader(io.StringIO(evaluations_csv(results))))
     assert [(row["seed"], row["round"]) for row in rows] == [(s, r) for s in "12" for r in ("0", "2", "4", "6")]
     last = rows[-1]
@@ -134,21 +134,21 @@ def test_every_evaluation_of_every_point_is_a_row(tmp_path: Path) -> None:
     assert evaluations_csv(results) == ""
 
 
-def best_by(state: State, seeds: int, *keys: str) -> State:
+def set_best_by(state: State, seeds: int, *keys: str) -> State:
     state.sweep = replace(state.sweep, plan=Plan(state.sweep.plan.request, axes(["a.rule=x", "a.lr=1"]), seeds,
                                                  best_by=keys))  # fmt: skip
     return state
 
 
-def test_the_best_of_each_value_has_all_seeds_and_the_best_mean(tmp_path: Path) -> None:
+def test_best_by_keeps_for_each_value_the_combination_with_all_seeds_and_the_best_mean(tmp_path: Path) -> None:
     values = {("x", ".1"): [0.9, 0.7], ("x", ".2"): [0.85, 0.8], ("x", ".3"): [0.99, None],
               ("y", ".1"): [0.5, 0.5], ("y", ".2"): [0.25, 0.75], ("z", ".1"): [0.9, None]}  # fmt: skip
-    found = [ended(tmp_path, Point((("a.rule", rule), ("a.lr", lr)), seed), value,
+    found = [ended_point(tmp_path, Point((("a.rule", rule), ("a.lr", lr)), seed), value,
                    "finished" if value is not None else "diverged")
              for (rule, lr), each in values.items() for seed, value in enumerate(each, 1)]  # fmt: skip
     nulled = next(place for place, each in enumerate(found) if each.outcome.status == "diverged")
     found[nulled] = replace(found[nulled], outcome=Outcome("finished", "x"))  # its figure was NaN: null in files
-    state = best_by(State(sweep_of(tmp_path), 0.0, [], found), 2, "a.rule")
+    state = set_best_by(State(make_sweep(tmp_path), 0.0, [], found), 2, "a.rule")
     results = results_of(state)
     means = {key: np.mean(each) for key, each in values.items() if None not in each}
     best = {rule: max((key for key in means if key[0] == rule), key=means.__getitem__) for rule in "xy"}
@@ -162,24 +162,24 @@ def test_the_best_of_each_value_has_all_seeds_and_the_best_mean(tmp_path: Path) 
     assert said == ["the best for each rule: the largest mean over the seeds of accuracy % after the last round",
                     "rule=y: as good as rule=y lr=.1, which stands first: rule=y lr=.2",
                     "rule=z: no combination has finished with every seed"]  # fmt: skip
-    assert results.best is not None and results.best.label == "rule=x lr=.2", "a seed that failed is not left out"
+    assert results.best is not None and results.best.label == "rule=x lr=.2", "a failed seed excludes it"
     assert len(point_rows(results)) == 12 and latex_table(results).count(r"\\") == 3
     least = results_of(replace(state, sweep=replace(state.sweep, sign=1)))
     assert [row["a.lr"] for row in csv.DictReader(io.StringIO(csv_table(least)))] == [".1", ".1"]
     assert "the smallest mean" in text_table(least)
 
 
-def test_the_best_of_what_is_inside_a_section(tmp_path: Path) -> None:
+def test_best_by_takes_keys_inside_a_section(tmp_path: Path) -> None:
     sections = {"{name: topk, keep: 1}": 0.5, "{name: topk, keep: 2}": 0.6, "full": 0.4}
-    found = [ended(tmp_path, Point((("a", text),), 1), value) for text, value in sections.items()]
-    state = State(replace(sweep_of(tmp_path), plan=Plan(Request("x.yaml"), axes(["a=full"]), best_by=("a.name",))),
+    found = [ended_point(tmp_path, Point((("a", text),), 1), value) for text, value in sections.items()]
+    state = State(replace(make_sweep(tmp_path), plan=Plan(Request("x.yaml"), axes(["a=full"]), best_by=("a.name",))),
                   0.0, [], found)  # fmt: skip
     assert [each["a"] for each in frame_rows(results_of(state))] == ["{name: topk, keep: 2}", "full"]
     with pytest.raises(UsageError, match=r"--best-by must name keys of -g \(graph.name\), got 'graph'.*'graph.name'"):
         Plan(Request("x.yaml"), axes(["graph.name=ring"]), best_by=("graph",))
 
 
-def test_what_a_target_took_and_how_many_seeds_came_to_it(tmp_path: Path) -> None:
+def test_the_table_has_rounds_to_the_target_and_how_many_seeds_reached_it(tmp_path: Path) -> None:
     """Means over the nodes are 46, 56, 66 and 76 % after 0, 2, 4 and 6 rounds, or better by as much as `more` says."""
     found = []
     for rule, better in {"x": (0.0, 0.1, 0.15), "y": (-0.1, 0.0, 0.05), "z": (-0.1, -0.2, -0.3)}.items():
@@ -189,9 +189,9 @@ def test_what_a_target_took_and_how_many_seeds_came_to_it(tmp_path: Path) -> Non
             summary = {**json.loads((run / "summary.json").read_text()), "accuracy_mean": 0.76 + more}
             (run / "summary.json").write_text(json.dumps(summary))
             found.append(Ended(point, Outcome("finished", "x"), run, 0.76 + more, "d"))
-    found.append(ended(tmp_path, Point((("a.rule", "w"),), 1), None, "failed", "a bug"))
+    found.append(ended_point(tmp_path, Point((("a.rule", "w"),), 1), None, "failed", "a bug"))
     plan = Plan(Request("x.yaml"), seeds=3, target="accuracy=0.755")
-    state = State(replace(sweep_of(tmp_path), plan=plan), 0.0, [], found)
+    state = State(replace(make_sweep(tmp_path), plan=plan), 0.0, [], found)
     results = results_of(state)
     rows = {row["a.rule"]: row for row in csv.DictReader(io.StringIO(csv_table(results)))}
     assert [rows[rule]["reached"] for rule in "xyzw"] == ["3", "2", "0", "0"]
@@ -210,16 +210,16 @@ def test_what_a_target_took_and_how_many_seeds_came_to_it(tmp_path: Path) -> Non
     assert "rounds_to_target" in csv_table(halved) and "seconds_to_target" not in csv_table(halved)
 
 
-def test_the_table_for_people(tmp_path: Path) -> None:
-    lines = text_table(results_of(state_of(tmp_path))).splitlines()
+def test_the_text_table_shows_means_differences_and_p_values(tmp_path: Path) -> None:
+    lines = text_table(results_of(make_state(tmp_path))).splitlines()
     assert re.split(r"  +", lines[1])[:6] == ["lr", "graph", "runs", "accuracy %", "minus best", "p"]
     assert re.split(r"  +", lines[3])[:4] == [".1", "ring", "3", "91.00 ±1.00"]
     assert "+" not in lines[3] and "[-" in lines[4] and "0 of 1" in lines[6] and len(lines) == 8
     assert "star        3" in lines[5] and "4.00 ±0.00" in lines[3]
 
 
-def test_tables_for_programs(tmp_path: Path) -> None:
-    results = results_of(state_of(tmp_path))
+def test_csv_and_point_rows_hold_exact_numbers_of_all_points(tmp_path: Path) -> None:
+    results = results_of(make_state(tmp_path))
     rows = list(csv.DictReader(io.StringIO(csv_table(results))))
     assert rows[0]["training.optimizer.lr"] == ".1" and float(rows[0]["accuracy_mean_std"]) == pytest.approx(0.01)
     assert float(rows[2]["p"]) < 0.01 and rows[0]["p"] == "" and rows[3]["accuracy_mean"] == ""
@@ -228,40 +228,41 @@ def test_tables_for_programs(tmp_path: Path) -> None:
     assert {each["status"] for each in points} == {"finished", "failed", "invalid"}
 
 
-def test_the_folders_of_points_are_told_from_the_sweeps_own(tmp_path: Path) -> None:
-    results = results_of(state_of(tmp_path))
+def test_the_points_table_names_run_folders_relative_to_the_sweep(tmp_path: Path) -> None:
+    results = results_of(make_state(tmp_path))
     told = [each["run"] for each in csv.DictReader(io.StringIO(points_csv(results)))]
     runs = [each.run for row in results.rows for each in row.ended]
     assert [each and results.folder / each for each in told] == [each or "" for each in runs]
     assert not any(map(os.path.isabs, told)) and "" in told
 
 
-def test_latex_can_be_set(tmp_path: Path) -> None:
-    text = latex_table(results_of(state_of(tmp_path)))
+def test_the_latex_table_is_escaped_and_sets_the_best_rows_in_bold(tmp_path: Path) -> None:
+    text = latex_table(results_of(make_state(tmp_path)))
     rows = [each for each in text.splitlines() if each.endswith(r"\\")]
     assert {each.count("&") for each in rows} == {5} and text.count("{") == text.count("}")
     assert rows[0] == r"lr & graph & runs & accuracy \% & minus best & p \\"
-    assert r"\textbf{91.00 $\pm$1.00}" in rows[1] and r"\textbf{90.93" in rows[2], "not told from the best"
+    assert r"\textbf{91.00 $\pm$1.00}" in rows[1] and r"\textbf{90.93" in rows[2], "a tie with the best"
     assert r"\textbf" not in rows[3] and not re.search(r"(?<!\\)%", text.split("\n", 1)[1])
     assert escaped("a_b{c}\\$&#^~50%") == (r"a\_b\{c\}\textbackslash{}\$\&\#\textasciicircum{}\textasciitilde{}50\%")
 
 
-def test_halving_shows_how_far_each_came_and_compares_those_that_went_as_far(tmp_path: Path) -> None:
+def test_halving_shows_the_rounds_of_each_row_and_compares_rows_of_equal_rounds(tmp_path: Path) -> None:
     found = []
     for lr, reached in (("1", {3: 0.5, 9: 0.7}), ("2", {3: 0.9}), ("3", {3: 0.1, 9: 0.6})):
         for rounds, value in reached.items():
-            found += [ended(tmp_path, Point((("a.lr", lr),), seed, rounds), value + 0.01 * seed) for seed in (1, 2, 3)]
-    results = results_of(State(sweep_of(tmp_path, (3, 9)), 0.0, [], found))
+            found += [ended_point(tmp_path, Point((("a.lr", lr),), seed, rounds), value + 0.01 * seed)
+                      for seed in (1, 2, 3)]  # fmt: skip
+    results = results_of(State(make_sweep(tmp_path, (3, 9)), 0.0, [], found))
     assert [(row.label, row.rounds, row.compared.runs) for row in results.rows] == [
         ("lr=1", 9, 3), ("lr=3", 9, 3), ("lr=2", 3, 3)]  # fmt: skip
     assert results.rows[1].against is not None and results.rows[2].against is None
     assert re.search(r"lr +rounds +runs", text_table(results))
     axes = picture.draw(results).axes[0]
-    assert len(axes.lines[0].get_xdata()) == 2, "what halving left behind is not drawn beside the others"
+    assert len(axes.lines[0].get_xdata()) == 2, "points that halving stopped early are not drawn beside the others"
 
 
 def test_the_figure_has_a_line_per_combination_of_the_other_keys(tmp_path: Path) -> None:
-    results = results_of(state_of(tmp_path))
+    results = results_of(make_state(tmp_path))
     figure = picture.draw(results)
     axes, = figure.axes
     assert axes.get_xlabel() == "training.optimizer.lr" and axes.get_ylabel() == "accuracy %"
@@ -277,36 +278,37 @@ def test_the_figure_has_a_line_per_combination_of_the_other_keys(tmp_path: Path)
     assert picture.numeric_key(together) is None, "a dot for each rate does not say which rule it is"
 
 
-def test_names_that_are_sections_fit_into_the_figure(tmp_path: Path) -> None:
+def test_legend_entries_made_of_sections_fit_into_the_figure(tmp_path: Path) -> None:
     sections = [f"{{name: {name}, fraction: 0.2, compression: int8}}" for name in ("choco", "topk", "deepsqueeze")]
-    found = [ended(tmp_path, Point((("a.lr", lr), ("sharing", each)), seed), 0.5)
+    found = [ended_point(tmp_path, Point((("a.lr", lr), ("sharing", each)), seed), 0.5)
              for each in sections for lr in (".1", "1") for seed in (1, 2)]  # fmt: skip
-    figure = picture.draw(results_of(State(sweep_of(tmp_path), 0.0, [], found)))
+    figure = picture.draw(results_of(State(make_sweep(tmp_path), 0.0, [], found)))
     figure.canvas.draw()
     box = figure.legends[0].get_window_extent()
     assert box.x0 >= 0 and box.x1 <= figure.bbox.x1 and len(figure.legends[0].get_texts()) == 3
 
 
-def test_without_a_number_the_figure_has_a_row_per_combination(tmp_path: Path) -> None:
-    found = [ended(tmp_path, Point((("graph.name", name),), seed), 0.5 + 0.01 * seed)
+def test_without_a_numeric_key_the_figure_has_a_row_per_combination(tmp_path: Path) -> None:
+    found = [ended_point(tmp_path, Point((("graph.name", name),), seed), 0.5 + 0.01 * seed)
              for name in ("ring", "star") for seed in (1, 2)]  # fmt: skip
-    axes, = picture.draw(results_of(State(sweep_of(tmp_path), 0.0, [], found))).axes
+    axes, = picture.draw(results_of(State(make_sweep(tmp_path), 0.0, [], found))).axes
     assert [text.get_text() for text in axes.get_yticklabels()] == ["graph=ring", "graph=star"]
 
 
-def test_what_has_no_finished_point_has_tables_and_no_figure(tmp_path: Path) -> None:
-    results = results_of(State(sweep_of(tmp_path), 0.0, [], [ended(tmp_path, Point(()), None, "failed", "a bug")]))
+def test_a_sweep_without_a_finished_point_has_tables_and_no_figure(tmp_path: Path) -> None:
+    failed = ended_point(tmp_path, Point(()), None, "failed", "a bug")
+    results = results_of(State(make_sweep(tmp_path), 0.0, [], [failed]))
     assert [path.name for path in files.write(results, tmp_path)] == [*files.TABLES]
     with pytest.raises(UsageError, match="no point has finished"):
         picture.plot(results, tmp_path / "x.png")
-    empty = results_of(State(sweep_of(tmp_path), 0.0))
+    empty = results_of(State(make_sweep(tmp_path), 0.0))
     assert text_table(empty) == "no point has ended" and csv_table(empty) == ""
     with pytest.raises(EnvironmentFault, match="cannot write"):
         files.write(empty, tmp_path / "nowhere")
 
 
-def test_the_live_table_and_its_lines(tmp_path: Path) -> None:
-    state = state_of(tmp_path)
+def test_the_live_table_and_the_plain_lines_show_progress_and_time_left(tmp_path: Path) -> None:
+    state = make_state(tmp_path)
     prepared = PreparedPoint(Point(settings(".5", "ring"), 2), Request("x.yaml"), "e", "exp", 60)
     state.running.append(RunningPoint(prepared, None, 90.0, 0, 15, "accuracy", 0.25))  # type: ignore[arg-type]
     state.rounds_done = 30
@@ -321,7 +323,7 @@ def test_the_live_table_and_its_lines(tmp_path: Path) -> None:
     assert "failed: a bug" in point_line(state, state.ended[9], 100.0)
 
 
-def test_a_folder_is_for_one_command_at_a_time(tmp_path: Path) -> None:
+def test_a_sweep_folder_that_another_command_uses_is_refused(tmp_path: Path) -> None:
     store = Store(tmp_path / "sweep")
     with store.locked(), pytest.raises(UsageError, match=r"another sweep \(process \d+\) is using"), store.locked():
         pass
@@ -329,12 +331,12 @@ def test_a_folder_is_for_one_command_at_a_time(tmp_path: Path) -> None:
         pass
 
 
-def test_an_outcome_counts_where_its_run_is_there(tmp_path: Path) -> None:
+def test_an_outcome_is_read_only_while_its_run_exists_and_its_file_is_whole(tmp_path: Path) -> None:
     store = Store(tmp_path)
     point = store.open(PreparedPoint(Point((("a", "1"),), 2), Request("x.yaml"), "abc", "exp", 9))
     assert store.outcome("abc") is None
     write_outcome(point, Outcome("finished", "exp/run"))
-    assert store.outcome("abc") is None, "somebody has removed the run"
+    assert store.outcome("abc") is None, "the run was removed"
     (point / "exp/run").mkdir(parents=True)
     (point / "exp/run/config.resolved.yaml").touch()
     found = store.outcome("abc")
@@ -345,13 +347,14 @@ def test_an_outcome_counts_where_its_run_is_there(tmp_path: Path) -> None:
     found = store.outcome("abc")
     assert found is not None and not found.done
     store.open(PreparedPoint(Point((("a", "1"),), 2), Request("x.yaml"), "abc", "exp", 9))
-    assert store.outcome("abc") is None, "what runs again has no outcome until it ends"
+    assert store.outcome("abc") is None, "a point that runs again has no outcome until it ends"
 
 
-def test_whole_sections_are_short_for_people_and_whole_for_programs(tmp_path: Path) -> None:
+def test_sections_are_shortened_in_text_latex_and_figure_and_whole_in_csv(tmp_path: Path) -> None:
     sections = ["{name: ring, nodes: 8}", *(f"{{name: regular, nodes: 8, degree: {each}}}" for each in (4, 6))]
-    found = [ended(tmp_path, Point((("graph", text),), 1), 0.9 - index / 10) for index, text in enumerate(sections)]
-    results = results_of(State(sweep_of(tmp_path), 0.0, [], found))
+    found = [ended_point(tmp_path, Point((("graph", text),), 1), 0.9 - index / 10)
+             for index, text in enumerate(sections)]  # fmt: skip
+    results = results_of(State(make_sweep(tmp_path), 0.0, [], found))
     told = ["ring", "regular degree=4", "regular degree=6"]
     assert [re.split(r"  +", row)[0] for row in text_table(results).splitlines()[3:6]] == told
     assert all(each in latex_table(results) for each in told)

@@ -1,4 +1,4 @@
-"""Training for sweeps that are stopped in the middle."""
+"""Training for tests that stop sweeps in the middle."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class SlowConfig(SupervisedConfig):
     """A file; while it is not there, rounds after the fifth take long."""
 
 
-class SlowUntil(Supervised):
+class SlowUntilMarkerExists(Supervised):
     Config: ClassVar[type[Config]] = SlowConfig
 
     def local_update(self, round: int, direction: Direction | None = None) -> Update:

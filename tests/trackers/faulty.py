@@ -1,4 +1,4 @@
-"""A tracker that fails in a way that its section names."""
+"""A tracker that fails at the moment and in the way that its section gives."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class FaultyConfig(TrackerConfig):
 
 
 class Faulty(Tracker):
-    """Keeps the points that it takes in a file, until it fails."""
+    """Writes the points that it takes to the file taken.txt until it fails."""
 
     Config: ClassVar[type[component.Config]] = FaultyConfig
     config: FaultyConfig
@@ -49,8 +49,8 @@ class Faulty(Tracker):
 
 
 class Second(Faulty):
-    """Another name for the same."""
+    """The same tracker under another name, because a run may list each name once."""
 
 
 class Third(Faulty):
-    """And another."""
+    """A third name."""

@@ -1,4 +1,4 @@
-"""Records of nodes become points; what nodes write is read while they write it."""
+"""Records of nodes become points; the files of nodes are read while nodes write them."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from decentnode.trackers.follow import Follower
 from decentnode.trackers.points import MAX_PENDING, PENDING_SECONDS, Points
 
 
-def trained(number: int, **more: float) -> dict[str, object]:
+def round_record(number: int, **more: float) -> dict[str, object]:
     return {"kind": "round", "round": number, "time": 10.0 + number, "loss": 0.5, "edges": {}, **more}
 
 
-def test_a_round_is_told_when_all_nodes_have_recorded_it() -> None:
+def test_a_round_becomes_a_point_when_all_nodes_have_recorded_it() -> None:
     points = Points([0, 1])
-    assert not list(points.take(0, trained(0, loss=1.0, gradient_norm=3.0, data_bytes_sent=100), 0.0))
-    assert not list(points.take(0, trained(1), 0.0))
-    (point,) = points.take(1, trained(0, loss=2.0, gradient_norm=5.0, data_bytes_sent=300), 0.0)
+    assert not list(points.take(0, round_record(0, loss=1.0, gradient_norm=3.0, data_bytes_sent=100), 0.0))
+    assert not list(points.take(0, round_record(1), 0.0))
+    (point,) = points.take(1, round_record(0, loss=2.0, gradient_norm=5.0, data_bytes_sent=300), 0.0)
     assert (point.round, point.time, point.values["train/loss"], point.values["bytes_sent/data"]) == (1, 10.0, 1.5, 400)
     assert point.values["nodes"] == 2 and point.values["train/gradient_norm"] == 4.0
     assert [each.round for each in points.remaining()] == [2]
 
 
-def test_an_evaluation_has_the_whole_run_s_figures_and_this_machine_s_extremes() -> None:
+def test_the_point_of_an_evaluation_has_means_of_the_run_and_extremes_of_this_machine() -> None:
     points = Points([0, 1])
     record = {"kind": "evaluation", "round": 5, "time": 1.0, "accuracy_mean": 0.7, "accuracy_merged": 0.9,
               "consensus_distance": 0.25, "consensus_rms": 2.0, "contributors": 9, "loss": float("nan")}  # fmt: skip
@@ -38,31 +38,33 @@ def test_an_evaluation_has_the_whole_run_s_figures_and_this_machine_s_extremes()
     }  # fmt: skip
 
 
-def test_a_dead_node_holds_nothing_up_and_no_round_waits_in_memory_for_ever() -> None:
+def test_a_dead_node_delays_points_for_a_bounded_time_and_a_bounded_number_of_rounds() -> None:
     points = Points([0, 1])
     for number in range(3):
-        assert not list(points.take(0, trained(number), float(number)))
+        assert not list(points.take(0, round_record(number), float(number)))
     assert not list(points.overdue(PENDING_SECONDS))
     (first,) = points.overdue(PENDING_SECONDS + 0.5)
     assert first.round == 1 and first.values["nodes"] == 1
-    assert not list(points.take(1, trained(0), 20.0)) and points.late == 1, "its round has been told"
-    told = [each.round for number in range(3, 10 * MAX_PENDING) for each in points.take(0, trained(number), 3.0)]
-    assert told == list(range(2, 9 * MAX_PENDING + 1)) and len(points._pending) == MAX_PENDING
+    assert not list(points.take(1, round_record(0), 20.0)) and points.late == 1, "its round was sent"
+    sent = [each.round for number in range(3, 10 * MAX_PENDING) for each in points.take(0, round_record(number), 3.0)]
+    assert sent == list(range(2, 9 * MAX_PENDING + 1)) and len(points._pending) == MAX_PENDING
 
 
-def test_bytes_count_on_when_a_node_is_gone_or_began_anew() -> None:
-    points, told = Points([0, 1], every=2), list[float]()
+def test_sent_bytes_never_decrease_when_a_node_is_gone_or_restarts() -> None:
+    points, sent_bytes = Points([0, 1], every=2), list[float]()
     for number in range(8):
         for uid in (0, 1):
             if uid == 0 or number < 2 or number > 4:
-                of_process = number + 1 if uid == 0 or number < 2 else number - 4  # node 1 came back in round 5
-                record = trained(number, data_bytes_sent=100 * of_process, control_bytes_sent=of_process)
-                told += [each.values["bytes_sent/data"] for each in points.take(uid, record, float(number))]
-        told += [each.values["bytes_sent/data"] for each in points.overdue(number + PENDING_SECONDS)]
-    assert told == [400, 600, 600 + 200 + 100, 800 + 200 + 300]
+                process_bytes = number + 1 if uid == 0 or number < 2 else number - 4  # node 1 restarts in round 5
+                record = round_record(number, data_bytes_sent=100 * process_bytes, control_bytes_sent=process_bytes)
+                sent_bytes += [each.values["bytes_sent/data"] for each in points.take(uid, record, float(number))]
+        sent_bytes += [each.values["bytes_sent/data"] for each in points.overdue(number + PENDING_SECONDS)]
+    assert sent_bytes == [400, 600, 600 + 200 + 100, 800 + 200 + 300]
 
 
-def test_files_are_read_on_while_they_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_growing_files_are_read_line_by_line_without_torn_or_endless_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(follow, "MAX_BYTES", 64)
     path = tmp_path / "nodes" / "003" / "metrics.jsonl"
     follower = Follower(tmp_path)
@@ -81,4 +83,4 @@ def test_files_are_read_on_while_they_grow(tmp_path: Path, monkeypatch: pytest.M
     path.write_text(path.read_text() + 200 * "x" + "\n" + line)
     for _ in range(9):
         found += [*follower.poll()]
-    assert len(found) == 12, "a line without end is passed over"
+    assert len(found) == 12, "a line longer than MAX_BYTES is skipped"
