@@ -1,4 +1,4 @@
-"""A valid experiment, and what is said of one that is not."""
+"""A valid experiment, and the problems that loading an invalid one reports."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ training: {name: supervised, batch_size: 8}
 """
 
 
-def said(path: str, *overrides: str, environ: dict[str, str] | None = None) -> str:
+def load_problems(path: str, *overrides: str, environ: dict[str, str] | None = None) -> str:
+    """Asserts that `load` refuses the experiment, and returns the text of its problems."""
     with pytest.raises(ConfigError) as caught:
         load(path, overrides, environ or {})
     return "\n".join(caught.value.problems)

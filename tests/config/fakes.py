@@ -1,4 +1,4 @@
-"""A small experiment of its own, so that these tests depend on no room."""
+"""A small experiment of fake components, so that these tests depend on no other package of decentnode."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ class Tree(Settings):
     work: Work = Work()
 
 
-def problems(text: str) -> str:
-    """What a user reads about a text, or "" when nothing is wrong."""
+def explain_problems(text: str) -> str:
+    """Returns the explanation that a user reads for an invalid text, or "" for a valid one."""
     tree: Item = parse(text, "a.yaml")
     try:
         Tree.model_validate(tree.plain())

@@ -1,4 +1,4 @@
-"""Whatever is written, it is an experiment or its problems are told."""
+"""Loading any file returns an experiment or raises ConfigError with problems, never another exception."""
 
 
 import pytest
@@ -25,7 +25,7 @@ FUZZ = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCh
 @FUZZ
 @given(st.dictionaries(KEYS, TREES, max_size=8), st.lists(KEYS, min_size=1, max_size=3), LEAVES)
 @pytest.mark.slow
-def test_any_tree_is_an_experiment_or_a_config_error(write, tree, keys, value):
+def test_any_yaml_tree_is_an_experiment_or_a_config_error(write, tree, keys, value):
     good = yaml.safe_load(BASE)
     for text in (yaml.safe_dump(tree), yaml.safe_dump(good | tree)):
         path = write(text.encode("utf-8", "replace"))
@@ -44,7 +44,7 @@ def test_any_bytes_are_a_config_error(write, data):
 
 
 @pytest.mark.parametrize("cut", range(0, len(BASE), 7))
-def test_a_file_cut_short(write, cut):
+def test_a_truncated_file_is_an_experiment_or_a_config_error(write, cut):
     try:
         load(write(BASE[:cut]), environ={})
     except ConfigError as error:

@@ -24,19 +24,19 @@ def test_a_section_becomes_the_config_of_its_class():
     assert isinstance(tree.work.optimizer, fakes.SgdConfig)
 
 
-def test_bare_and_implied_names():
+def test_a_component_may_be_a_bare_name_or_implied_by_its_keys():
     assert fakes.Tree.model_validate({"graph": {"file": "a.edges"}}).graph.name == "file"
     assert fakes.Work.model_validate({"optimizer": "sgd"}).optimizer.name == "sgd"
     assert fakes.Work.model_validate({"optimizer": {"lr": 1}}).optimizer.name == "sgd"
 
 
-def test_dumps_hold_every_key_of_the_chosen_config():
+def test_a_dump_has_every_key_of_the_chosen_config():
     dump = fakes.Tree.model_validate({"graph": {"name": "ring", "nodes": 3}}).model_dump(mode="json")
     assert dump["graph"] == {"name": "ring", "nodes": 3}
     assert dump["work"]["optimizer"] == {"name": "sgd", "lr": 0.1, "nesterov": False}
 
 
-def test_a_tree_is_frozen():
+def test_configs_are_frozen():
     tree = fakes.Tree.model_validate({"graph": {"name": "ring", "nodes": 3}})
     with pytest.raises(ValidationError):
         tree.graph.nodes = 4
@@ -49,7 +49,7 @@ def test_a_class_from_outside_is_named_by_its_path():
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         ("rnig", "must be one of ring, regular, file, or 'package.module:Class', got 'rnig'; did you mean 'ring'?"),
         ("no.such:Thing", "no module named 'no'"),
@@ -60,14 +60,14 @@ def test_a_class_from_outside_is_named_by_its_path():
         (f"{HERE}.broken:Thing", "raised RuntimeError('as outsiders do')"),
     ],
 )
-def test_load_class_names_what_is_wrong(name, said):
+def test_load_class_says_what_is_wrong_with_the_name(name, message):
     with pytest.raises(UsageError) as caught:
         load_class(name, fakes.GRAPHS, "graph")
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_a_class_without_config_is_refused():
-    assert "must name a class whose Config" in fakes.problems(f"graph: {{name: '{HERE}.fakes:NoConfig'}}")
+    assert "must name a class whose Config" in fakes.explain_problems(f"graph: {{name: '{HERE}.fakes:NoConfig'}}")
 
 
 def test_nearest_ignores_case():
@@ -81,7 +81,7 @@ def test_numbers_must_be_finite(value):
         fakes.SgdConfig(lr=value)
 
 
-def test_booleans_are_no_numbers():
+def test_booleans_are_refused_as_numbers():
     for bad in ({"batch": True}, {"hidden": [1, False]}):
         with pytest.raises(ValidationError, match="true or false"):
             fakes.Work.model_validate(bad)
@@ -89,7 +89,7 @@ def test_booleans_are_no_numbers():
 
 
 @pytest.mark.parametrize("value", ["yes", "no", "true", "False", "on", "y", "0", "1", 0, 1, 1.0, 0.0])
-def test_text_and_numbers_are_no_booleans(value: object):
+def test_text_and_numbers_are_refused_as_booleans(value: object):
     class Recording(Config):
         record: Literal["auto"] | bool = "auto"
         merge: bool | None = None
@@ -103,13 +103,13 @@ def test_text_and_numbers_are_no_booleans(value: object):
 
 
 @pytest.mark.parametrize(("key", "value"), [("batch", "3"), ("hidden", [8, " 0x10 "]), ("lr", "0.1")])
-def test_quoted_numbers_are_no_numbers(key: str, value: object):
+def test_quoted_numbers_are_refused_as_numbers(key: str, value: object):
     with pytest.raises(ValidationError, match="must be a"):
         (fakes.SgdConfig if key == "lr" else fakes.Work).model_validate({key: value})
 
 
 @pytest.mark.parametrize("written", ["1e-3", "-.5e-1", "1E2", "2.5e3"])
-def test_numbers_that_yaml_reads_as_text_are_numbers(written: str):
+def test_numbers_like_1e_minus_3_that_yaml_reads_as_text_are_accepted_as_numbers(written: str):
     class Shifted(Config):
         by: float
 
@@ -127,7 +127,7 @@ def test_text_may_look_like_a_number_or_a_boolean():
     assert (named.name, named.host, named.hosts) == ("3", "8", ["1", "yes"])
 
 
-def test_text_that_is_a_number_is_one_where_keys_are_not_known():
+def test_text_of_a_number_becomes_a_number_under_extra_keys_only():
     class Open(Config):
         model_config = ConfigDict(extra="allow")
         known: str = ""
@@ -149,11 +149,11 @@ def test_json_schema_tells_components_apart_by_name():
     assert outside["properties"]["name"]["pattern"]
 
 
-def test_an_unknown_default_is_no_crash():
-    made = section({}, "thing")
+def test_a_section_without_components_raises_validation_errors_only():
+    empty = section({}, "thing")
     with pytest.raises(ValidationError):
         fakes.Tree.model_validate({"graph": None})
-    assert made.name_of({"x": 1}) is None
+    assert empty.name_of({"x": 1}) is None
 
 
 def test_a_config_can_be_found_without_importing_its_component():
@@ -165,6 +165,6 @@ def test_a_config_can_be_found_without_importing_its_component():
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_the_configs_of_transports_are_those_of_their_classes(name: str):
+def test_CONFIGS_has_the_same_config_as_the_class_of_each_transport(name: str):
     assert section({}, "communication", configs=CONFIGS).config_of(name) is section(
         COMMUNICATIONS, "communication").config_of(name)  # fmt: skip

@@ -1,4 +1,4 @@
-"""Keys that have no effect beside others, and files that are not there, are said with their place."""
+"""Keys that have no effect beside others, and missing files, are reported at their place."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 from decentnode.cli import main
 from decentnode.experiment import load
-from tests.config.experiments import BASE, said
+from tests.config.experiments import BASE, load_problems
 
 TWO = "mapping: {machines: 2, nodes_per_machine: 2, base_port: 20100, addresses: [127.0.0.1, 127.0.0.2]}\n"
 
@@ -34,15 +34,15 @@ TWO = "mapping: {machines: 2, nodes_per_machine: 2, base_port: 20100, addresses:
     ("{quorum: {share: .5}}", "6:16: node.quorum needs missing: return_weight"),
 ])  # fmt: skip
 def test_keys_without_an_effect_are_refused_at_their_place(write: Any, node: str, wrong: str) -> None:
-    assert wrong in said(write(f"{BASE}node: {node}\n"))
+    assert wrong in load_problems(write(f"{BASE}node: {node}\n"))
 
 
-def test_running_sums_are_never_too_old(write: Any) -> None:
+def test_sharing_by_running_sums_refuses_keys_about_stale_models(write: Any) -> None:
     node = "node: {schedule: gossip_async, asynchronous: {stale: wait}}\n"
-    assert "asynchronous.stale: running sums" in said(write(BASE + node), "sharing=push_sum")
+    assert "asynchronous.stale: running sums" in load_problems(write(BASE + node), "sharing=push_sum")
     load(write(BASE + node), [], {})
     node = "node: {schedule: gossip_async, asynchronous: {advance_copies: false}}\n"
-    assert "asynchronous.advance_copies: running sums" in said(write(BASE + node), "sharing=push_sum")
+    assert "asynchronous.advance_copies: running sums" in load_problems(write(BASE + node), "sharing=push_sum")
 
 
 @pytest.mark.parametrize("node", [
@@ -52,7 +52,7 @@ def test_running_sums_are_never_too_old(write: Any) -> None:
     "{missing: regroup, on_partition: both, merge_weights: rounds}",
     "{missing: return_weight, quorum: {grace_seconds: 59}}",
 ])  # fmt: skip
-def test_keys_with_an_effect_are_taken_and_so_is_what_a_run_writes_of_them(write: Any, node: str) -> None:
+def test_keys_with_an_effect_are_accepted_and_load_again_from_the_resolved_file(write: Any, node: str) -> None:
     experiment = load(write(f"{BASE}node: {node}\n"), [], {})
     assert load(write(experiment.resolved_yaml(), "again.yaml"), [], {}).node == experiment.node
     assert not experiment.config_warnings
@@ -60,8 +60,8 @@ def test_keys_with_an_effect_are_taken_and_so_is_what_a_run_writes_of_them(write
 
 def test_more_arrivals_than_a_graph_sends_are_a_warning(write: Any) -> None:
     path = write(f"{BASE}node: {{schedule: epidemic, asynchronous: {{arrivals: 3}}}}\n")
-    (doubt,) = load(path, [], {}).config_warnings
-    assert doubt.startswith("a.yaml:6:53: node.asynchronous.arrivals is more than a node receives in a round")
+    (warning,) = load(path, [], {}).config_warnings
+    assert warning.startswith("a.yaml:6:53: node.asynchronous.arrivals is more than a node receives in a round")
     assert not load(path, ["node.asynchronous.arrivals=2"], {}).config_warnings
     assert not load(path, ["graph={name: complete, nodes: 4}"], {}).config_warnings
 
@@ -69,33 +69,34 @@ def test_more_arrivals_than_a_graph_sends_are_a_warning(write: Any) -> None:
 @pytest.mark.parametrize("schedule", ["epidemic", "ad_psgd"])
 def test_weights_that_a_schedule_does_not_read_are_a_warning(write: Any, schedule: str) -> None:
     path = write(f"{BASE}weights: {{name: uniform}}\nnode: {{schedule: {schedule}}}\n")
-    (doubt,) = load(path, [], {}).config_warnings
-    assert doubt.startswith(f"a.yaml:6:1: weights: {schedule} takes ") and "ignores weights" in doubt
+    (warning,) = load(path, [], {}).config_warnings
+    assert warning.startswith(f"a.yaml:6:1: weights: {schedule} takes ") and "ignores weights" in warning
     for change in ("weights=null", "node.schedule=gossip_async"):
         assert not load(path, [change], {}).config_warnings
 
 
 def test_weights_that_a_rule_with_servers_does_not_read_are_a_warning(write: Any) -> None:
     sets = ["graph={name: star, nodes: 4}", "sharing={name: fedavg}"]
-    (doubt,) = load(write(f"{BASE}weights: {{name: uniform}}\n"), sets, {}).config_warnings
-    assert doubt.startswith("a.yaml:6:1: weights: fedavg takes the mean of the clients' changes and ignores ")
+    (warning,) = load(write(f"{BASE}weights: {{name: uniform}}\n"), sets, {}).config_warnings
+    assert warning.startswith("a.yaml:6:1: weights: fedavg takes the mean of the clients' changes and ignores ")
     assert not load(write(BASE), sets, {}).config_warnings
 
 
 @pytest.mark.parametrize("schedule", ["epidemic", "ad_psgd"])
-def test_only_rules_that_would_do_are_named(write: Any, schedule: str) -> None:
-    told = said(write(f"{BASE}sharing: {{name: choco}}\nnode: {{schedule: {schedule}}}\n"))
-    assert "; use sharing: full, or schedule: sequential" in told
+def test_a_rule_that_the_schedule_cannot_run_is_refused_with_usable_alternatives(write: Any, schedule: str) -> None:
+    problems = load_problems(write(f"{BASE}sharing: {{name: choco}}\nnode: {{schedule: {schedule}}}\n"))
+    assert "; use sharing: full, or schedule: sequential" in problems
 
 
-def test_a_rule_whose_direction_nobody_would_ask_for_is_refused(write: Any) -> None:
+def test_a_rule_with_a_direction_method_that_is_never_called_is_refused(write: Any) -> None:
     rule = "    def direction(self, gradient, view):\n        return gradient.neg_()\n"
     head = "from decentnode.sharing.full import Full\nfrom decentnode.sharing.requirements import Requirements\n\n\n"
     needs = "    requirements = Requirements(gradient=True)\n"
-    write(f"{head}class Deaf(Full):\n{rule}\n\nclass Asked(Full):\n{needs}{rule}", "unasked_rule.py")
-    path = write(f'{BASE}sharing: {{name: "unasked_rule:Deaf"}}\n')
-    told = said(path)
-    assert "6:17: sharing.name has a method direction, which is only called where Deaf.requirements have gradie" in told
+    write(f"{head}class Unasked(Full):\n{rule}\n\nclass Asked(Full):\n{needs}{rule}", "unasked_rule.py")
+    path = write(f'{BASE}sharing: {{name: "unasked_rule:Unasked"}}\n')
+    problems = load_problems(path)
+    assert "6:17: sharing.name has a method direction, which is only called where Unasked.requirements have " \
+        "gradient" in problems
     load(path, ["sharing={name: 'unasked_rule:Asked'}"], {})
 
 
@@ -106,7 +107,7 @@ from decentnode.sharing.full import Full
 from decentnode.sharing.hierarchical import Hierarchical
 
 
-class Waiting(Full):
+class WaitsForSilent(Full):
     requirements = replace(Full.requirements, overrides_topology=True, linear=False)
 
     def plan(self, view):
@@ -115,12 +116,12 @@ class Waiting(Full):
         return view
 
 
-class Nobody(Waiting):
+class WaitsForAbsent(WaitsForSilent):
     def plan(self, view):
         return replace(view, sources=(9,), weights={**view.weights, 9: 0.0})
 
 
-class Matching(Waiting):
+class Matching(WaitsForSilent):
     def plan(self, view):
         if view.uid in (1, 3) and view.round == 2:
             return replace(view, neighbors=tuple(sorted((*view.neighbors, 4 - view.uid))),
@@ -128,7 +129,7 @@ class Matching(Waiting):
         return view
 
 
-class Phased(Hierarchical):
+class SilentInOnePhase(Hierarchical):
     def plan(self, view):
         found = super().plan(view)
         return replace(found, sources=(), neighbors=()) if view.phase == 2 and view.uid == 0 else found
@@ -136,18 +137,20 @@ class Phased(Hierarchical):
 
 
 @pytest.mark.parametrize(("rule", "mismatch"), [
-    ("Waiting", "in round 2 node 1 waits for node 3, which sends to 0, 2"),
-    ("Nobody", "in round 0 node 0 waits for node 9, which sends to no node"),
-    ("Phased, groups: [[0, 1], [2, 3]]", "in round 0, phase 2 node 1 waits for node 0, which sends to no node"),
+    ("WaitsForSilent", "in round 2 node 1 waits for node 3, which sends to 0, 2"),
+    ("WaitsForAbsent", "in round 0 node 0 waits for node 9, which sends to no node"),
+    ("SilentInOnePhase, groups: [[0, 1], [2, 3]]",
+     "in round 0, phase 2 node 1 waits for node 0, which sends to no node"),
 ])  # fmt: skip
 def test_a_rule_whose_nodes_wait_for_nodes_that_do_not_send_is_refused(write: Any, rule: str, mismatch: str) -> None:
     write(PLANNED, "planned_rules.py")
-    graph = "graph: {name: complete, nodes: 4}" if "Phased" in rule else "graph: {name: ring, nodes: 4}"
+    graph = "graph: {name: complete, nodes: 4}" if "SilentInOnePhase" in rule else "graph: {name: ring, nodes: 4}"
     text = BASE.replace("graph: {name: ring, nodes: 4}", graph)
     name = rule.partition(",")[0]
-    told = said(write(f"{text}sharing: {{name: 'planned_rules:{rule.replace(name, name + chr(39), 1)}}}\n"))
-    assert "6:17: sharing.name: every node must send to the nodes that wait for it, but by the plans of " in told
-    assert f"planned_rules:{name} {mismatch}" in told
+    section = f"sharing: {{name: 'planned_rules:{rule.replace(name, name + chr(39), 1)}}}\n"
+    problems = load_problems(write(text + section))
+    assert "6:17: sharing.name: every node must send to the nodes that wait for it, but by the plans of " in problems
+    assert f"planned_rules:{name} {mismatch}" in problems
 
 
 def test_a_rule_whose_plans_match_is_accepted(write: Any) -> None:
@@ -164,8 +167,8 @@ def test_an_elementwise_rule_with_two_tensors_is_refused(write: Any) -> None:
     path = write(f"{BASE}sharing: {{name: 'two_tensors:Two'}}\n")
     must = ("6:17: sharing.name must send one tensor 'x' as large as the model, because its requirements have "
             "elementwise=True")  # fmt: skip
-    assert f"{must}, got 'x' of 8 values, 'y' of 8 values for a model of 8" in said(path)
-    assert "got 'x' of 4 values for a model of 8; use elem" in said(path, "sharing.name=two_tensors:Half")
+    assert f"{must}, got 'x' of 8 values, 'y' of 8 values for a model of 8" in load_problems(path)
+    assert "got 'x' of 4 values for a model of 8; use elem" in load_problems(path, "sharing.name=two_tensors:Half")
 
 
 @pytest.mark.parametrize("hook", ["begin", "adjust", "finish"])
@@ -173,42 +176,45 @@ def test_a_rule_whose_hooks_an_overlapped_schedule_does_not_call_is_refused(writ
     rule = f"    def {hook}(self, model, view, *more):\n        pass\n"
     head = "from decentnode.sharing.full import Full\nfrom decentnode.sharing.push_sum import PushSum\n\n\n"
     serves = "\n    def advance(self, model, update, view):\n        model.add_(update)\n"
-    name = f"unheard_{hook}"
-    write(f"{head}class Deaf(Full):\n{rule}\n\nclass Both(Full):\n{rule}{serves}\n\nclass Kept(PushSum):\n    pass\n",
-          f"{name}.py")  # fmt: skip
-    path = write(f'{BASE}sharing: {{name: "{name}:Deaf"}}\nnode: {{schedule: overlapped}}\n')
-    told = said(path)
-    assert f"node.schedule: {name}:Deaf has a method {hook}, which overlapped does not call; use schedule: sequ" in told
+    name = f"own_{hook}"
+    write(f"{head}class Ignored(Full):\n{rule}\n\nclass Both(Full):\n{rule}{serves}\n\n"
+          "class Kept(PushSum):\n    pass\n", f"{name}.py")  # fmt: skip
+    path = write(f'{BASE}sharing: {{name: "{name}:Ignored"}}\nnode: {{schedule: overlapped}}\n')
+    problems = load_problems(path)
+    assert f"node.schedule: {name}:Ignored has a method {hook}, which overlapped does not call; " \
+        "use schedule: sequ" in problems
     load(path, ["node.schedule=sequential"], {})
     for other in ("Both", "Kept"):
         load(path, [f"sharing={{name: '{name}:{other}'}}"], {})
 
 
 @pytest.mark.parametrize("key", ["keys", "invitations"])
-def test_keys_that_are_not_there_are_told_before_a_node_starts(write: Any, key: str) -> None:
+def test_missing_key_files_are_refused_when_the_experiment_is_loaded(write: Any, key: str) -> None:
     port = "mapping: {machines: 1, nodes_per_machine: 4, base_port: 20100}\n"
     text = f"{BASE}{port}node: {{missing: regroup, newcomers: 1}}\ncommunication: {{name: zeromq, {key}: nowhere}}\n"
-    told = said(write(text))
-    assert told.startswith("a.yaml:8:") and f"communication.{key}: " in told and "nowhere does not exist" in told
+    problems = load_problems(write(text))
+    assert problems.startswith("a.yaml:8:") and f"communication.{key}: " in problems
+    assert "nowhere does not exist" in problems
     write("", "nowhere")
     load(write(text), [], {})
 
 
-def test_keys_of_several_machines_may_be_there_alone(write: Any) -> None:
+def test_a_missing_key_file_is_a_warning_if_it_may_exist_on_another_machine(write: Any) -> None:
     path = write(f"{BASE}{TWO}communication: {{name: zeromq, keys: nowhere}}\n")
-    (doubt,) = load(path, [], {}).config_warnings
-    assert doubt.startswith("a.yaml:7:37: communication.keys: ") and "does not exist on this machine" in doubt
+    (warning,) = load(path, [], {}).config_warnings
+    assert warning.startswith("a.yaml:7:37: communication.keys: ") and "does not exist on this machine" in warning
     done = CliRunner().invoke(main, ["validate", path])
-    assert done.exit_code == 0 and f"warning: {doubt}" in done.stderr
+    assert done.exit_code == 0 and f"warning: {warning}" in done.stderr
 
 
-def test_a_start_shorter_than_a_round_is_a_warning(write: Any) -> None:
+def test_a_start_time_out_below_the_time_out_of_a_round_is_a_warning(write: Any) -> None:
     path = write(f"{BASE}communication: {{timeout_seconds: 60, start_timeout_seconds: 30}}\n")
-    (doubt,) = load(path, [], {}).config_warnings
-    assert doubt.startswith("a.yaml:6:61: communication.start_timeout_seconds is less than timeout_seconds, 60, got 30")
-    assert doubt.endswith("(see communication.timeout_seconds at line 6)")
+    (warning,) = load(path, [], {}).config_warnings
+    assert warning.startswith("a.yaml:6:61: communication.start_timeout_seconds is less than timeout_seconds, 60, got "
+                              "30")  # fmt: skip
+    assert warning.endswith("(see communication.timeout_seconds at line 6)")
 
 
-def test_a_cipher_without_keys_is_warned_of(write: Any) -> None:
-    (doubt,) = load(write(f"{BASE}communication: {{name: zeromq, bulk_security: aes-gcm}}\n"), [], {}).config_warnings
-    assert doubt.startswith("a.yaml:6:46: communication.bulk_security: aes-gcm needs keys, got none")
+def test_bulk_encryption_without_keys_is_a_warning(write: Any) -> None:
+    (warning,) = load(write(f"{BASE}communication: {{name: zeromq, bulk_security: aes-gcm}}\n"), [], {}).config_warnings
+    assert warning.startswith("a.yaml:6:46: communication.bulk_security: aes-gcm needs keys, got none")

@@ -16,10 +16,10 @@ from decentnode.node.schedules.schedules import SCHEDULES
 from decentnode.samples import DataSpec
 from decentnode.sharing import SHARINGS
 from decentnode.tasks.classification import ACCURACY, Classification
-from tests.config.experiments import BASE, said
+from tests.config.experiments import BASE, load_problems
 
 
-def test_defaults(write):
+def test_keys_that_are_not_given_have_their_defaults(write):
     experiment = load(write(BASE), environ={})
     assert experiment.seed == 1
     assert experiment.sharing.name == "full"
@@ -31,12 +31,12 @@ def test_defaults(write):
     assert experiment.run_dir == Path.cwd() / "runs"
 
 
-def test_the_name_is_the_files_when_not_given(write):
+def test_without_a_name_the_experiment_is_named_after_its_file(write):
     assert load(write(BASE.replace("name: base\n", ""), "my first run.yaml"), environ={}).name == "my-first-run"
 
 
-def test_a_name_must_be_a_folder(write):
-    assert said(write(BASE.replace("base", "a/b"))) == (
+def test_a_name_that_is_no_folder_name_is_refused(write):
+    assert load_problems(write(BASE.replace("base", "a/b"))) == (
         "a.yaml:1:7: name must be at most 100 of A to Z, a to z, 0 to 9, '.', '_' and '-' (it names a folder), "
         "got 'a/b'\n"
         "    name: a/b\n"
@@ -44,7 +44,7 @@ def test_a_name_must_be_a_folder(write):
     )
 
 
-def test_precedence(write):
+def test_set_overrides_the_environment_which_overrides_the_file_and_its_parent(write):
     write(BASE + "seed: 2\nnode: {rounds: 2, evaluate_every: 2}\nrun: {dir: x}\n", "p.yaml")
     path = write("extends: p.yaml\nnode: {rounds: 3}\n")
     environ = {"DECENTNODE__NODE__EVALUATE_EVERY": "4", "DECENTNODE__NODE__CHECK_FINITE": "off"}
@@ -81,41 +81,42 @@ def test_extends_chains_and_is_relative_to_its_file(write):
     assert experiment.base_dir == Path("sub").absolute()
 
 
-def test_extends_in_a_circle_and_to_nowhere(write):
+def test_extends_refuses_cycles_and_missing_files(write):
     write("extends: a.yaml\n", "p.yaml")
-    assert "p.yaml:1:10: extends must not form a cycle, got a.yaml -> p.yaml -> a.yaml" in said(
+    assert "p.yaml:1:10: extends must not form a cycle, got a.yaml -> p.yaml -> a.yaml" in load_problems(
         write("extends: p.yaml\n")
     )
-    assert "b.yaml:1:10: extends: no such file: nope.yaml" in said(write("extends: nope.yaml\n", "b.yaml"))
-    assert "extends must be the path of one file" in said(write("extends: [p.yaml]\n", "c.yaml"))
+    assert "b.yaml:1:10: extends: no such file: nope.yaml" in load_problems(write("extends: nope.yaml\n", "b.yaml"))
+    assert "extends must be the path of one file" in load_problems(write("extends: [p.yaml]\n", "c.yaml"))
 
 
 def test_problems_of_a_parent_name_the_parent(write):
     write(BASE + "node: {rounds: many}\n", "p.yaml")
-    assert said(write("extends: p.yaml\nseed: -1\n")).splitlines()[::3] == [
+    assert load_problems(write("extends: p.yaml\nseed: -1\n")).splitlines()[::3] == [
         "a.yaml:2:7: seed must be >= 0, got -1",
         "p.yaml:6:16: node.rounds must be an integer, got 'many'",
     ]
 
 
-def test_problems_of_set_and_environment_name_them(write):
+def test_problems_of_set_and_of_the_environment_name_the_assignment(write):
     path = write(BASE)
-    assert said(path, "training.batch_size=x") == (
+    assert load_problems(path, "training.batch_size=x") == (
         "--set training.batch_size=x: training.batch_size must be an integer, got 'x'"
     )
-    assert said(path, "trainig.batch_size=1") == (
+    assert load_problems(path, "trainig.batch_size=1") == (
         "--set trainig.batch_size=1: trainig is not a known key\n    did you mean 'training'?"
     )
-    assert said(path, environ={"DECENTNODE__SEED": "-1"}) == "environment DECENTNODE__SEED: seed must be >= 0, got -1"
+    in_environment = load_problems(path, environ={"DECENTNODE__SEED": "-1"})
+    assert in_environment == "environment DECENTNODE__SEED: seed must be >= 0, got -1"
 
 
 def test_set_of_a_name_alone_hints_at_replacing_the_section(write):
     path = write(BASE.replace("name: ring, nodes: 4", "name: regular, nodes: 6, degree: 3"))
-    assert "--set graph='{name: ring, ...}'" in said(path, "graph.name=ring")
+    assert "--set graph='{name: ring, ...}'" in load_problems(path, "graph.name=ring")
     assert load(path, ["graph={name: ring, nodes: 5}"], {}).make_graph().num_nodes == 5
 
 
-def test_set_over_a_bare_name(write):
+def test_set_of_a_key_below_a_bare_component_name_keeps_the_name(write):
     path = write(BASE.replace("{name: mlp}", "mlp"))
     experiment = load(path, ["model.hidden=[8]"], {})
     assert experiment.resolved()["model"]["hidden"] == [8]
@@ -135,15 +136,15 @@ def test_set_over_a_bare_name(write):
         (b"a: 1\na: 2\n", "a.yaml:2:1: duplicate key 'a', first given at line 1"),
     ],
 )
-def test_bad_files(write, data, part):
-    assert part in said(write(data))
+def test_unreadable_and_incomplete_files_are_refused(write, data, part):
+    assert part in load_problems(write(data))
 
 
-def test_a_missing_file(tmp_path):
-    assert "nope.yaml: cannot be read: No such file or directory" in said(str(tmp_path / "nope.yaml"))
+def test_a_missing_file_is_refused(tmp_path):
+    assert "nope.yaml: cannot be read: No such file or directory" in load_problems(str(tmp_path / "nope.yaml"))
 
 
-def test_all_problems_at_once(write):
+def test_all_problems_of_a_file_are_reported_at_once(write):
     text = BASE + textwrap.dedent(
         """\
         seed: no
@@ -155,7 +156,7 @@ def test_all_problems_at_once(write):
         extra: 1
         """
     )
-    assert said(write(text)).splitlines() == textwrap.dedent(
+    assert load_problems(write(text)).splitlines() == textwrap.dedent(
         """\
         a.yaml:6:7: seed must be a number, got no
             seed: no
@@ -181,7 +182,7 @@ def test_all_problems_at_once(write):
 
 
 def test_graph_and_mapping_must_agree(write):
-    problem = said(write(BASE + "mapping:\n  machines: 1\n  nodes_per_machine: 6\n"))
+    problem = load_problems(write(BASE + "mapping:\n  machines: 1\n  nodes_per_machine: 6\n"))
     assert problem == (
         "a.yaml:2:28: graph.nodes: the graph has 4 nodes but the mapping has places for 6\n"
         "    graph: {name: ring, nodes: 4}\n"
@@ -191,7 +192,8 @@ def test_graph_and_mapping_must_agree(write):
 
 def test_only_machines_that_connect_need_addresses(write):
     path = write(BASE + "mapping: {machines: 4}\n")
-    assert said(path).startswith("a.yaml:6:1: mapping.addresses must name the hosts of the 4 machines, got none")
+    problems = load_problems(path)
+    assert problems.startswith("a.yaml:6:1: mapping.addresses must name the hosts of the 4 machines, got none")
     assert load(path, environ={}, connected=False).make_mapping().nodes_by_machine() == [(0,), (1,), (2,), (3,)]
     for simulate in (True, False):
         request = Request(str(path), environ={}, simulate=simulate)
@@ -205,12 +207,12 @@ def test_a_graph_file_is_relative_to_the_file_that_names_it(write):
     experiment = load(write("extends: ../base/p.yaml\n", "sub/a.yaml"), environ={})
     assert experiment.make_graph().num_nodes == 4
     assert load("base/p.yaml", ["graph={file: graphs/ring.edges}"], {}).make_graph().num_nodes == 4
-    assert "graphs/none.edges: No such file" in said("base/p.yaml", "graph.file=graphs/none.edges")
+    assert "graphs/none.edges: No such file" in load_problems("base/p.yaml", "graph.file=graphs/none.edges")
 
 
 def test_a_bad_graph_file_is_reported_with_both_places(write):
     write("2\n0 1\n0 7\n", "g.edges")
-    problem = said(write(BASE.replace("{name: ring, nodes: 4}", "{file: g.edges}")))
+    problem = load_problems(write(BASE.replace("{name: ring, nodes: 4}", "{file: g.edges}")))
     assert problem.startswith("a.yaml:2:1: graph: ")
     assert "g.edges:3: node 7 is out of range, nodes are 0 to 1" in problem
 
@@ -230,12 +232,12 @@ def test_run_dir_is_relative_to_where_it_was_written(write):
         (("nodes: 4", "nodes: 2000"), "a.yaml:3:1: data.partition"),
     ],
 )
-def test_parts_that_do_not_fit_together(write, change, part):
-    assert part in said(write(BASE.replace(*change)))
+def test_sections_that_do_not_fit_together_are_refused(write, change, part):
+    assert part in load_problems(write(BASE.replace(*change)))
 
 
 @pytest.mark.parametrize(
-    ("graph", "said_first"),
+    ("graph", "problem"),
     [
         ("{name: torus, nodes: 6, rows: 4}", "a.yaml:2:38: graph.rows must divide 6 nodes, got 4"),
         ("{name: hypercube, nodes: 6}", "a.yaml:2:1: graph: hypercube needs a power of two, got 6 nodes"),
@@ -258,12 +260,12 @@ def test_parts_that_do_not_fit_together(write, change, part):
         ),
     ],
 )
-def test_a_graph_that_cannot_be_made(write, graph, said_first):
-    assert said_first in said(write(BASE.replace("{name: ring, nodes: 4}", graph)))
+def test_a_graph_that_cannot_be_made_is_refused_at_its_place(write, graph, problem):
+    assert problem in load_problems(write(BASE.replace("{name: ring, nodes: 4}", graph)))
 
 
 @pytest.mark.parametrize(
-    ("keys", "said_first"),
+    ("keys", "problem"),
     [
         ("validation: {fraction: 0.999}", "a.yaml:5:68: training.validation.fraction of node 0 must leave samples of "
          "the 360 train samples, got 0.999; choose another partition or a smaller fraction"),
@@ -272,20 +274,20 @@ def test_a_graph_that_cannot_be_made(write, graph, said_first):
          "samples, fewer than one step of 40, which training.drop_last leaves out"),
     ],
 )  # fmt: skip
-def test_what_validation_and_whole_steps_leave_is_enough(write, keys, said_first):
+def test_validation_or_drop_last_that_leave_a_node_no_samples_are_refused(write, keys, problem):
     text = BASE.replace("digits}", "digits, sample_test: 4, shard_test: true}")
-    assert said_first in said(write(text.replace("batch_size: 8", "batch_size: 8, " + keys)))
+    assert problem in load_problems(write(text.replace("batch_size: 8", "batch_size: 8, " + keys)))
 
 
 def test_ports_must_not_collide(write):
     text = "mapping: {name: table, machines: [{nodes: 2, base_port: 8000}, {nodes: 2, base_port: 8002}]}\n"
-    assert said(write(BASE + text)).startswith("a.yaml:6:1: mapping: port 8002 on 127.0.0.1 is taken twice: ")
-    assert "ports end at 65535" in said(write(BASE + text.replace("8002", "65533")))
+    assert load_problems(write(BASE + text)).startswith("a.yaml:6:1: mapping: port 8002 on 127.0.0.1 is taken twice: ")
+    assert "ports end at 65535" in load_problems(write(BASE + text.replace("8002", "65533")))
 
 
 def test_cliques_and_edges_must_fit_the_mapping(write):
     wrong = "communication: {name: hybrid, cliques: [[0, 99]], edges: [{nodes: [0, 1], by: collective}]}\n"
-    text = said(write(BASE + "mapping: {name: linear, nodes_per_machine: 4}\n" + wrong))
+    text = load_problems(write(BASE + "mapping: {name: linear, nodes_per_machine: 4}\n" + wrong))
     assert "communication.cliques[0][1] must be a node of the run, 0 to 3, got 99" in text
     assert "communication.edges by collective need both nodes in one clique, got 0 and 1" in text
 
@@ -310,8 +312,8 @@ def test_a_key_under_both_its_names_is_an_error(write) -> None:
     ("nowhere:Path", "nowhere"),
     ("decentnode.payload:Payload", "must be a class derived from decentnode.communication"),
 ])
-def test_a_path_of_ones_own_that_there_is_not_is_told_before_the_start(write, by: str, why: str) -> None:
-    text = said(write(BASE + f"communication: {{name: hybrid, edges: [{{nodes: [0, 1], by: '{by}'}}]}}\n"))
+def test_an_edge_by_a_class_that_is_no_communicator_is_refused_before_the_start(write, by: str, why: str) -> None:
+    text = load_problems(write(BASE + f"communication: {{name: hybrid, edges: [{{nodes: [0, 1], by: '{by}'}}]}}\n"))
     assert "communication.edges" in text and why in text
 
 
@@ -329,20 +331,20 @@ def test_a_path_of_ones_own_that_there_is_not_is_told_before_the_start(write, by
     ("data={name: synthetic, test_samples: 1000000000000}", "data.test_samples must be at most 100,000,000"),
     ("data={name: synthetic, input_shape: [1000000000, 1000000000]}", "data.input_shape must leave room"),
 ])  # fmt: skip
-def test_numbers_beyond_all_bounds_are_problems_too(write, change, text):
-    assert text in said(write(BASE), change)
+def test_numbers_beyond_64_bits_float32_or_memory_are_refused(write, change, text):
+    assert text in load_problems(write(BASE), change)
 
 
 @pytest.mark.parametrize("test", ["own", "both"])
-def test_samples_dealt_anew_have_no_test_samples_of_their_own(write, test):
+def test_resampling_is_refused_with_test_samples_of_each_nodes_own(write, test):
     path = write(BASE.replace("{name: digits}", f"{{name: digits, test: {test}}}"))
-    text = said(path, "training.sampling=resample")
+    text = load_problems(path, "training.sampling=resample")
     assert f"training.sampling must be fixed with data.test: {test}, got resample" in text and "see data.test" in text
     load(path, ["training.sampling=resample", "data.test=global"], {})
     load(path, (), {})
 
 
-class Detailed(Classification):
+class TooManyMetrics(Classification):
     names = tuple(f"accuracy_{number}" for number in range(700))
 
     def __init__(self, config: Config, data: DataSpec) -> None:
@@ -350,13 +352,14 @@ class Detailed(Classification):
         self.metrics = tuple(replace(ACCURACY, name=name) for name in self.names)
 
 
-class Wordy(Detailed):
+class TooLongNames(TooManyMetrics):
     names = ("accuracy_of_the_classes_that_hardly_any_of_the_nodes_has_seen",)
 
 
 @pytest.mark.parametrize(("task", "message"), [
-    ("Detailed", "must have at most 640 metrics, with those of moving averages, training and own samples, got 701"),
-    ("Wordy", "must have metrics with names of at most 57 characters, got accuracy_of_the_classes"),
+    ("TooManyMetrics",
+     "must have at most 640 metrics, with those of moving averages, training and own samples, got 701"),
+    ("TooLongNames", "must have metrics with names of at most 57 characters, got accuracy_of_the_classes"),
 ])  # fmt: skip
-def test_figures_that_fit_into_no_message_are_refused_before_the_run(write, task, message):
-    assert message in said(write(BASE), f"task={{name: '{__name__}:{task}'}}")
+def test_a_task_whose_metrics_do_not_fit_into_a_message_is_refused(write, task, message):
+    assert message in load_problems(write(BASE), f"task={{name: '{__name__}:{task}'}}")

@@ -1,4 +1,4 @@
-"""Golden texts: what a user reads for a bad file."""
+"""The exact explanations that a user reads for an invalid file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from decentnode.errors import ConfigError
 
-from .fakes import problems
+from .fakes import explain_problems
 
 GOOD = "graph: {name: ring, nodes: 4}\n"
 
@@ -228,23 +228,23 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_golden(case):
+def test_the_explanation_is_the_expected_text(case):
     text, expected = CASES[case]
-    assert problems(text) == textwrap.dedent(expected).strip()
+    assert explain_problems(text) == textwrap.dedent(expected).strip()
 
 
-def test_numbers_written_as_1e_minus_3_are_numbers():
-    assert problems(GOOD + "work: {optimizer: {lr: 1e-3}}\n") == ""
+def test_1e_minus_3_is_accepted_as_a_number():
+    assert explain_problems(GOOD + "work: {optimizer: {lr: 1e-3}}\n") == ""
 
 
 def test_long_lines_are_cut_around_the_value():
-    text = problems(GOOD + "work: {hidden: [" + "1, " * 100 + "x" + ", 1" * 100 + "]}\n")
+    text = explain_problems(GOOD + "work: {hidden: [" + "1, " * 100 + "x" + ", 1" * 100 + "]}\n")
     line, caret = text.splitlines()[1:]
     assert len(line) <= 104
     assert line[caret.index("^")] == "x"
 
 
-def test_an_error_that_another_process_raised_says_the_same():
+def test_a_pickled_config_error_keeps_its_problems():
     error = ConfigError(["a.yaml:1: wrong", "a.yaml:2: wrong, too"], "a.yaml")
     again = pickle.loads(pickle.dumps(error))
     assert type(again) is ConfigError and str(again) == str(error) and again.problems == error.problems

@@ -1,4 +1,4 @@
-"""Faults that cannot come about, or are not what they seem, are said before the run begins."""
+"""Faults that cannot occur, or would have another effect than written, are reported before the run begins."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from decentnode.experiment import load
-from tests.config.experiments import BASE, said
+from tests.config.experiments import BASE, load_problems
 
 KINDS = "kill, restart, pause, slow, full_disk, clock_jump, cut, break, half_open, delay, drop, corrupt, duplicate, " \
         "reorder"  # fmt: skip
@@ -28,8 +28,8 @@ ZEROMQ = ["communication.name=zeromq"]
     ("[{do: kill, nodes: [1], at_round: 1}]", "communication: {name: inproc}", "neither processes nor connections"),
     ("[{do: restart, nodes: [1], at_seconds: 1}]", "", "only with missing: regroup"),
 ])  # fmt: skip
-def test_faults_that_cannot_come_about_are_refused_by_name(write: Any, faults: str, more: str, wrong: str) -> None:
-    assert wrong in said(write(f"{BASE}faults: {faults}\n{more}\n"))
+def test_faults_that_cannot_occur_are_refused(write: Any, faults: str, more: str, wrong: str) -> None:
+    assert wrong in load_problems(write(f"{BASE}faults: {faults}\n{more}\n"))
 
 
 @pytest.mark.parametrize(("faults", "more"), [
@@ -40,7 +40,9 @@ def test_faults_that_cannot_come_about_are_refused_by_name(write: Any, faults: s
     ("[{do: delay, by_seconds: .1, plane: control}]", "communication: {name: collective}"),
     ("[{do: break, source: 1, to: 2, at_round: 1}]", "communication: {name: shared_memory}"),
 ])  # fmt: skip
-def test_faults_that_strike_sockets_are_taken_whatever_the_transport(write: Any, faults: str, more: str) -> None:
+def test_faults_that_act_on_sockets_are_accepted_with_every_transport_that_has_some(
+    write: Any, faults: str, more: str
+) -> None:
     load(write(f"{BASE}faults: {faults}\n{more}\n"))
 
 
@@ -65,26 +67,29 @@ def test_faults_that_strike_sockets_are_taken_whatever_the_transport(write: Any,
     ("{do: restart, nodes: [1], at_round: 1}", "7:46: faults[0].at_round: a node that was killed begins no round"),
     ("{do: restart, nodes: [1], probability: .1}", "7:49: faults[0].probability: a node that was killed begins no"),
 ])  # fmt: skip
-def test_faults_without_the_effect_that_is_written_are_refused_at_their_place(
+def test_faults_with_contradictory_keys_are_refused_at_their_place(
     write: Any, fault: str, wrong: str
 ) -> None:
     node = "node: {missing: regroup, rounds: 6}\n"
-    assert f"a.yaml:{wrong}" in said(write(f"{BASE}{node}faults: [{fault}]\n"), *ZEROMQ)
+    assert f"a.yaml:{wrong}" in load_problems(write(f"{BASE}{node}faults: [{fault}]\n"), *ZEROMQ)
 
 
-def test_faults_of_rounds_that_a_shorter_run_does_not_have_are_a_warning(write: Any) -> None:
+def test_a_fault_after_the_last_round_is_a_warning(write: Any) -> None:
     path = write(f"{BASE}node: {{rounds: 6}}\nfaults: [{{do: kill, nodes: [1], at_round: 5}}]\n")
     assert not load(path, [], {}).config_warnings
-    (doubt,) = load(path, ["node.rounds=5"], {}).config_warnings
-    assert doubt.startswith("a.yaml:7:43: faults[0].at_round is not below node.rounds, 5, got 5: the fault will never")
-    assert doubt.endswith("(see node.rounds at --set node.rounds=5)")
+    (warning,) = load(path, ["node.rounds=5"], {}).config_warnings
+    assert warning.startswith("a.yaml:7:43: faults[0].at_round is not below node.rounds, 5, got 5: "
+                              "the fault will never")  # fmt: skip
+    assert warning.endswith("(see node.rounds at --set node.rounds=5)")
 
 
 @pytest.mark.parametrize(("killed", "restarted", "never"), [
     ("[1]", "[1, 2]", "2"), ("[1]", "[2, 3]", "2, 3"), ("all", "[2]", ""), ("[1]", "all", ""), ("", "[2]", "2"),
     ("", "all", "any"),
 ])  # fmt: skip
-def test_a_restart_of_a_node_that_lives_is_a_warning(write: Any, killed: str, restarted: str, never: str) -> None:
+def test_a_restart_of_a_node_that_no_fault_kills_is_a_warning(
+    write: Any, killed: str, restarted: str, never: str
+) -> None:
     kill = f"{{do: kill, nodes: {killed}, at_round: 1}}, " if killed else ""
     faults = f"faults: [{kill}{{do: restart, nodes: {restarted}, at_seconds: 3}}]\n"
     config_warnings = load(write(f"{BASE}node: {{missing: regroup}}\n{faults}"), [], {}).config_warnings
@@ -92,13 +97,13 @@ def test_a_restart_of_a_node_that_lives_is_a_warning(write: Any, killed: str, re
 
 
 @pytest.mark.parametrize(("missing", "count"), [("return_weight", 1), ("regroup", 0), ("fail", 0)])
-def test_a_kill_that_ends_a_run_that_seems_to_bear_it_is_a_warning(write: Any, missing: str, count: int) -> None:
+def test_a_kill_that_ends_a_return_weight_run_is_a_warning(write: Any, missing: str, count: int) -> None:
     faults = "faults: [{do: kill, nodes: [1], at_round: 1}, {do: pause, nodes: [1], at_round: 1, seconds: 1}]\n"
     found = load(write(f"{BASE}node: {{missing: {missing}}}\n{faults}"), [], {}).config_warnings
     assert ["faults[0].do: a node that never comes back ends the run" in each for each in found] == [True] * count
 
 
-def test_faults_at_the_bounds_are_taken(write: Any) -> None:
+def test_faults_at_the_bounds_of_their_keys_are_accepted(write: Any) -> None:
     faults = """
     - {do: kill, nodes: [1, 2], count: 2, at_round: 5}
     - {do: pause, nodes: all, count: 4, every_seconds: 5, until_seconds: 5, seconds: 1}
@@ -187,8 +192,8 @@ TYPOS = {
 
 
 @pytest.mark.parametrize("faults", TYPOS)
-def test_slips_of_the_pen_are_told_as_those_of_other_sections(write: Any, faults: str) -> None:
-    assert said(write(f"{BASE}faults: {faults}\n")) == textwrap.dedent(TYPOS[faults]).strip()
+def test_typos_in_faults_are_explained_like_those_in_other_sections(write: Any, faults: str) -> None:
+    assert load_problems(write(f"{BASE}faults: {faults}\n")) == textwrap.dedent(TYPOS[faults]).strip()
 
 
 OPEN = f"{BASE}node: {{missing: regroup, rounds: 6, newcomers: 2}}\nmapping: {{machines: 1, nodes_per_machine: 4, " \
@@ -200,12 +205,12 @@ OPEN = f"{BASE}node: {{missing: regroup, rounds: 6, newcomers: 2}}\nmapping: {{m
     "{do: cut, sides: [[0, 1], [4, 5]], at_round: 1, seconds: 1}", "{do: drop, source: [4], to: [0]}",
     "{do: slow, nodes: [4], factor: 2, probability: .1}", "{do: restart, nodes: all, at_seconds: 1}",
 ])  # fmt: skip
-def test_faults_go_with_newcomers_and_name_them(write: Any, fault: str) -> None:
+def test_faults_may_name_newcomers_but_all_means_the_nodes_of_the_mapping(write: Any, fault: str) -> None:
     faults = f"faults: [{{do: kill, nodes: all, count: 1, at_round: 1}}, {fault}]\n"
     experiment = load(write(OPEN + faults), ZEROMQ, {})
     assert all(max(each.uids, default=0) < 6 for each in experiment.make_faults())
     killed = {uid for each in experiment.make_faults()[:1] for uid in each.uids}
-    assert killed <= {0, 1, 2, 3}, "nobody knows beforehand who comes: all are those of the mapping"
+    assert killed <= {0, 1, 2, 3}, "who joins is not known beforehand, so all means the nodes of the mapping"
 
 
 @pytest.mark.parametrize(("fault", "wrong"), [
@@ -213,31 +218,33 @@ def test_faults_go_with_newcomers_and_name_them(write: Any, fault: str) -> None:
     ("{do: restart, nodes: [3, 4], at_seconds: 1}",
      "faults[0].nodes[1]: node 4 is a newcomer, which only its own command (decentnode join) can start"),
 ])  # fmt: skip
-def test_what_no_newcomer_can_be_struck_by_is_refused_at_its_place(write: Any, fault: str, wrong: str) -> None:
-    assert wrong in said(write(f"{OPEN}faults: [{fault}]\n"), *ZEROMQ)
+def test_restarts_of_newcomers_and_uids_of_no_newcomer_are_refused_at_their_place(
+    write: Any, fault: str, wrong: str
+) -> None:
+    assert wrong in load_problems(write(f"{OPEN}faults: [{fault}]\n"), *ZEROMQ)
 
 
 @pytest.mark.parametrize(("newcomers", "wrong"), [
     ("[{at_seconds: 1, samples_of: 4}]", "newcomers[0].samples_of must be a node of the mapping, below 4, got 4"),
     ("[{at_seconds: 2, leaves_at_seconds: 2}]", "leaves_at_seconds must be more than at_seconds, 2, got 2"),
 ])  # fmt: skip
-def test_newcomers_of_simulated_runs_are_checked(write: Any, newcomers: str, wrong: str) -> None:
-    assert wrong in said(write(f"{OPEN}simulate: {{newcomers: {newcomers}}}\n"), *ZEROMQ)
-    nobody = write(f"{BASE}simulate: {{newcomers: [{{at_seconds: 1}}]}}\n")
-    assert "simulate.newcomers: the run admits no newcomers; set node.newcomers" in said(nobody, *ZEROMQ)
+def test_wrong_newcomers_of_simulated_runs_are_refused(write: Any, newcomers: str, wrong: str) -> None:
+    assert wrong in load_problems(write(f"{OPEN}simulate: {{newcomers: {newcomers}}}\n"), *ZEROMQ)
+    no_newcomers = write(f"{BASE}simulate: {{newcomers: [{{at_seconds: 1}}]}}\n")
+    assert "simulate.newcomers: the run admits no newcomers; set node.newcomers" in load_problems(no_newcomers, *ZEROMQ)
 
 
-def test_newcomers_for_whom_there_is_no_place_are_told(write: Any) -> None:
+def test_newcomers_for_whom_the_run_has_no_place_are_refused_or_a_warning(write: Any) -> None:
     stay, many = "{at_seconds: 1}", ": 3 of them stay to the end and the run admits 2, so that 1 would never be"
     path = write(f"{OPEN}simulate: {{newcomers: [{stay}, {stay}, {stay}]}}\n")
-    assert f"simulate.newcomers{many}" in said(path, *ZEROMQ)
+    assert f"simulate.newcomers{many}" in load_problems(path, *ZEROMQ)
     kill = 'faults=[{do: kill, nodes: [5], at_round: 2}]'
-    (doubt,) = [each for each in load(path, [*ZEROMQ, kill], {}).config_warnings if "simulate" in each]
-    assert many in doubt, "who dies makes room"
+    (warning,) = [each for each in load(path, [*ZEROMQ, kill], {}).config_warnings if "simulate" in each]
+    assert many in warning, "a killed node makes room for a newcomer"
 
     leaves = "{at_seconds: 0, leaves_at_seconds: 3}"
     path = write(f"{OPEN}simulate: {{newcomers: [{stay}, {{at_seconds: 2}}, {leaves}]}}\n")
-    (doubt,) = load(path, ZEROMQ, {}).config_warnings
-    assert "simulate.newcomers[1]: the run admits 2, and that many are present then" in doubt
+    (warning,) = load(path, ZEROMQ, {}).config_warnings
+    assert "simulate.newcomers[1]: the run admits 2, and that many are present then" in warning
     path = write(f"{OPEN}simulate: {{newcomers: [{stay}, {{at_seconds: 3}}, {leaves}]}}\n")
     assert not load(path, ZEROMQ, {}).config_warnings

@@ -1,4 +1,4 @@
-"""What a mistake is answered with: the place, the rule, and what was probably meant."""
+"""A mistake is reported with its place, the rule, and what was probably meant."""
 
 from __future__ import annotations
 
@@ -48,23 +48,23 @@ def validate(*arguments: str) -> Result:
         ("training.optimizer.name=adam", "to replace the section, --set training.optimizer='{name: adam, ...}'"),
     ],
 )
-def test_a_changed_key_that_is_not_known(folder: Path, change: str, hint: str) -> None:
+def test_an_unknown_key_of_set_gets_the_nearest_known_key(folder: Path, change: str, hint: str) -> None:
     done = validate("--set", change)
     assert done.exit_code == 2 and hint in done.stderr
 
 
-def test_an_argument_that_is_itself_changed_gets_no_advice_to_replace(folder: Path) -> None:
+def test_set_of_a_whole_section_is_not_told_to_replace_the_section(folder: Path) -> None:
     done = validate("--set", "training.optimizer={name: adam, momentum: 0.9}")
     assert done.exit_code == 2 and "must be an argument of adam" in done.stderr and "replace" not in done.stderr
 
 
-def test_a_wrong_key_of_a_section_that_is_itself_replaced_is_told_the_known_ones(folder: Path) -> None:
+def test_a_wrong_key_in_a_replaced_section_gets_the_known_keys(folder: Path) -> None:
     done = validate("--set", "data.partition={name: k_classes, k: 2}")
     assert done.exit_code == 2 and "known keys: name, classes" in done.stderr and "replace" not in done.stderr
 
 
 @pytest.mark.parametrize("given", ["quickstart.yml", "quickstrat.yaml"])
-def test_a_file_that_is_nearly_there(folder: Path, given: str) -> None:
+def test_a_misspelled_file_name_gets_the_nearest_file(folder: Path, given: str) -> None:
     done = CliRunner().invoke(main, ["validate", given])
     assert done.exit_code == 2 and "did you mean quickstart.yaml?" in done.stderr
 
@@ -107,8 +107,9 @@ class Net(nn.Module):
 """
 
 
-def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """In a process of its own, from another folder, so that nothing but the file's place finds the module."""
+def run_elsewhere(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """Runs decentnode in a process of its own from another folder, so that only the folder of the file can provide the
+    module."""
     environ = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     away = folder / "away"
     away.mkdir(exist_ok=True)
@@ -120,7 +121,7 @@ def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 def test_a_plain_module_beside_the_file_runs_without_pythonpath(folder: Path) -> None:
     (folder / "helper.py").write_text("WIDTH = 7\n")
     (folder / "net.py").write_text(NET)
-    done = command(folder, "run", str(folder / "quickstart.yaml"), "--set", "model={name: net:Net}", "--set",
+    done = run_elsewhere(folder, "run", str(folder / "quickstart.yaml"), "--set", "model={name: net:Net}", "--set",
                    "graph={name: ring, nodes: 2}", "--set", "mapping.nodes_per_machine=2", "--set",
                    "node.rounds=2")  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -132,10 +133,10 @@ LAYER = "from torch import nn\n\n\nclass Net(nn.Sequential):\n    def __init__(s
 
 
 @pytest.mark.parametrize("of_a_run", [False, True])
-def test_a_module_of_the_same_name_in_another_folder_is_not_taken_for_it(
+def test_a_different_module_of_the_same_name_in_another_folder_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of_a_run: bool
 ) -> None:
-    """A program that lives on has imported the first one for good."""
+    """A long-lived process keeps the module that it imported first."""
     monkeypatch.setattr(sys, "path", [*sys.path])
     folders = [tmp_path / name for name in ("first", "same", "other")]
     module = f"own_layer_{of_a_run}"
@@ -148,26 +149,26 @@ def test_a_module_of_the_same_name_in_another_folder_is_not_taken_for_it(
     model = [f"model={{name: '{module}:Net'}}"]
     for folder in folders[:2]:
         load(folder / "a.yaml", model, {})
-    assert str(folders[1] / "code") not in sys.path, "what is imported already need not be looked for"
+    assert str(folders[1] / "code") not in sys.path, "a module that is imported already is not searched for"
     with pytest.raises(UsageError, match=f"already imported another module {module}, from {folders[0]}.*restart"):
         load(folders[2] / "a.yaml", model, {})
 
 
 @pytest.mark.slow
-def test_a_module_that_is_nowhere_says_where_it_was_looked_for(folder: Path) -> None:
-    done = command(folder, "validate", str(folder / "quickstart.yaml"), "--set", "model={name: nett:Net}")
+def test_a_missing_module_is_reported_with_the_folders_that_were_searched(folder: Path) -> None:
+    done = run_elsewhere(folder, "validate", str(folder / "quickstart.yaml"), "--set", "model={name: nett:Net}")
     assert done.returncode == 2 and f"no module named 'nett'; searched in {folder} and on Python's path" in done.stderr
 
 
 @pytest.mark.slow
-def test_a_folder_that_everybody_may_write_to_gives_no_modules(folder: Path) -> None:
+def test_modules_are_not_imported_from_a_world_writable_folder(folder: Path) -> None:
     (folder / "net.py").write_text("raise RuntimeError('planted')")
     folder.chmod(0o777)
-    done = command(folder, "validate", str(folder / "quickstart.yaml"), "--set", "model={name: net:Net}")
+    done = run_elsewhere(folder, "validate", str(folder / "quickstart.yaml"), "--set", "model={name: net:Net}")
     assert done.returncode == 2 and "no module named 'net'" in done.stderr
 
 
-def test_a_device_that_is_not_there_fails_for_its_machine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_device_fails_only_on_its_machine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert validate("--set", "mapping.device=cuda").exit_code == 0
     done = validate("--set", "mapping.device=cuda", "--machine", "0")
@@ -176,7 +177,7 @@ def test_a_device_that_is_not_there_fails_for_its_machine(folder: Path, monkeypa
     assert validate("--machine", "7").exit_code == 2
 
 
-def test_missing_keys_fail_for_their_machine(folder: Path) -> None:
+def test_missing_key_files_fail_on_their_machine(folder: Path) -> None:
     change = "communication={name: zeromq, security: required, keys: nowhere}"
     assert validate("--set", change, "--machine", "0").exit_code in (2, 3)
 

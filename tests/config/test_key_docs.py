@@ -43,7 +43,7 @@ class Derived(Base):
     group: Nested = Nested()
 
 
-def test_a_key_has_the_docstring_under_it() -> None:
+def test_the_doc_of_a_key_is_the_docstring_under_it() -> None:
     assert key_doc(Derived, "first") == "Of the base.\n\nMore of it."
     assert key_doc(Base, "second") == "As the base has it."
     assert key_doc(Derived, "second") == "As the derived class has it."
@@ -53,7 +53,7 @@ def test_a_key_has_the_docstring_under_it() -> None:
 
 
 @pytest.mark.parametrize("by_alias", [False, True])
-def test_a_schema_has_them_also_of_a_class_that_was_used_before(by_alias: bool) -> None:
+def test_the_schema_has_the_docs_although_the_class_was_used_before(by_alias: bool) -> None:
     assert Derived.model_validate({"other-name": 7}).renamed == 7
     schema = Derived.model_json_schema(by_alias=by_alias, schema_generator=DocumentedSchema)
     told = {key: value.get("description") for key, value in schema["properties"].items()}
@@ -65,21 +65,21 @@ def test_a_schema_has_them_also_of_a_class_that_was_used_before(by_alias: bool) 
     assert schema["$defs"]["Nested"]["properties"]["inner"]["description"] == "Of a class inside."
 
 
-def test_a_class_without_a_source_has_none() -> None:
+def test_keys_of_a_class_without_source_have_no_doc() -> None:
     made: dict[str, Any] = {}
     exec("import pydantic\nclass Made(pydantic.BaseModel):\n    key: int = 1\n    'Not to be read.'\n", made)
     assert key_doc(made["Made"], "key") == "" == key_doc(pydantic.create_model("More", key=(int, 1)), "key")
 
 
-def test_every_key_of_every_component_is_told() -> None:
+def test_every_key_of_every_component_has_a_doc() -> None:
     without = [f"{kind}.{name}: {key.name}" for kind in TABLES for name in names(kind)
                for key in describe(kind, name).keys if not key.text]  # fmt: skip
     assert not without
 
 
 @pytest.mark.slow
-def test_who_watches_a_run_loads_nothing_that_configs_need() -> None:
-    """It has other things to do while the processes of nodes load them."""
+def test_the_supervisor_of_a_run_imports_no_heavy_library() -> None:
+    """The imports of the supervisor would compete with those of the nodes, which start at the same time."""
     code = (
         "import sys, decentnode.cli.console, decentnode.launch.supervising.run, decentnode.launch.reporting.trackers;"
         "sys.exit(str([name for name in ('torch', 'numpy', 'pydantic', 'networkx', 'zmq') if name in sys.modules]))"

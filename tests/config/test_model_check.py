@@ -1,4 +1,4 @@
-"""Models, losses and data that a node could not train with are refused when the experiment is read."""
+"""Models, losses and data that a node could not train with are refused when the experiment is loaded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BASE = "graph: {name: ring, nodes: 3}\ndata: digits\ntraining: {local_steps: 1}\
 
 
 class Plain(nn.Module):
-    """Suits the digits."""
+    """A valid model for the digits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Plain(nn.Module):
         return self.layer(x.flatten(1))
 
 
-class Nothing(nn.Module):
+class NoParameters(nn.Module):
     def forward(self, x: torch.Tensor) -> Any:
         return x.flatten(1)[:, :10]
 
@@ -109,14 +109,14 @@ class NineOutputs(Plain):
 
 
 class ReadsValues(Plain):
-    """Cannot run on the meta device, and gives one row for the whole batch."""
+    """Reads values in its forward pass, so that it cannot run on the meta device; returns one row for the batch."""
 
     def forward(self, x: torch.Tensor) -> Any:
         return super().forward(x) if x.sum().item() < -1e9 else super().forward(x)[:1]
 
 
 class MadeOfValues(Plain):
-    """Cannot be made on the meta device, as nets with rates of stochastic depth; a good model."""
+    """A valid model that cannot be made on the meta device, like networks with rates of stochastic depth."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ class Detached(Plain):
 
 
 class Overwrites(Plain):
-    """Changes in place what the backward pass needs."""
+    """Changes in place a tensor that the backward pass needs."""
 
     def forward(self, x: torch.Tensor) -> Any:
         out = super().forward(x).sigmoid()
@@ -182,7 +182,9 @@ class NanSamples(Dataset[Any]):
         return torch.full((64,), torch.nan), index % 10
 
 
-def said(tmp_path: Path, *overrides: str) -> str:
+def load_problem(tmp_path: Path, *overrides: str) -> str:
+    """Asserts that `load` refuses the experiment with exactly one problem, and returns it. In `overrides` HERE stands
+    for this module."""
     (tmp_path / "a.yaml").write_text(f"{BASE}model: '{__name__}:Plain'\n")
     with pytest.raises(ConfigError) as caught:
         load(tmp_path / "a.yaml", [each.replace("HERE", __name__) for each in overrides], {})
@@ -191,7 +193,7 @@ def said(tmp_path: Path, *overrides: str) -> str:
 
 
 @pytest.mark.parametrize(("model", "text"), [
-    ("Nothing", "model: module must have trainable parameters, got none"),
+    ("NoParameters", "model: module must have trainable parameters, got none"),
     ("Frozen", "model: module must have trainable parameters, got none"),
     ("Lazy", "model: parameters must have shapes when the module is made, layer.weight has none (LazyLinear)"),
     ("LazyNorm", "model: buffers must have shapes when the module is made, norm.running_mean has none (LazyBatchNorm"),
@@ -210,7 +212,7 @@ def said(tmp_path: Path, *overrides: str) -> str:
     ("Overwrites", "model: the backward pass raised RuntimeError: "),
 ])  # fmt: skip
 def test_a_model_that_cannot_be_trained_is_refused(tmp_path: Path, model: str, text: str) -> None:
-    assert text in said(tmp_path, f"model='HERE:{model}'")
+    assert text in load_problem(tmp_path, f"model='HERE:{model}'")
 
 
 @pytest.mark.parametrize(("loss", "text"), [
@@ -221,38 +223,39 @@ def test_a_model_that_cannot_be_trained_is_refused(tmp_path: Path, model: str, t
     ("OneArgument", "training.loss: the loss of outputs [2, 10] float32 and targets [2] int64 raised TypeError: "),
 ])  # fmt: skip
 def test_a_loss_that_cannot_be_minimized_is_refused(tmp_path: Path, loss: str, text: str) -> None:
-    assert text.replace("test_model_check", __name__) in said(tmp_path, f"training.loss='HERE:{loss}'")
+    assert text.replace("test_model_check", __name__) in load_problem(tmp_path, f"training.loss='HERE:{loss}'")
 
 
-def test_sparse_gradients_need_an_optimizer_that_takes_them(tmp_path: Path) -> None:
+def test_sparse_gradients_are_refused_with_optimizers_that_do_not_take_them(tmp_path: Path) -> None:
     model = f"model='{__name__}:Sparse'"
     for optimizer in ("sgd", "adam"):
-        text = said(tmp_path, model, f"training.optimizer={{name: {optimizer}, lr: .1}}")
+        text = load_problem(tmp_path, model, f"training.optimizer={{name: {optimizer}, lr: .1}}")
         assert f"optimizer {optimizer} does not take sparse gradients, as offsets.weight has" in text
         assert "without sparse=True; sgd and adagrad take them with foreach: false" in text
     for optimizer in ("sgd", "adagrad"):
         load(tmp_path / "a.yaml", [model, f"training.optimizer={{name: {optimizer}, lr: .1, foreach: false}}"], {})
 
 
-def test_data_that_is_not_a_number_is_blamed_before_the_model(tmp_path: Path) -> None:
-    assert "data: the inputs of the first samples must be finite, got nan" in said(tmp_path, "data='HERE:NanSamples'")
+def test_inputs_that_are_nan_are_reported_as_a_problem_of_the_data_not_of_the_model(tmp_path: Path) -> None:
+    problem = load_problem(tmp_path, "data='HERE:NanSamples'")
+    assert "data: the inputs of the first samples must be finite, got nan" in problem
 
 
 @pytest.mark.parametrize("model", [
     "{name: mlp, hidden: [1000000000000]}", "{name: mlp, hidden: [10000000000, 10000000000]}",
     "{name: mlp, hidden: [1000000000000000000]}", "{name: 'HERE:Wide', width: 1000000000000}",
 ])  # fmt: skip
-def test_a_model_of_terabytes_is_refused_before_memory_is_asked_for(tmp_path: Path, model: str) -> None:
-    text = said(tmp_path, f"model={model}")
+def test_a_model_of_terabytes_is_refused_before_memory_is_allocated(tmp_path: Path, model: str) -> None:
+    text = load_problem(tmp_path, f"model={model}")
     assert ": model: " in text and (" TB of memory" in text or "making " in text)
 
 
 def test_the_error_names_the_line_of_the_users_own_code(tmp_path: Path) -> None:
-    assert f"({__file__}:" in said(tmp_path, "model='HERE:Narrow'")
+    assert f"({__file__}:" in load_problem(tmp_path, "model='HERE:Narrow'")
 
 
 @pytest.mark.parametrize("model", ["Plain", "MadeOfValues"])
-def test_a_good_model_is_taken(tmp_path: Path, model: str) -> None:
+def test_a_valid_model_is_accepted_and_the_random_state_kept(tmp_path: Path, model: str) -> None:
     (tmp_path / "a.yaml").write_text(f"{BASE}model: '{__name__}:{model}'\ncommunication: inproc\n")
     before = torch.random.get_rng_state()
     experiment = load(tmp_path / "a.yaml", (), {})
@@ -262,7 +265,8 @@ def test_a_good_model_is_taken(tmp_path: Path, model: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:Using a target size")
 @pytest.mark.parametrize("hidden", [8, 5_000_000], ids=["tried", "on the meta device"])
-def test_a_loss_must_not_take_two_classes_for_the_two_samples_it_is_tried_on(tmp_path: Path, hidden: int) -> None:
+def test_the_loss_is_tried_on_a_batch_whose_size_is_not_the_number_of_classes(tmp_path: Path, hidden: int) -> None:
     data = "data={name: synthetic, input_shape: [5], num_classes: 2, train_samples: 30, test_samples: 5}"
-    found = said(tmp_path, data, f"model={{name: mlp, hidden: [{hidden}]}}", "training.loss='torch.nn:L1Loss'")
-    assert "training.loss: the loss of outputs [3, 2] float32 and targets [3] int64 raised RuntimeError: " in found
+    model = f"model={{name: mlp, hidden: [{hidden}]}}"
+    problem = load_problem(tmp_path, data, model, "training.loss='torch.nn:L1Loss'")
+    assert "training.loss: the loss of outputs [3, 2] float32 and targets [3] int64 raised RuntimeError: " in problem

@@ -1,4 +1,4 @@
-"""Nodes and machines that an experiment names by number are there, or are refused at their place."""
+"""Nodes and machines that an experiment names by number must exist; others are refused at their place."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from decentnode.experiment import load
-from tests.config.experiments import BASE, said
+from tests.config.experiments import BASE, load_problems
 
 
 @pytest.mark.parametrize(("section", "wrong"), [
@@ -38,11 +38,11 @@ from tests.config.experiments import BASE, said
     ("simulate: {newcomers: [{at_seconds: 1, samples_of: 4}]}",
      "6:52: simulate.newcomers[0].samples_of must be a node of the mapping, below 4, got 4"),
 ])  # fmt: skip
-def test_numbers_that_nobody_has_are_refused_at_their_place(write: Any, section: str, wrong: str) -> None:
-    assert f"a.yaml:{wrong}" in said(write(f"{BASE}{section}\n"))
+def test_numbers_of_missing_nodes_and_machines_are_refused_at_their_place(write: Any, section: str, wrong: str) -> None:
+    assert f"a.yaml:{wrong}" in load_problems(write(f"{BASE}{section}\n"))
 
 
-def test_numbers_of_what_is_there_are_taken(write: Any) -> None:
+def test_numbers_of_existing_nodes_and_machines_are_accepted(write: Any) -> None:
     text = f"{BASE}mapping: {{machines: 2, nodes_per_machine: 2, addresses: [a, b]}}\n" \
            "communication: {name: auto, cliques: [[0, 1], [2, 3]], edges: [{nodes: [0, 3], by: zeromq}]}\n" \
            "simulate:\n  compute: {factors: [1, 2, 3, 4], stragglers: [{nodes: [0, 3]}]}\n" \

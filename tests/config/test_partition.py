@@ -1,4 +1,4 @@
-"""node.on_partition: what is refused, and what follows from it."""
+"""node.on_partition: combinations that are refused, and the limits that follow from it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from decentnode.build import limits_of
 from decentnode.experiment import load
-from tests.config.experiments import BASE, said
+from tests.config.experiments import BASE, load_problems
 
 AUTO = "communication: auto\n"
 BOTH = ["node.missing=regroup", "node.on_partition=both"]
@@ -27,12 +27,12 @@ BOTH = ["node.missing=regroup", "node.on_partition=both"]
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
-def test_what_is_refused(write, sets, key, says) -> None:  # type: ignore[no-untyped-def]
-    found = [line for line in said(write(BASE + AUTO), *sets).splitlines() if key in line and says in line]
-    assert found
+def test_keys_that_contradict_on_partition_both_are_refused(write, sets, key, says) -> None:  # type: ignore[no-untyped-def]
+    matching = [line for line in load_problems(write(BASE + AUTO), *sets).splitlines() if key in line and says in line]
+    assert matching
 
 
-def test_one_node_is_enough_for_a_side(write) -> None:  # type: ignore[no-untyped-def]
+def test_with_on_partition_both_one_node_suffices_to_continue(write) -> None:  # type: ignore[no-untyped-def]
     path = write(BASE + AUTO)
     limits = limits_of(load(path, BOTH, {}))
     assert limits.merges and limits.min_nodes == 1

@@ -1,4 +1,5 @@
-"""What is resolved: read back, derived anew, the same for every machine, with one digest."""
+"""The resolved experiment can be loaded again, its derived values are computed again, and its digest is the same on
+every machine."""
 
 from __future__ import annotations
 
@@ -9,10 +10,10 @@ import yaml
 
 from decentnode.experiment import load
 from decentnode.experiment.identity import identity
-from tests.config.experiments import BASE, said
+from tests.config.experiments import BASE, load_problems
 
 
-def test_resolved_reads_back(write):
+def test_the_resolved_file_loads_to_the_same_experiment(write):
     experiment = load(write(BASE + "sharing: full\n"), ["node.rounds=3"], {})
     text = experiment.resolved_yaml()
     assert "  rounds: 3  # --set\n" in text
@@ -32,8 +33,8 @@ STEP = "sharing: {name: choco, fraction: 0.2}\n"
 
 
 @pytest.mark.slow
-def test_derived_values_are_found_anew_when_a_resolved_file_is_loaded(write, caplog):
-    """Whatever they follow from was changed: the compression, the graph, its weights, or the seed of a random one."""
+def test_derived_values_are_computed_again_when_a_resolved_file_is_loaded(write, caplog):
+    """The step follows from the compression, the graph, its weights, and the seed of a random graph."""
     text = BASE.replace("{name: ring, nodes: 4}", "{name: erdos_renyi, nodes: 10}") + STEP
     experiment = load(write(text), environ={})
     path = write(experiment.resolved_yaml(), "resolved.yaml")
@@ -52,7 +53,7 @@ def test_derived_values_are_found_anew_when_a_resolved_file_is_loaded(write, cap
         assert f"where {path} shows {same.sharing.step_size}" in caplog.text
 
 
-def test_given_values_stay(write, caplog):
+def test_given_values_are_kept_when_a_resolved_file_is_loaded(write, caplog):
     experiment = load(write(BASE + "sharing: {name: choco, step_size: 0.125}\nmapping: {name: linear, machines: 1, "
                             "nodes_per_machine: 4}\n"), environ={})  # fmt: skip
     assert experiment.derived == ("task",) and "derived: [task]" in experiment.resolved_yaml()
@@ -67,8 +68,8 @@ def test_given_values_stay(write, caplog):
     assert child.sharing.step_size == 0.0625 and child.make_mapping().num_nodes == 6
 
 
-def test_a_derived_value_that_was_changed_in_the_file_is_told(write, caplog):
-    """The file says that it is found anew; whoever wrote another there hears what is done."""
+def test_a_derived_value_edited_in_the_resolved_file_is_recomputed_with_a_warning(write, caplog):
+    """A file lists its derived keys, so that an edited value has no effect; the warning says how to set it."""
     text = load(write(BASE + STEP), environ={}).resolved_yaml()
     step = yaml.safe_load(text)["sharing"]["step_size"]
     found = load(write(text.replace(f"step_size: {step}", "step_size: 0.015"), "changed.yaml"), environ={})
@@ -78,12 +79,13 @@ def test_a_derived_value_that_was_changed_in_the_file_is_told(write, caplog):
 
 
 @pytest.mark.parametrize("listed", ["[seed]", "mapping", "{mapping: 1}", "[[mapping]]"])
-def test_only_what_can_be_derived_is_listed_as_derived(write, listed):
+def test_derived_may_list_only_keys_that_can_be_derived(write, listed):
     known = "mapping, mapping.nodes_per_machine, task, sharing.step_size"
-    assert f"a.yaml:6:10: derived must be a list of some of {known}" in said(write(BASE + f"derived: {listed}\n"))
+    problems = load_problems(write(BASE + f"derived: {listed}\n"))
+    assert f"a.yaml:6:10: derived must be a list of some of {known}" in problems
 
 
-def test_nodes_are_dealt_to_the_machines_that_are_given(write, caplog):
+def test_nodes_per_machine_is_derived_from_the_graph_and_the_machines(write, caplog):
     experiment = load(write(BASE + "mapping: {threads: 1}\n"), environ={})
     assert experiment.mapping.nodes_per_machine == 4 and experiment.mapping.threads == 1
     assert experiment.derived == ("mapping.nodes_per_machine", "task")
@@ -92,18 +94,18 @@ def test_nodes_are_dealt_to_the_machines_that_are_given(write, caplog):
     assert two.mapping.nodes_per_machine == 3 and two.make_mapping().num_nodes == 6
     assert "mapping.nodes_per_machine is derived: 3 now, where resolved.yaml shows 4" in caplog.text
     three = "mapping: {machines: 3, addresses: [127.0.0.1, 127.0.0.2, 127.0.0.3]}\n"
-    assert "mapping.nodes_per_machine must be given: the nodes of the graph are not a multiple of 3" in said(
+    assert "mapping.nodes_per_machine must be given: the nodes of the graph are not a multiple of 3" in load_problems(
         write(BASE + three, "three.yaml"))  # fmt: skip
 
 
-def test_an_experiment_travels_to_another_process(write):
+def test_a_pickled_experiment_is_the_same(write):
     experiment = load(write(BASE), environ={})
     twin = pickle.loads(pickle.dumps(experiment))
     assert twin.resolved() == experiment.resolved()
     assert (twin.base_dir, twin.digest(), twin.origin("name")) == (experiment.base_dir, experiment.digest(), "a.yaml:1")
 
 
-def test_digest(write):
+def test_the_digest_ignores_the_run_folder_and_covers_all_else(write):
     path = write(BASE)
     digest = load(path, environ={}).digest()
     assert len(digest) == 16
@@ -113,7 +115,7 @@ def test_digest(write):
         assert load(path, [change], {}).digest() != digest, change
 
 
-def test_digests_of_sections_tell_which_one_is_another(write):
+def test_the_digests_of_sections_show_which_section_differs(write):
     path = write(BASE)
     experiment = load(path, environ={})
     sections = experiment.digests().sections
@@ -127,9 +129,9 @@ def test_digests_of_sections_tell_which_one_is_another(write):
         assert [*other] == [*sections], "in one order"
 
 
-def test_keys_that_came_later_leave_digests_as_they_were(write):
-    """Machines of two versions agree on a run that uses none of them, and its old checkpoints fit. Annotated with
-    `ADDED`, a key is left out of the digest at its default."""
+def test_keys_that_were_added_later_do_not_change_the_digest_at_their_defaults(write):
+    """So machines of two versions agree on a run that uses none of these keys, and old checkpoints fit. A key annotated
+    with `ADDED` is left out of the digest at its default."""
     path = write(BASE)
     assert load(path, environ={}).digest() == "4a33443c217655b9"
     assert load(path, ["training.amp=null", "training.compile=false"], {}).digest() == "4a33443c217655b9"
@@ -137,13 +139,13 @@ def test_keys_that_came_later_leave_digests_as_they_were(write):
                ("training.amp=bf16", "training.compile=true", "training.compile={mode: default}", "training.ema=0.9",
                 "node.early_stop=loss_merged", "model={name: mlp, lora: {rank: 2}}")}  # fmt: skip
     assert len(digests | {"4a33443c217655b9"}) == 7
-    assert load(path, ["run.log_level=debug"], {}).digest() == "4a33443c217655b9", "machines may differ in it"
+    assert load(path, ["run.log_level=debug"], {}).digest() == "4a33443c217655b9", "machines may log differently"
     kept = identity(load(path, environ={}))
     assert "training.amp" not in kept and "training.compile" not in kept and kept["training.batch_size"] == 8
     assert identity(load(path, ["training.amp=bf16"], {}))["training.amp"] == "bf16"
 
 
-def test_digest_covers_the_content_of_a_graph_file_not_its_place(write):
+def test_the_digest_covers_the_content_of_a_graph_file_but_not_its_path(write):
     text = BASE.replace("{name: ring, nodes: 4}", "{file: g.edges}")
     ring = "4\n0 1\n1 0\n1 2\n2 1\n2 3\n3 2\n3 0\n0 3\n"
     write(ring, "one/g.edges")
@@ -155,7 +157,7 @@ def test_digest_covers_the_content_of_a_graph_file_not_its_place(write):
     assert moved == one
 
 
-def test_digest_is_the_same_on_every_machine(write):
+def test_the_text_of_the_digest_has_no_paths_of_the_machine(write):
     """Changing it is allowed, but then nodes of different versions refuse each other: say so in the notes."""
     from decentnode.experiment.tree import portable_text
 

@@ -8,13 +8,14 @@ from decentnode.config.yaml_source import MAX_BYTES, assignments, merge, parse, 
 from decentnode.errors import ConfigError
 
 
-def said(text: str) -> str:
+def parse_problems(text: str) -> str:
+    """Asserts that `parse` refuses the text, and returns the text of its problems."""
     with pytest.raises(ConfigError) as caught:
         parse(text, "a.yaml")
     return "\n".join(caught.value.problems)
 
 
-def test_every_value_knows_its_place():
+def test_every_value_has_the_line_and_column_of_its_text():
     tree = parse("a:\n  - 1\n  - {b: x}\n", "a.yaml")
     item = tree.get("a").get(1).get("b")
     assert (item.place.line, item.place.column, item.key.column) == (3, 9, 6)
@@ -51,31 +52,31 @@ def test_every_value_knows_its_place():
         ('a: "\\UFFFFFFFF"\n', "not valid YAML"),
     ],
 )
-def test_bad_texts(text, part):
-    assert part in said(text)
+def test_text_that_is_no_plain_yaml_is_refused_at_its_place(text, part):
+    assert part in parse_problems(text)
 
 
-def test_all_problems_of_a_text_at_once():
-    assert said("a: 1\na: !x 2\non: 3\n").count("a.yaml:") == 3
+def test_all_problems_of_a_text_are_reported_at_once():
+    assert parse_problems("a: 1\na: !x 2\non: 3\n").count("a.yaml:") == 3
 
 
-def test_aliases_cannot_blow_up():
+def test_nested_aliases_that_multiply_are_refused():
     text = "a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n"
     for i in range(9):
         text += f"a{i + 1}: &a{i + 1} [{', '.join([f'*a{i}'] * 10)}]\n"
-    assert "must have at most 100000 values" in said(text)
+    assert "must have at most 100000 values" in parse_problems(text)
 
 
-def test_aliases_and_merge_keys_work():
+def test_aliases_and_merge_keys_are_resolved():
     text = "base: &b {x: 1, y: 2}\nuse: {<<: *b, y: 3}\n"
     assert parse(text, "a.yaml").plain()["use"] == {"x": 1, "y": 3}
 
 
-def test_integer_keys_are_text():
+def test_integer_keys_become_text():
     assert parse("{1: a, 02: b}", "a").plain() == {"1": "a", "02": "b"}
 
 
-def test_empty():
+def test_an_empty_text_has_no_value():
     assert parse("", "a").value is None
     assert parse("# only a comment\n", "a").value is None
 
@@ -88,7 +89,7 @@ def test_empty():
         (None, "cannot be read: No such file"),
     ],
 )
-def test_bad_files(tmp_path, data, part):
+def test_unreadable_files_are_refused(tmp_path, data, part):
     path = tmp_path / "a.yaml"
     if data is not None:
         path.write_bytes(data)
@@ -97,7 +98,7 @@ def test_bad_files(tmp_path, data, part):
     assert part in str(caught.value)
 
 
-def test_a_folder_and_a_byte_order_mark(tmp_path):
+def test_a_folder_is_refused_and_a_byte_order_mark_is_skipped(tmp_path):
     with pytest.raises(ConfigError, match="Is a directory"):
         read(tmp_path, "x")
     (tmp_path / "b.yaml").write_bytes(b"\xef\xbb\xbfa: 1\n")
@@ -119,7 +120,7 @@ MERGES = [
 
 
 @pytest.mark.parametrize(("parent", "child", "expected"), MERGES)
-def test_merge(parent, child, expected):
+def test_merging_a_child_into_its_parent(parent, child, expected):
     assert merge(parse(parent, "p"), parse(child, "c"), {"mapping": "linear"}).plain() == expected
 
 
