@@ -69,7 +69,9 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
     torch.set_default_dtype(before)
 
 
-def wait_until(condition: Callable[[], object], what: object = "it did not come about", seconds: float = 60) -> None:
+def wait_until(
+    condition: Callable[[], object], what: object = "the condition did not hold in time", seconds: float = 60
+) -> None:
     """Polls until `condition` holds. what: the message, or a function that returns it, if it does not hold in time."""
     deadline = time.monotonic() + seconds
     while not condition():

@@ -62,54 +62,54 @@ class _Problem(ctypes.Structure):
     )  # fmt: skip
 
 
-def drawn(*shape: int) -> Any:
+def draw_normal(*shape: int) -> Any:
     return draw.normal(size=shape).astype(np.float32)
 
 
-def close(found: Any, expected: Any) -> None:
+def assert_close(found: Any, expected: Any) -> None:
     np.testing.assert_allclose(found, expected, rtol=3e-3, atol=3e-3)
 
 
-def number(value: int) -> ctypes.c_size_t:
+def size_t(value: int) -> ctypes.c_size_t:
     return ctypes.c_size_t(value)
 
 
 def weighted_sum(loops: ctypes.CDLL) -> None:
     n, count = random.choice(SIZES), random.choice([0, 1, 2, 3, 4, 5, 8, 9])
-    x, arrivals, weights = drawn(n), drawn(count, n), drawn(count)
+    x, arrivals, weights = draw_normal(n), draw_normal(count, n), draw_normal(count)
     own, held, model = 0.3, [Buffer(each) for each in arrivals], Buffer(x)
     out = random.choice([model, Buffer(np.full(n, np.nan, np.float32))])
     addresses, factors = Buffer(np.array([each.address.value for each in held], np.uintp), 0), Buffer(weights)
-    loops.weighted_sum(number(n), out.address, model.address, ctypes.c_float(own), number(count), addresses.address,
+    loops.weighted_sum(size_t(n), out.address, model.address, ctypes.c_float(own), size_t(count), addresses.address,
                        factors.address)  # fmt: skip
-    close(out.values, own * x.astype(np.float64) + weights.astype(np.float64) @ arrivals)
+    assert_close(out.values, own * x.astype(np.float64) + weights.astype(np.float64) @ arrivals)
 
 
 def weighted_rows(loops: ctypes.CDLL) -> None:
     rows, width = random.choice([1, 2, 5, 9]), random.choice([0, 1, 63, 64, 65, 700])
-    x, own = drawn(rows, width), drawn(rows)
+    x, own = draw_normal(rows, width), draw_normal(rows)
     sources = [sorted(random.sample(range(rows), random.randint(0, rows))) for _ in range(rows)]
-    weights = [drawn(len(each)) for each in sources]
+    weights = [draw_normal(len(each)) for each in sources]
     starts = np.cumsum([0, *map(len, sources)]).astype(np.uintp)
     joined = np.array([source for each in sources for source in each], np.uintp)
     flat = [Buffer(own), Buffer(starts, 0), Buffer(joined, 0), Buffer(np.concatenate(weights))]
     model, out, cut = Buffer(x), Buffer(np.full_like(x, np.nan)), random.randint(0, width)
     for start, stop in ((0, cut), (cut, width)):
-        loops.weighted_rows(*map(number, (rows, width, start, stop, random.choice([16, 64, 4096]))), out.address,
+        loops.weighted_rows(*map(size_t, (rows, width, start, stop, random.choice([16, 64, 4096]))), out.address,
                             model.address, *(each.address for each in flat))  # fmt: skip
     matrix = np.diag(own.astype(np.float64))
     for row, (theirs, factors) in enumerate(zip(sources, weights, strict=True)):
         for source, factor in zip(theirs, factors, strict=True):
             matrix[row, source] += factor
-    close(out.values, matrix @ x)
+    assert_close(out.values, matrix @ x)
 
 
 def accum_adam(loops: ctypes.CDLL) -> None:
     n, last = random.choice(SIZES), random.random() < 0.5
-    given = [drawn(n), drawn(n), drawn(n), np.abs(drawn(n)), drawn(n)]
+    given = [draw_normal(n), draw_normal(n), draw_normal(n), np.abs(draw_normal(n)), draw_normal(n)]
     constants = np.array([random.choice([-1, 1]), 0.1, 0.99, 0.1, 0.999, 0.001, 0.01, 1.1, 1e-8, 0.25], np.float32)
     held, kept = [Buffer(each) for each in given], Buffer(constants)
-    (loops.last if last else loops.inside)(number(n), *(each.address for each in held), kept.address)
+    (loops.last if last else loops.inside)(size_t(n), *(each.address for each in held), kept.address)
     x, g, m, v, total = (each.astype(np.float64) for each in given)
     sign, l2, shrink, new1, keep2, new2, step, root, eps, share = constants.astype(np.float64)
     g = sign * g + l2 * x
@@ -118,7 +118,7 @@ def accum_adam(loops: ctypes.CDLL) -> None:
     if last:
         m, v, total = m + new1 * (total - m), keep2 * v + new2 * total * total, 0 * total
     for found, expected in zip(held, (x, given[1], m, v, total), strict=True):
-        close(found.values, expected)
+        assert_close(found.values, expected)
 
 
 def snapshot(loops: ctypes.CDLL) -> None:
@@ -127,23 +127,23 @@ def snapshot(loops: ctypes.CDLL) -> None:
     x, into, second = (Buffer(each) for each in (given, 0 * given, 0 * given))
     keys, marks = Buffer(draw.integers(0, 2**63, KEYS), 0), Buffer(np.zeros((-(-size // GRAIN), 2), np.uint64), 0)
     both = random.random() < 0.5
-    loops.snapshot(number(size), x.address, into.address, second.address if both else None, keys.address, marks.address)
+    loops.snapshot(size_t(size), x.address, into.address, second.address if both else None, keys.address, marks.address)
     assert (into.values == given).all() and (not both or (second.values == given).all())
-    told = (number(size), x.address, keys.address, marks.address)
-    assert loops.unchanged(*told) == 1
+    arguments = (size_t(size), x.address, keys.address, marks.address)
+    assert loops.unchanged(*arguments) == 1
     if size:
         given[random.randrange(size)] ^= 1
         x.put(given)
-        assert loops.unchanged(*told) == 0
+        assert loops.unchanged(*arguments) == 0
 
 
 def advance(loops: ctypes.CDLL) -> None:
     n, count, decays = random.choice(SIZES[1:]), random.choice([1, 2, MOST]), random.choice([0, 1, 2])
     grains = -(-4 * n // GRAIN)
-    x, arrivals = drawn(n), drawn(count, n)
+    x, arrivals = draw_normal(n), draw_normal(count, n)
     model, sent, place, scratch = Buffer(x), Buffer(x), Buffer(0 * x), Buffer(0 * x)
     keys, marks = Buffer(draw.integers(0, 2**63, KEYS), 0), Buffer(np.zeros((grains, 2), np.uint64), 0)
-    loops.snapshot(number(4 * n), model.address, scratch.address, None, keys.address, marks.address)
+    loops.snapshot(size_t(4 * n), model.address, scratch.address, None, keys.address, marks.address)
     written = random.choice([0, 1])
     model.put(x + np.float32(written))
     held = [Buffer(each) for each in arrivals]
@@ -154,7 +154,7 @@ def advance(loops: ctypes.CDLL) -> None:
     cuts = sorted(random.choices(range(n + 1), k=random.randint(0, 4)))
     rows, states, at = np.zeros(len(cuts) + 1, ROW), [], 0
     for row, size in enumerate(np.diff([0, *cuts, n]).tolist()):
-        state = [Buffer(each) for each in (drawn(size), drawn(size), np.abs(drawn(size)))]
+        state = [Buffer(each) for each in (draw_normal(size), draw_normal(size), np.abs(draw_normal(size)))]
         states.append(state)
         rows[row] = (size, size - size % VECTOR, *(each.address.value for each in state), 0.1, 0.999, 0.001, -0.01,
                          0.9, 1e-8, 0.1, 0.99, 1.0, decays)  # fmt: skip
@@ -166,9 +166,9 @@ def advance(loops: ctypes.CDLL) -> None:
     table, cut = Buffer(rows.view(np.uint8), 0), random.randint(0, grains)
     for start, stop in ((0, cut), (cut, grains)):
         if start < stop:
-            loops.advance(number(n), number(start), number(stop), model.address, ctypes.byref(mixing), table.address,
+            loops.advance(size_t(n), size_t(start), size_t(stop), model.address, ctypes.byref(mixing), table.address,
                           place.address, keys.address, marks.address)  # fmt: skip
-    close(model.values, expected)
+    assert_close(model.values, expected)
     assert (place.values == model.values).all()
 
 
@@ -203,7 +203,7 @@ def join(loops: ctypes.CDLL) -> None:
     count, edges = random.choice(SIZES[1:11]), random.choice(SIZES[:11])
     a, b = draw.integers(0, count, edges), draw.integers(0, count, edges)
     held = [Buffer(a, 0), Buffer(b, 0), Buffer(np.full(count, -1), 0)]
-    loops.join(number(count), number(edges), *(each.address for each in held))
+    loops.join(size_t(count), size_t(edges), *(each.address for each in held))
     lowest, before = np.arange(count), np.full(count, -1)
     while (lowest != before).any():
         before = lowest.copy()

@@ -26,7 +26,7 @@ if __name__ == "__main__":
 """
 
 
-def test_workers_end_with_the_script_that_began_them(tmp_path: Path) -> None:
+def test_workers_end_when_the_script_that_started_them_is_killed(tmp_path: Path) -> None:
     """Also if the script is killed: workers of the tables once continued with their runs then."""
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "script.py").write_text(SCRIPT)

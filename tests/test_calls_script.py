@@ -22,7 +22,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return found
 
 
-def test_costs_are_found_again_in_times_made_of_them(calls: ModuleType) -> None:
+def test_the_fit_recovers_the_costs_of_which_times_were_made(calls: ModuleType) -> None:
     def times(call: float, peer: float, hop: float) -> list[tuple[str, int, float]]:
         rows = [("batch", d) for d in (1, 2, 3)] + [("all_reduce", d) for d in (1, 2, 3)]
         return [(name, d, sum(n * cost for n, cost in zip(calls.terms(name, d), (call, peer, hop), strict=True)))
@@ -34,7 +34,7 @@ def test_costs_are_found_again_in_times_made_of_them(calls: ModuleType) -> None:
 
 
 @pytest.mark.slow
-def test_the_script_measures_gloo_and_says_the_keys() -> None:
+def test_the_script_measures_gloo_and_prints_the_keys_for_a_simulation() -> None:
     command = [sys.executable, str(BENCHMARKS / "calls.py"), "--ranks", "2", "3", "--repeats", "3"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

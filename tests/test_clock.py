@@ -8,7 +8,7 @@ from decentnode import clock
 from tests.linter import check_banned
 
 
-def test_virtual_time_moves_only_when_told_to() -> None:
+def test_virtual_time_moves_only_when_it_is_advanced() -> None:
     with clock.use(clock.VirtualClock(wall=1000.0)) as virtual:
         assert (clock.now(), clock.wall()) == (0.0, 1000.0)
         clock.sleep(3600.0)
@@ -20,7 +20,7 @@ def test_virtual_time_moves_only_when_told_to() -> None:
         assert clock.now() == 4000.0
 
 
-def test_the_machines_clock_is_back_after_virtual_time() -> None:
+def test_after_virtual_time_the_clock_is_the_machines_again() -> None:
     with pytest.raises(RuntimeError), clock.use(clock.VirtualClock()):
         raise RuntimeError
     before = time.monotonic()
@@ -35,5 +35,5 @@ def test_the_machines_clock_is_back_after_virtual_time() -> None:
     "from datetime import datetime\nprint(datetime.now())\n",
     "import datetime as dates\nprint(dates.date.today())\n",
 ])  # fmt: skip
-def test_no_other_module_reads_time_or_sleeps(source: str) -> None:
+def test_the_linter_rejects_other_modules_that_read_the_time_or_sleep(source: str) -> None:
     check_banned(source, "decentnode.clock")

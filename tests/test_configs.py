@@ -31,7 +31,7 @@ def one_thread() -> None:
 
 @pytest.mark.parametrize("path", RUN_HERE, ids=lambda p: p.name)
 @pytest.mark.slow
-def test_two_rounds(path: Path) -> None:
+def test_every_config_runs_two_rounds(path: Path) -> None:
     if path.name == "private.yaml":
         pytest.importorskip("opacus")
     sets = ["node.rounds=2", "node.evaluate_every=0"]
@@ -53,7 +53,7 @@ def test_two_rounds(path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_imagenet_in_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_imagenet_config_runs_on_small_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs the config's sections on images of 32 by 32, with a narrow model."""
     monkeypatch.setenv("DECENTNODE_CACHE", str(tmp_path / "cache"))
     write_image_folder(tmp_path, classes=4, per_class=8, tests=4)
@@ -68,7 +68,7 @@ def test_imagenet_in_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         assert node.training.learning_rate == pytest.approx(0.1 + 0.3 * 3 / 6255), "of the warm-up"  # type: ignore[attr-defined]
 
 
-def test_the_numbers_of_imagenet_are_those_of_its_images() -> None:
+def test_the_schedule_of_the_imagenet_config_follows_from_its_number_of_images() -> None:
     text = load(IMAGENET, check=False)
     training: Any = text.training
     epoch = 1_281_167 // text.graph.nodes // training.batch_size  # type: ignore[attr-defined]
@@ -79,7 +79,7 @@ def test_the_numbers_of_imagenet_are_those_of_its_images() -> None:
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.name)
-def test_editors_find_the_schema(path: Path) -> None:
+def test_every_config_names_the_path_of_its_schema_for_editors(path: Path) -> None:
     first = path.read_text().splitlines()[0]
     assert first.startswith("# yaml-language-server: $schema=")
     assert (path.parent / first.partition("$schema=")[2]).exists()

@@ -26,10 +26,10 @@ from decentnode.describe import (
 from decentnode.errors import UsageError
 from decentnode.experiment import Experiment
 
-ALL = [(kind, name) for kind in KINDS for name in names(kind)]
+COMPONENTS = [(kind, name) for kind in KINDS for name in names(kind)]
 
 
-def test_modules_of_ones_own_are_looked_for_where_one_stands(
+def test_explain_finds_modules_of_the_user_in_the_current_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "heeding_of_test_describe.py").write_text(
@@ -42,7 +42,7 @@ def test_modules_of_ones_own_are_looked_for_where_one_stands(
     assert result.exit_code == 0 and "How much neighbors count." in result.output, result.output
 
 
-@pytest.mark.parametrize(("kind", "name"), ALL)
+@pytest.mark.parametrize(("kind", "name"), COMPONENTS)
 def test_every_component_and_key_is_described(kind: str, name: str) -> None:
     found = describe(kind, name)
     assert len(found.summary) > 10 and found.text
@@ -72,8 +72,8 @@ def test_types_bounds_units_and_defaults() -> None:
     assert "machines.base_port" in [key.name for key in describe("mapping", "table").keys]
 
 
-@pytest.mark.parametrize(("kind", "name"), [each for each in ALL if each[0] in TABLES])
-def test_keys_are_those_of_the_config(kind: str, name: str) -> None:
+@pytest.mark.parametrize(("kind", "name"), [each for each in COMPONENTS if each[0] in TABLES])
+def test_described_keys_and_defaults_are_those_of_the_config(kind: str, name: str) -> None:
     fields = config_class(load_class(name, TABLES[kind], kind)).model_fields
     own = [key.name for key in describe(kind, name).keys if "." not in key.name]
     assert own == [each for each in fields if each not in ("name", "do")]
@@ -87,7 +87,7 @@ def test_keys_are_those_of_the_config(kind: str, name: str) -> None:
      ("sharing.choco.fractoin", "did you mean 'fraction'"), ("node.round", "did you mean 'rounds'"),
      ("sharing", "choose one: full"), ("sharing.none_such:Class", "no module named")],
 )  # fmt: skip
-def test_unknown_names_are_told_with_the_nearest(path: str, text: str) -> None:
+def test_an_unknown_name_is_refused_with_the_nearest_name(path: str, text: str) -> None:
     with pytest.raises(UsageError, match=re.escape(text)):
         find(path)
 
@@ -100,14 +100,14 @@ def test_unknown_names_are_told_with_the_nearest(path: str, text: str) -> None:
      ("rounds", "did you mean 'node.rounds' or"), ("batch_size", "did you mean 'training.supervised.batch_size'?"),
      ("digits", "did you mean 'data.digits'?")],
 )  # fmt: skip
-def test_a_name_of_another_kind_is_told_with_its_whole_path(path: str, text: str) -> None:
+def test_a_name_of_another_kind_is_refused_with_its_whole_path(path: str, text: str) -> None:
     with pytest.raises(UsageError, match=re.escape(text)):
         find(path)
     suggested = re.findall(r"'([a-z_0-9]+\.[a-z_0-9.]+)'", text)
     assert suggested and all(find(each) for each in suggested)
 
 
-def test_a_key_of_many_components_is_told_with_some_of_them() -> None:
+def test_a_key_of_many_components_is_refused_with_a_few_of_them() -> None:
     with pytest.raises(UsageError, match="did you mean") as caught:
         find("fraction")
     assert 1 < str(caught.value).count(".fraction'") <= MAX_SUGGESTIONS
@@ -126,12 +126,12 @@ def test_a_name_of_another_kind_is_proposed_only_where_it_is_near(word: str) -> 
     assert "did you mean" not in str(caught.value)
 
 
-def test_an_outsiders_class_is_described() -> None:
+def test_a_class_given_by_its_path_is_described() -> None:
     found = find("sharing.decentnode.sharing.full:Full")
     assert isinstance(found, ComponentInfo) and "D-PSGD" in found.text
 
 
-def test_commands() -> None:
+def test_the_commands_list_and_explain_show_the_descriptions() -> None:
     def run(*arguments: str) -> str:
         done = CliRunner().invoke(main, arguments, catch_exceptions=False)
         assert done.exit_code == 0, done.output
@@ -146,12 +146,12 @@ def test_commands() -> None:
     assert "has no keys" not in run("explain", "mapping.table")
 
 
-def test_a_key_under_its_former_name_is_told_with_its_present_one() -> None:
+def test_a_key_under_its_former_name_is_refused_with_its_present_name() -> None:
     with pytest.raises(UsageError, match=r"node\.mix_behind is called node\.mix_in_background now"):
         find("node.mix_behind")
 
 
-def test_a_class_of_ones_own_without_a_docstring_is_explained_without_a_gap(
+def test_explain_says_that_a_class_has_no_docstring(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "bare_of_test_describe.py").write_text(

@@ -22,7 +22,7 @@ tracking rules mix y after x has used it, as here (and in Pu and Nedic 2021), so
 
 @pytest.mark.sampled(one=["arm"])
 @pytest.mark.parametrize("arm", AFTER_20_ROUNDS)
-def test_twenty_rounds_equal_the_simulation(arm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_twenty_rounds_equal_the_numpy_simulation(arm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     local, merged, distance = importlib.import_module("digits_table").run(arm, 0, 20)
     expected_local, expected_merged, expected_distance = AFTER_20_ROUNDS[arm]

@@ -55,7 +55,7 @@ def blocks(page: Path) -> list[tuple[str, str, str]]:
     return found
 
 
-def test_keys_that_pages_name_with_a_value_are_there() -> None:
+def test_keys_that_pages_name_with_a_value_exist() -> None:
     schema = (ROOT / "configs" / "schema.json").read_text()
     known, sections = set(re.findall(r'"(\w+)": ', schema)), "|".join(Experiment.model_fields)
     named = {(path.name, key) for path in DOCS.rglob("*.rst")
@@ -63,7 +63,7 @@ def test_keys_that_pages_name_with_a_value_are_there() -> None:
     assert len(named) > 10 and not {each for each in named if set(each[1].split(".")) - known}
 
 
-def shortened(words: list[str]) -> list[str]:
+def command_of_tests(words: list[str]) -> list[str]:
     """Returns a command of a page as the tests run it: with this Python's modules, and two rounds if it trains."""
     run = words[0] == ".venv/bin/decentnode" and words[1] in ("run", "simulate")
     programs = {".venv/bin/decentnode": ["-m", "decentnode"], ".venv/bin/python": [],
@@ -96,11 +96,11 @@ def run_program(path: Path) -> None:
     """Runs a Python program of the page in this process, with its runs in this process unless it says otherwise."""
     run = decentnode.Experiment.run
 
-    def here(self: Any, **options: Any) -> Any:
+    def run_in_this_process(self: Any, **options: Any) -> Any:
         return run(self, **{"processes": False, "progress": False, **options})
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decentnode.Experiment, "run", here)
+        patch.setattr(decentnode.Experiment, "run", run_in_this_process)
         runpy.run_path(str(path), run_name="__main__")
 
 
@@ -131,14 +131,14 @@ def tutorial_command(line: str, folder: Path) -> None:
         run_in_calling_process(words[1:], True)
         return
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    command = shortened(words)
+    command = command_of_tests(words)
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
 
 
 @pytest.mark.parametrize("page", TUTORIAL, ids=lambda p: p.stem)
 @pytest.mark.slow
-def test_the_tutorial_runs(page: Path, folder: Path) -> None:
+def test_the_commands_of_the_tutorial_run(page: Path, folder: Path) -> None:
     ran = 0
     for language, name, text in blocks(page):
         if name:
@@ -154,7 +154,7 @@ HOWTO = sorted((DOCS / "howto").glob("*.rst"))
 
 @pytest.mark.parametrize("page", HOWTO, ids=lambda p: p.stem)
 @pytest.mark.slow
-def test_the_how_to_pages_run(page: Path, folder: Path) -> None:
+def test_the_commands_of_the_how_to_pages_run(page: Path, folder: Path) -> None:
     if page.stem == "privacy":
         pytest.importorskip("opacus")
     found = blocks(page)
@@ -241,7 +241,7 @@ def test_keys_that_pages_name_exist(page: Path) -> None:
             load(ROOT / "configs" / "quickstart.yaml", sections)
 
 
-def module_of(name: str) -> Any:
+def load_docs_module(name: str) -> Any:
     """Returns a module of docs/, which is not a package."""
     spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
     assert spec is not None and spec.loader is not None
@@ -251,7 +251,7 @@ def module_of(name: str) -> Any:
 
 
 def test_every_drawing_is_on_a_page(tmp_path: Path) -> None:
-    module_of("drawings").write_all(tmp_path)
+    load_docs_module("drawings").write_all(tmp_path)
     drawn = {path.stem for path in tmp_path.glob("*.svg")}
     assert drawn == {name for page in WRITTEN for name in re.findall(r"image:: /drawings/(\w+)\.svg", page.read_text())}
 
@@ -269,7 +269,7 @@ def test_the_pages_build_without_a_warning(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("pages")
-    module_of("generate").write_all(folder)
+    load_docs_module("generate").write_all(folder)
     return {path.stem: path.read_text() for path in folder.iterdir()}
 
 
@@ -288,7 +288,7 @@ def test_the_reference_has_every_component_and_key(pages: dict[str, str]) -> Non
     assert codes == [0, 2, 3, 4, 5, 6, 7, 8, 130, 143]
 
 
-def test_every_page_that_is_made_is_in_a_table_of_contents(pages: dict[str, str]) -> None:
+def test_every_generated_page_is_in_a_table_of_contents(pages: dict[str, str]) -> None:
     made = {*KINDS, "cli", "figures", "events", "exit_codes"}
     assert made <= pages.keys()
     shown = {name for page in WRITTEN for name in re.findall(r"^   reference/generated/(\w+)$|^   generated/(\w+)$",

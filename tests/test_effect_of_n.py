@@ -31,12 +31,12 @@ def test_every_graph_is_run_and_drawn(script: Any, tmp_path: Path, capsys: pytes
     assert "nodes=9, rounds=30" in capsys.readouterr().out
 
 
-def test_more_nodes_of_a_ring_are_further_apart(script: Any) -> None:
+def test_the_consensus_distance_of_a_ring_grows_with_its_nodes(script: Any) -> None:
     near, far = (script.run("ring", nodes, ["node.rounds=30", "data.test_samples=50"]) for nodes in (4, 32))
     assert near.distance < 0.5 * far.distance and near.megabytes == far.megabytes > 0
 
 
-def test_a_part_of_the_measurement_does_not_replace_the_table_of_the_whole(
+def test_measuring_one_graph_does_not_replace_the_table_of_all_graphs(
     script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(script, "ROOT", tmp_path)

@@ -15,7 +15,7 @@ from tests.communication.contract import flat_schema
 from tests.linter import check_banned
 
 
-def drawn_by_a_node() -> list[object]:
+def everything_a_node_draws() -> list[object]:
     """Returns everything that a node draws: the id of its run, the origin of its proposals, credentials for bulk."""
     node = ZeroMQ(ZeroMQConfig(), TransportParts(
         uid=0, machine_of={0: 0, 1: 0}, schemas=flat_schema(4), digest="d", bind=BindPlan(),
@@ -29,24 +29,24 @@ def drawn_by_a_node() -> list[object]:
         node.close()
 
 
-def test_a_seeded_source_gives_the_same_again() -> None:
+def test_a_seeded_source_gives_the_same_draws_for_the_same_seed() -> None:
     found = []
     for seed in (1, 1, 2):
         with entropy.use(entropy.seeded(seed)):
-            found.append(drawn_by_a_node())
+            found.append(everything_a_node_draws())
     assert found[0] == found[1]
     assert all(one != other for one, other in zip(found[0], found[2], strict=True))
-    assert all(one != other for one, other in zip(drawn_by_a_node(), drawn_by_a_node(), strict=True))
+    assert all(one != other for one, other in zip(everything_a_node_draws(), everything_a_node_draws(), strict=True))
 
 
-def test_the_machines_source_is_back_afterwards() -> None:
+def test_after_a_seeded_source_the_source_is_the_machines_again() -> None:
     with pytest.raises(RuntimeError), entropy.use(entropy.seeded(1)):
         raise RuntimeError
     assert entropy._thread_state.source is os.urandom
     assert len(entropy.draw(5)) == 5 and len(entropy.word(5)) == 10
 
 
-def test_what_other_threads_draw_is_not_taken_from_a_seeded_source() -> None:
+def test_draws_of_other_threads_do_not_advance_a_seeded_source() -> None:
     found = []
     for beside in (0, 3):
         with entropy.use(entropy.seeded(1)), ThreadPoolExecutor(1) as pool:
@@ -59,5 +59,5 @@ def test_what_other_threads_draw_is_not_taken_from_a_seeded_source() -> None:
 
 @pytest.mark.parametrize("source", ["import secrets\nsecrets.token_hex(2)\n", "import os\nos.urandom(8)\n",
                                     "import uuid\nuuid.uuid4()\n"])  # fmt: skip
-def test_no_other_module_draws(source: str) -> None:
+def test_the_linter_rejects_other_modules_that_draw(source: str) -> None:
     check_banned(source, "decentnode.entropy")

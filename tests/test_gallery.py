@@ -28,7 +28,7 @@ def gallery() -> ModuleType:
     return module
 
 
-def test_every_line_is_an_experiment_of_its_own_and_every_config_has_a_figure(gallery: ModuleType) -> None:
+def test_every_line_of_a_figure_is_another_experiment_and_every_config_has_a_figure(gallery: ModuleType) -> None:
     assert {path.stem for path in (ROOT / "configs" / "gallery").glob("*.yaml")} == gallery.FIGURES.keys()
     for name, shown in gallery.FIGURES.items():
         path = ROOT / "configs" / "gallery" / f"{name}.yaml"
@@ -39,23 +39,23 @@ def test_every_line_is_an_experiment_of_its_own_and_every_config_has_a_figure(ga
 
 
 @pytest.mark.slow
-def test_a_figure_says_what_made_it(
+def test_a_figure_is_made_once_with_a_table_of_its_conditions(
     gallery: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made: list[str] = []
 
-    def here(wanted: list[object], jobs: int) -> None:
+    def run_in_this_process(wanted: list[object], jobs: int) -> None:
         for point in wanted:
             if not gallery.is_done(point):
                 gallery.run(point)
                 made.append(str(point))
 
-    monkeypatch.setattr(gallery, "run_all", here)
+    monkeypatch.setattr(gallery, "run_all", run_in_this_process)
     words = ["--only", "dpsgd", "--seeds", "2", "--rounds", "2", "--docs", str(tmp_path), "--store", str(tmp_path)]
     gallery.main(words)
     assert len(made) == 4
     gallery.main(words)
-    assert len(made) == 4, "what is there is not run again"
+    assert len(made) == 4, "finished points are not run again"
     table = (tmp_path / "tables" / "gallery_dpsgd.txt").read_text()
     assert table in capsys.readouterr().out and "minus best" in table
     assert "D-PSGD, ring" in table and "seeds 1 to 2" in table and "commit" in table and "cores" in table

@@ -34,10 +34,10 @@ def dies(tiny):
     print("illegal memory access", file=sys.stderr)
     os._exit(9)
 
-def left(tiny):
-    yield gpu.Row("left", "seconds", float(os.environ[gpu.CASE_UNTIL]) - time.monotonic())
+def seconds_left(tiny):
+    yield gpu.Row("seconds_left", "seconds", float(os.environ[gpu.CASE_UNTIL]) - time.monotonic())
 
-gpu.CASES.update(hangs=hangs, dies=dies, left=left)
+gpu.CASES.update(hangs=hangs, dies=dies, seconds_left=seconds_left)
 sys.exit(gpu.main())
 """
 PYTEST = """
@@ -65,7 +65,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 @pytest.mark.parametrize(("case", "limit", "why"), [
     ("hangs", 5.0, "stopped after 5 s"), ("dies", 60.0, "failed: it ended with 9: illegal memory access"),
 ])  # fmt: skip
-def test_a_case_that_hangs_or_dies_leaves_its_rows_and_says_so(
+def test_a_case_that_hangs_or_dies_keeps_its_rows_and_gets_a_row_with_the_reason(
     gpu: ModuleType, case: str, limit: float, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
@@ -80,7 +80,9 @@ def test_a_case_that_hangs_or_dies_leaves_its_rows_and_says_so(
     assert [row.failed for row in report.rows] == [False, True]
 
 
-def test_what_fails_in_a_case_leaves_the_rest_of_it(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_measurement_does_not_stop_the_rest_of_its_case(
+    gpu: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """For example, if the memory does not suffice for one of its sizes."""
 
     def simulated(nodes: int, tiny: bool) -> Iterator[Any]:
@@ -94,15 +96,15 @@ def test_what_fails_in_a_case_leaves_the_rest_of_it(gpu: ModuleType, monkeypatch
     assert rows[2].note == "failed: OutOfMemoryError: CUDA out of memory. Tried to allocate 9 GiB."
 
 
-def test_a_case_knows_how_long_it_has(gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_case_gets_its_deadline(gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     monkeypatch.setattr(gpu, "__file__", str(tmp_path / "script.py"))
     rows: list[Any] = []
-    gpu.run_case("left", True, 300.0, rows.append)
+    gpu.run_case("seconds_left", True, 300.0, rows.append)
     assert len(rows) == 1 and 0 < rows[0].value < 300
 
 
-def files_of_tests(folder: Path, monkeypatch: pytest.MonkeyPatch, **texts: str) -> list[str]:
+def rows_of_test_files(folder: Path, monkeypatch: pytest.MonkeyPatch, **texts: str) -> list[str]:
     """Returns the rows, as text, of the case `tests` for these files."""
     for name, text in texts.items():
         (folder / f"{name}.py").write_text(f"import pytest, time\npytestmark = pytest.mark.gpu\n{text}")
@@ -111,61 +113,61 @@ def files_of_tests(folder: Path, monkeypatch: pytest.MonkeyPatch, **texts: str) 
     return [f"{row.what} {row.note if row.value is None else row.value}" for row in module.tests(True)]
 
 
-def test_no_file_of_tests_begins_where_no_time_is_left(
+def test_no_test_file_is_started_without_time_left(
     gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(gpu.CASE_UNTIL, str(time.monotonic() + 15))
-    assert files_of_tests(tmp_path, monkeypatch, test_a="") == ["test_a.py: the file not run: no time left"]
+    assert rows_of_test_files(tmp_path, monkeypatch, test_a="") == ["test_a.py: the file not run: no time left"]
 
 
-def test_without_a_gpu_one_process_has_all_files(gpu: ModuleType) -> None:
+def test_without_a_gpu_one_process_runs_all_test_files(gpu: ModuleType) -> None:
     module = sys.modules["gpu_tests"]
     paths = [Path("test_a.py"), Path("test_b.py")]
     assert module.groups(paths, True) == [[paths[0]], [paths[1]]] and module.groups(paths, False) == [paths]
 
 
 @pytest.mark.slow
-def test_files_of_tests_are_told_before_their_case_is_stopped(
+def test_test_files_report_their_results_before_their_case_is_stopped(
     gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However short it is: it depends on `gpu.sh --seconds`."""
+    """Whatever the limit of the case is, which depends on `gpu.sh --seconds`."""
     monkeypatch.setenv(gpu.CASE_UNTIL, str(until := time.monotonic() + 40))
     text = "def test_passes(): pass\n\n@pytest.mark.timeout(600)\ndef test_hangs(): time.sleep(600)\n"
-    found = files_of_tests(tmp_path, monkeypatch, test_a=text)
-    assert found[0] == "test_a.py: passed 1" and found[1].startswith("test_a.py: the file stopped at its limit")
+    rows = rows_of_test_files(tmp_path, monkeypatch, test_a=text)
+    assert rows[0] == "test_a.py: passed 1" and rows[1].startswith("test_a.py: the file stopped at its limit")
     assert time.monotonic() < until
 
 
 @pytest.mark.parametrize("queued", [False, True])
-def test_kernels_are_timed_behind_work_that_keeps_the_gpu_busy(
+def test_kernels_are_queued_behind_other_work_before_they_are_timed(
     gpu: ModuleType, queued: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise the time that the host takes to launch them would be measured, too."""
-    told: list[str] = []
+    calls: list[str] = []
 
     class Event:
         def __init__(self, enable_timing: bool) -> None:
             assert enable_timing
 
         def record(self) -> None:
-            told.append("record")
+            calls.append("record")
 
         def synchronize(self) -> None:
-            told.append("wait")
+            calls.append("wait")
 
         def elapsed_time(self, other: Event) -> float:
             assert other is not self
             return 3.0
 
     monkeypatch.setattr("torch.cuda.Event", Event)
-    monkeypatch.setattr("torch.cuda._sleep", lambda cycles: told.append(f"busy for {cycles}"))
-    monkeypatch.setattr(sys.modules["gpu_rows"], "cache_filler", lambda: lambda: told.append("fill the cache"))
-    assert gpu.milliseconds(lambda: told.append("work"), True, 1, warm=0, queued=queued) == 3.0
-    assert told == [*(["fill the cache", "busy for 2000000"] if queued else []), "record", "work", "record", "wait"]
+    monkeypatch.setattr("torch.cuda._sleep", lambda cycles: calls.append(f"busy for {cycles}"))
+    monkeypatch.setattr(sys.modules["gpu_rows"], "cache_filler", lambda: lambda: calls.append("fill the cache"))
+    assert gpu.milliseconds(lambda: calls.append("work"), True, 1, warm=0, queued=queued) == 3.0
+    assert calls == [*(["fill the cache", "busy for 2000000"] if queued else []), "record", "work", "record", "wait"]
 
 
 @pytest.mark.parametrize(("moved", "works"), [(100_000_000, 11), (8 << 30, 1), (8, 16)])
-def test_what_a_cache_keeps_of_the_last_bytes_is_no_part_of_a_bandwidth(
+def test_a_bandwidth_is_measured_over_more_bytes_than_a_cache_keeps(
     gpu: ModuleType, moved: int, works: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise a copy of 25 M elements would seem a third faster than the memory, and mixing would miss its target."""
@@ -181,7 +183,7 @@ def test_what_a_cache_keeps_of_the_last_bytes_is_no_part_of_a_bandwidth(
     assert called == [*range(works)] and speed == pytest.approx(1e-9 * works * moved / 2e-3)
 
 
-def test_a_machine_without_git_and_whatever_else_is_measured(
+def test_the_environment_is_reported_although_git_and_proc_are_missing(
     gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -195,7 +197,7 @@ def test_a_machine_without_git_and_whatever_else_is_measured(
     assert "machine not found out: no /proc" in gpu.environment()
 
 
-def test_the_report_is_json_at_any_moment(gpu: ModuleType, tmp_path: Path) -> None:
+def test_the_report_is_valid_json_after_every_row(gpu: ModuleType, tmp_path: Path) -> None:
     report = gpu.Report(tmp_path / "gpu.json", [])
     for n in range(3):
         text = (tmp_path / "gpu.json").read_text()
@@ -216,7 +218,7 @@ def test_the_report_is_json_at_any_moment(gpu: ModuleType, tmp_path: Path) -> No
     ("ImportError", 2, ["test_x.py: passed 0.0 of 0",
                         "test_x.py: the file failed: pytest ended with 2, in before a test began"]),
 ])  # fmt: skip
-def test_what_pytest_said_is_told_though_it_was_cut_off(
+def test_truncated_output_of_pytest_becomes_rows(
     gpu: ModuleType, text: str, ended: int | None, expected: list[str]
 ) -> None:
     rows = list(sys.modules["gpu_tests"].rows_of("test_x.py", text, ended, 3.0))
@@ -224,14 +226,14 @@ def test_what_pytest_said_is_told_though_it_was_cut_off(
         == expected  # fmt: skip
 
 
-def test_what_holds_a_pipe_after_its_case_holds_nothing_up(gpu: ModuleType) -> None:
+def test_a_process_that_keeps_a_pipe_open_does_not_delay_the_end_of_its_case(gpu: ModuleType) -> None:
     """For example, processes that started a session of their own."""
     script = ("import subprocess, sys\nprint('row', flush=True)\n"
               "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(40)'], start_new_session=True)\n")
-    said: list[str] = []
+    lines: list[str] = []
     began = time.monotonic()
-    assert gpu._run([sys.executable, "-c", script], 30, said.append) == ""
-    assert said == ["row\n"] and time.monotonic() - began < 35
+    assert gpu._run([sys.executable, "-c", script], 30, lines.append) == ""
+    assert lines == ["row\n"] and time.monotonic() - began < 35
 
 
 @pytest.mark.parametrize(("value", "ceiling", "asked", "missed"), [
@@ -239,7 +241,7 @@ def test_what_holds_a_pipe_after_its_case_holds_nothing_up(gpu: ModuleType) -> N
     (1.0, None, "<= 1.02", False), (0.0, None, "0", False), (1e-9, None, "0", True), (3, None, "= 4", True),
     (4, None, "= 4", False), (80.0, 100.0, "", False), (None, None, ">= .85", False),
 ])  # fmt: skip
-def test_what_misses_its_target(
+def test_a_row_misses_its_target_if_it_is_on_the_wrong_side(
     gpu: ModuleType, value: float | None, ceiling: float | None, asked: str, missed: bool
 ) -> None:
     assert gpu.Row("mixing", "x", value, "GB/s", ceiling, asked).missed == missed
@@ -264,7 +266,7 @@ TRACE = [
 ]  # fmt: skip
 
 
-def test_a_profile_says_where_the_time_of_a_gpu_went(gpu: ModuleType) -> None:
+def test_a_profile_summarizes_kernels_copies_gaps_and_waits_of_a_trace(gpu: ModuleType) -> None:
     profiles = sys.modules["gpu_profiles"]
     found = profiles.summarize(TRACE, "mixing", "4 arrivals")
     assert found.main_results == [
@@ -280,7 +282,7 @@ def test_a_profile_says_where_the_time_of_a_gpu_went(gpu: ModuleType) -> None:
         assert part in text, text
 
 
-def test_work_is_traced_and_told(gpu: ModuleType) -> None:
+def test_the_trace_of_real_work_is_summarized_with_its_source_lines(gpu: ModuleType) -> None:
     profiles = sys.modules["gpu_profiles"]
     found = profiles.summarize(profiles.trace_of(lambda: torch.ones(3).sum().item(), stacks=True), "host", "x")
     assert found.main_results[-1].startswith("the host reads scalars 1 times a call")
@@ -290,26 +292,26 @@ def test_work_is_traced_and_told(gpu: ModuleType) -> None:
 
 NCU = """#!{python}
 import json, pathlib, sys
-pathlib.Path({told!r}).write_text(json.dumps(sys.argv[1:]))
+pathlib.Path({arguments!r}).write_text(json.dumps(sys.argv[1:]))
 print("==PROF== Connected to process 7")
 print("    dram__throughput.avg.pct_of_peak_sustained_elapsed            %        91.92")
 print("    launch__registers_per_thread                    register/thread           40")
 """
 
 
-def test_what_missed_is_profiled_the_worst_first_and_the_kernel_by_ncu(
+def test_rows_that_missed_are_profiled_worst_first_and_the_kernel_by_ncu(
     gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ncu = tmp_path / "ncu"
-    ncu.write_text(NCU.format(python=sys.executable, told=str(tmp_path / "told")))
+    ncu.write_text(NCU.format(python=sys.executable, arguments=str(tmp_path / "arguments")))
     ncu.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    asked: list[list[str]] = []
+    profiled: list[list[str]] = []
 
     def run(command: list[str], limit: float, take: Callable[[str], None], run: Any = gpu._run) -> str:
         if command[0] == "ncu":
             return run(command, limit, take)
-        asked.append(command[command.index("--profile") + 1 :])
+        profiled.append(command[command.index("--profile") + 1 :])
         take(gpu.PROFILE_MARK + json.dumps({"case": "mixing", "what": "w", "lines": ["a", "b"], "main_results": ["b"]}))
         return "stopped after 3 s"
 
@@ -320,24 +322,25 @@ def test_what_missed_is_profiled_the_worst_first_and_the_kernel_by_ncu(
         report.add(gpu.Row(case, what, value, "", 100.0 if case == "mixing" else None,
                            ">= .85" if case == "mixing" else "<= 10"))  # fmt: skip
     gpu.profile_all(SimpleNamespace(tiny=False, patience=1), report, time.monotonic() + 100)
-    assert asked == [["mixing", "2 arrivals, 25 M elements, float32", "1 arrivals, 1000 M elements, float32"]]
-    counted = json.loads((tmp_path / "told").read_text())
-    assert counted[-2:] == ["--launch", "2 arrivals, 25 M elements, float32"] and "regex:_weighted_sum" in counted
-    said = (tmp_path / "profiles.txt").read_text()
-    assert said.startswith("== mixing: w\na\nb\n\n== mixing: profiles\nstopped after 3 s\n")
+    assert profiled == [["mixing", "2 arrivals, 25 M elements, float32", "1 arrivals, 1000 M elements, float32"]]
+    ncu_arguments = json.loads((tmp_path / "arguments").read_text())
+    assert ncu_arguments[-2:] == ["--launch", "2 arrivals, 25 M elements, float32"]
+    assert "regex:_weighted_sum" in ncu_arguments
+    profiles = (tmp_path / "profiles.txt").read_text()
+    assert profiles.startswith("== mixing: w\na\nb\n\n== mixing: profiles\nstopped after 3 s\n")
     table = report.table()
-    assert "launch__registers_per_thread register/thread 40" in table and "91.92" in said
+    assert "launch__registers_per_thread register/thread 40" in table and "91.92" in profiles
     assert table.index("mixing: w: b") < table.index("asked >= .85: MISSED")
     gpu.profile_all(SimpleNamespace(tiny=False, patience=1), report, time.monotonic() + 1)
-    assert len(asked) == 1 and report.profiles[-1].main_results == ["not profiled: no time left"]
+    assert len(profiled) == 1 and report.profiles[-1].main_results == ["not profiled: no time left"]
 
 
-def test_the_kernel_that_ncu_counts_has_its_name(gpu: ModuleType) -> None:
+def test_the_kernel_name_given_to_ncu_exists(gpu: ModuleType) -> None:
     kernel = Path(gpu.ROOT) / "decentnode" / "mixing" / "kernel.py"
     assert f"def {gpu.KERNEL}(" in kernel.read_text()
 
 
-def test_rows_of_the_cases_that_are_profiled_are_found_again(gpu: ModuleType) -> None:
+def test_the_work_of_a_profiled_row_is_found_by_its_name(gpu: ModuleType) -> None:
     work = gpu.mix_named("2 arrivals, 0.001 M elements, bfloat16")
     assert work is not None
     work()
@@ -345,7 +348,9 @@ def test_rows_of_the_cases_that_are_profiled_are_found_again(gpu: ModuleType) ->
     assert gpu.CASES.keys() > gpu.PROFILES.keys()
 
 
-def test_the_table_at_the_end_fits_into_what_a_reader_sees(gpu: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_final_table_is_shorter_than_12000_characters_and_keeps_failures(
+    gpu: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
     report = gpu.Report(None, ["an environment"] * 12)
     for n in range(80):
         report.add(gpu.Row("codecs", f"row {n} of a case with a name that is long", 0.5 * n, "GB/s", 100.0, ">= .85",
@@ -367,13 +372,13 @@ def test_the_table_at_the_end_fits_into_what_a_reader_sees(gpu: ModuleType, caps
     capsys.readouterr()
 
 
-def test_every_case_has_a_limit_and_every_file_of_tests_is_run(gpu: ModuleType) -> None:
+def test_every_case_has_a_limit_and_every_gpu_test_file_is_run(gpu: ModuleType) -> None:
     assert gpu.LIMITS.keys() == gpu.CASES.keys() and gpu.CASES.keys() > gpu.CONCURRENT
     found = {path.name for path in (Path(__file__).parent / "gpu").glob("test_*.py")}
     assert {path.name for path in sys.modules["gpu_tests"].files()} == found - {"test_pretended.py"}
 
 
-def test_the_models_whose_steps_are_measured(gpu: ModuleType) -> None:
+def test_the_measured_models_have_the_published_numbers_of_parameters(gpu: ModuleType) -> None:
     steps = importlib.import_module("gpu_steps")
     with torch.device("meta"):
         made = steps.resnet50(), steps.gpt2_small()

@@ -12,7 +12,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "decentnode"
 
-FLOORS: list[list[str]] = [
+LAYERS: list[list[str]] = [
     ["errors", "logs", "rng", "tensors", "payload", "samples", "native", "clock", "entropy", "system",
      "formatting", "similar_words", "user_cache", "version"],
     ["config", "mixing", "metrics"],
@@ -28,27 +28,28 @@ FLOORS: list[list[str]] = [
     ["cli"],
     ["api", "__main__", "__init__"],
 ]
-ROOMS = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
-SIDEWAYS = {  # within one floor, in this direction only
+LAYER_OF = {package: layer for layer, packages in enumerate(LAYERS) for package in packages}
+ALLOWED_WITHIN_A_LAYER = {  # within one layer, in this direction only
     ("training", "models"), ("logs", "clock"), ("system", "entropy"), ("native", "user_cache"),
 }  # fmt: skip
 
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if "starter" not in path.parts)
 
 
-def room_of(path: Path) -> str:
+def package_of(path: Path) -> str:
+    """Returns the top-level package or module of decentnode that a file belongs to."""
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
 @functools.cache
-def text_of(path: Path) -> str:
+def read_text(path: Path) -> str:
     return path.read_text()
 
 
 @functools.cache
-def parsed(path: Path) -> tuple[list[ast.Import | ast.ImportFrom], list[str]]:
+def parse_file(path: Path) -> tuple[list[ast.Import | ast.ImportFrom], list[str]]:
     """Returns the imports of a file, also those in functions, and the locations of functions that do nothing."""
-    nodes: list[ast.AST] = [ast.parse(text_of(path))]
+    nodes: list[ast.AST] = [ast.parse(read_text(path))]
     for node in nodes:  # only statements, as expressions contain no imports: a fifth of the time of ast.walk
         for block in ("body", "orelse", "finalbody", "handlers", "cases"):
             inside = getattr(node, block, [])
@@ -59,10 +60,10 @@ def parsed(path: Path) -> tuple[list[ast.Import | ast.ImportFrom], list[str]]:
 
 
 @functools.cache
-def imports_of(path: Path) -> set[str]:
-    """Returns the rooms of decentnode that a file imports, also in functions and under TYPE_CHECKING."""
+def imported_packages(path: Path) -> set[str]:
+    """Returns the packages and modules of decentnode that a file imports, also in functions and under TYPE_CHECKING."""
     found = set()
-    for node in parsed(path)[0]:
+    for node in parse_file(path)[0]:
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom) and node.module:
             names = [f"decentnode.{a.name}" for a in node.names] if node.module == "decentnode" else [node.module]
@@ -70,41 +71,42 @@ def imports_of(path: Path) -> set[str]:
     return found
 
 
-def test_every_room_has_a_floor() -> None:
-    assert {room_of(path) for path in FILES} <= ROOMS.keys()
+def test_every_package_and_module_is_in_a_layer() -> None:
+    assert {package_of(path) for path in FILES} <= LAYER_OF.keys()
 
 
-def test_imports_go_down() -> None:
-    wrong = [f"{path}: {room} (floor {ROOMS[room]}) imports {other} (floor {ROOMS[other]})"
-             for path in FILES for room in [room_of(path)] for other in imports_of(path) - {room}
-             if room != "__init__" and (room, other) not in SIDEWAYS and ROOMS[other] >= ROOMS[room]]  # fmt: skip
+def test_imports_go_to_lower_layers_only() -> None:
+    wrong = [f"{path}: {package} (layer {LAYER_OF[package]}) imports {other} (layer {LAYER_OF[other]})"
+             for path in FILES for package in [package_of(path)] for other in imported_packages(path) - {package}
+             if package != "__init__" and (package, other) not in ALLOWED_WITHIN_A_LAYER
+             and LAYER_OF[other] >= LAYER_OF[package]]  # fmt: skip
     assert not wrong
 
 
-READS_THE_WORLD = {"asyncio", "multiprocessing", "os", "random", "secrets", "select", "socket", "subprocess",
+MODULES_WITH_EFFECTS = {"asyncio", "multiprocessing", "os", "random", "secrets", "select", "socket", "subprocess",
                    "tempfile", "time", "zmq"}  # fmt: skip
 """Modules with which code can read inputs besides its arguments, or have effects besides its results."""
 
 
 @pytest.mark.parametrize("path", sorted((PACKAGE / "wire").rglob("*.py")), ids=lambda p: p.stem)
-def test_the_protocol_knows_of_the_world_what_it_is_given(path: Path) -> None:
+def test_the_wire_protocol_imports_no_module_with_inputs_or_effects_of_its_own(path: Path) -> None:
     """Bytes, messages, the time and random bytes are arguments, so that the same calls lead to the same state."""
-    names = {alias.name for node in parsed(path)[0] if isinstance(node, ast.Import) for alias in node.names}
-    names |= {str(node.module) for node in parsed(path)[0] if isinstance(node, ast.ImportFrom)}
-    assert not {name.split(".")[0] for name in names} & READS_THE_WORLD
-    assert "clock" not in imports_of(path)
-    assert "threading" not in names or set(re.findall(r"threading\.\w+", text_of(path))) == {"threading.local"}
+    names = {alias.name for node in parse_file(path)[0] if isinstance(node, ast.Import) for alias in node.names}
+    names |= {str(node.module) for node in parse_file(path)[0] if isinstance(node, ast.ImportFrom)}
+    assert not {name.split(".")[0] for name in names} & MODULES_WITH_EFFECTS
+    assert "clock" not in imported_packages(path)
+    assert "threading" not in names or set(re.findall(r"threading\.\w+", read_text(path))) == {"threading.local"}
 
 
-PURE = {"graph", "mixing", "compression", "optim", "models", "data", "sharing", "training", "wire",
+PURE_PACKAGES = {"graph", "mixing", "compression", "optim", "models", "data", "sharing", "training", "wire",
         "samplers"}
 
 
-def test_rooms_of_pure_functions_do_not_ask_for_the_time() -> None:
-    assert not [path for path in FILES if room_of(path) in PURE and "clock" in imports_of(path)]
+def test_packages_of_pure_functions_do_not_import_the_clock() -> None:
+    assert not [path for path in FILES if package_of(path) in PURE_PACKAGES and "clock" in imported_packages(path)]
 
 
-INSIDE: dict[str, list[list[str]]] = {
+LAYERS_OF_FOLDERS: dict[str, list[list[str]]] = {
     "communication": [
         ["poller", "waker"],
         ["shared_process"],
@@ -188,54 +190,54 @@ INSIDE: dict[str, list[list[str]]] = {
 messages not the sockets that carry them, and schedules not the node that they are part of."""
 
 
-@pytest.mark.parametrize("folder", INSIDE)
-def test_imports_go_down_inside_folders(folder: str) -> None:
-    floors = {room: floor for floor, rooms in enumerate(INSIDE[folder]) for room in rooms}
+@pytest.mark.parametrize("folder", LAYERS_OF_FOLDERS)
+def test_imports_inside_a_folder_go_to_lower_layers_only(folder: str) -> None:
+    layers = {package: layer for layer, packages in enumerate(LAYERS_OF_FOLDERS[folder]) for package in packages}
     dotted = re.escape(f"decentnode.{folder.replace('/', '.')}")
     imports, wrong = re.compile(rf"^\s*from {dotted}(?:\.(\w+))?[\w.]* import (.*)", re.M), []
     for path in sorted((PACKAGE / folder).rglob("*.py")):
-        room = path.relative_to(PACKAGE / folder).parts[0].removesuffix(".py")
-        for name, names in imports.findall(text_of(path)):
+        package = path.relative_to(PACKAGE / folder).parts[0].removesuffix(".py")
+        for name, names in imports.findall(read_text(path)):
             others = [name] if name else [each.split()[0] for each in names.split(",")]
-            wrong += [f"{path} of {room} imports {other}"
-                      for other in (each if each in floors else "__init__" for each in others)
-                      if other != room and floors[other] >= floors[room]]  # fmt: skip
+            wrong += [f"{path} of {package} imports {other}"
+                      for other in (each if each in layers else "__init__" for each in others)
+                      if other != package and layers[other] >= layers[package]]  # fmt: skip
     assert not wrong
 
 
-@pytest.mark.parametrize("folder", INSIDE)
-def test_a_folder_with_rooms_has_not_many_files_beside_them(folder: str) -> None:
-    for room in {path.parent for path in (PACKAGE / folder).rglob("*.py")}:
-        assert len(list(room.glob("*.py"))) <= 18, room
-        assert text_of(room / "__init__.py").startswith('"""'), f"{room} does not say what it is for"
+@pytest.mark.parametrize("folder", LAYERS_OF_FOLDERS)
+def test_a_folder_has_at_most_18_modules_and_a_docstring(folder: str) -> None:
+    for package in {path.parent for path in (PACKAGE / folder).rglob("*.py")}:
+        assert len(list(package.glob("*.py"))) <= 18, package
+        assert read_text(package / "__init__.py").startswith('"""'), f"{package} does not say what it is for"
 
 
 @pytest.mark.parametrize("folder", ["graph", "parallel", "sharing"])
-def test_no_file_of_a_folder_imports_itself_through_others(folder: str) -> None:
+def test_the_imports_inside_a_folder_have_no_cycle(folder: str) -> None:
     """Not even in functions or only for types, so that each file can be read after the files that it imports."""
     files = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path
              for path in sorted((PACKAGE / folder).rglob("*.py"))}  # fmt: skip
     imported = {name: set[str]() for name in files}
     for name, path in files.items():
-        for node in parsed(path)[0]:
+        for node in parse_file(path)[0]:
             if isinstance(node, ast.ImportFrom):
                 imported[name] |= {node.module, *(f"{node.module}.{each.name}" for each in node.names)} & files.keys()
             else:
                 imported[name] |= {each.name for each in node.names} & files.keys()
     while free := {name for name, others in imported.items() if not others & imported.keys()}:
         imported = {name: others for name, others in imported.items() if name not in free}
-    assert not imported, f"among these is a circle: {sorted(imported)}"
+    assert not imported, f"these files import each other in a cycle: {sorted(imported)}"
 
 
-def test_the_architecture_page_shows_these_floors() -> None:
+def test_the_architecture_page_shows_these_layers() -> None:
     page = (PACKAGE.parent / "docs" / "explanation" / "architecture.rst").read_text()
-    for floors in (FLOORS, *INSIDE.values()):
-        for rooms in floors:
-            line = "  ".join(room for room in rooms if room not in ("__main__", "__init__"))
+    for layers in (LAYERS, *LAYERS_OF_FOLDERS.values()):
+        for packages in layers:
+            line = "  ".join(package for package in packages if package not in ("__main__", "__init__"))
             assert re.search(rf"^    {re.escape(line)}(  |$)", page, re.M), f"no line '{line}'"
 
 
-DRIVEN = [
+FILES_WITHOUT_CLOCK = [
     "wire/membership/*.py", "wire/session*.py", "wire/stream.py", "wire/framing.py",
     "communication/receive/inbox_state.py", "communication/receive/absences.py",
     "communication/receive/payload_shapes.py", "communication/receive/arrival_wait.py",
@@ -243,16 +245,16 @@ DRIVEN = [
     "communication/zeromq/protocol/*.py",
 ]  # fmt: skip
 """Files without I/O that get the time as an argument, so that a simulation can run them unchanged."""
-NO_THREADS = ["communication/receive/exchange.py"]
+FILES_WITHOUT_THREADS = ["communication/receive/exchange.py"]
 """Files without I/O or threads that read the time from decentnode.clock."""
 IO_MODULES = {"zmq", "threading", "socket", "select", "time", "queue", "asyncio", "concurrent", "multiprocessing"}
 
 
-def modules_of(path: Path) -> set[str]:
+def imported_modules(path: Path) -> set[str]:
     """Returns the top-level names of all modules that a file imports, and the names that it imports from decentnode,
     such as "clock"."""
     found = set()
-    for node in parsed(path)[0]:
+    for node in parse_file(path)[0]:
         if isinstance(node, ast.Import):
             found |= {alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -263,13 +265,14 @@ def modules_of(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize(("pattern", "forbidden"), [
-    *((pattern, IO_MODULES | {"clock"}) for pattern in DRIVEN), *((pattern, IO_MODULES) for pattern in NO_THREADS),
+    *((pattern, IO_MODULES | {"clock"}) for pattern in FILES_WITHOUT_CLOCK),
+    *((pattern, IO_MODULES) for pattern in FILES_WITHOUT_THREADS),
 ])  # fmt: skip
 def test_the_protocol_has_no_sockets_threads_locks_or_clock(pattern: str, forbidden: set[str]) -> None:
     files = sorted(PACKAGE.glob(pattern))
     assert files, pattern
     for path in files:
-        assert not modules_of(path) & forbidden, path
+        assert not imported_modules(path) & forbidden, path
 
 
 FORBIDDEN = [
@@ -283,12 +286,12 @@ FORBIDDEN = [
 
 
 @pytest.mark.parametrize(("pattern", "what"), FORBIDDEN, ids=[what for _, what in FORBIDDEN])
-def test_what_never_stands_in_the_code(pattern: str, what: str) -> None:
-    assert not [f"{path}:{text_of(path).count(chr(10), 0, found.end()) + 1}: {what}"
-                for path in FILES for found in re.finditer(pattern, text_of(path), re.M)]  # fmt: skip
+def test_the_package_has_no_forbidden_construct(pattern: str, what: str) -> None:
+    assert not [f"{path}:{read_text(path).count(chr(10), 0, found.end()) + 1}: {what}"
+                for path in FILES for found in re.finditer(pattern, read_text(path), re.M)]  # fmt: skip
 
 
-def test_what_is_no_python_is_packaged() -> None:
+def test_all_files_that_are_not_python_are_in_package_data() -> None:
     setup = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["tool"]["setuptools"]
     packaged = {path for pattern in setup["package-data"]["decentnode"] for path in PACKAGE.glob(pattern)}
     others = {path for path in PACKAGE.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")}
@@ -296,5 +299,5 @@ def test_what_is_no_python_is_packaged() -> None:
 
 
 @pytest.mark.slow
-def test_nothing_is_empty() -> None:
-    assert [each for path in FILES for each in parsed(path)[1]] == []
+def test_no_function_has_an_empty_body() -> None:
+    assert [each for path in FILES for each in parse_file(path)[1]] == []

@@ -19,13 +19,15 @@ from decentnode.tensors import BLOCK_ELEMENTS
 SIZES = [0, 1, 1000, BLOCK_ELEMENTS, 2 * BLOCK_ELEMENTS + 13]
 
 
-def case(elements: int, arrivals: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, list[tuple[Tensor, float]]]:
+def make_models(
+    elements: int, arrivals: int, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, list[tuple[Tensor, float]]]:
     draw = torch.Generator().manual_seed(elements + arrivals)
     received = [(torch.randn(elements, generator=draw).to(dtype), 0.1 * (k + 1)) for k in range(arrivals)]
     return torch.randn(elements, generator=draw), received
 
 
-def chained(model: Tensor, weight: float, received: Sequence[tuple[Tensor, float]]) -> Tensor:
+def mix_with_mul_and_add(model: Tensor, weight: float, received: Sequence[tuple[Tensor, float]]) -> Tensor:
     out = model * weight
     for tensor, w in received:
         out.add_(tensor.to(out.dtype), alpha=w)
@@ -37,39 +39,39 @@ def chained(model: Tensor, weight: float, received: Sequence[tuple[Tensor, float
 @pytest.mark.parametrize("arrivals", [0, 1, 2, 3, 4, 9])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("compiled", [True, False])
-def test_the_bits_are_those_of_mul_and_add(
+def test_mix_into_has_the_bits_of_mul_and_add(
     elements: int, arrivals: int, dtype: torch.dtype, compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not compiled:
         monkeypatch.setattr(cpu, "library", lambda: None)
-    model, received = case(elements, arrivals, dtype)
-    expected, out = chained(model, 0.3, received), torch.empty_like(model)
+    model, received = make_models(elements, arrivals, dtype)
+    expected, out = mix_with_mul_and_add(model, 0.3, received), torch.empty_like(model)
     assert mix_into(out, model, 0.3, received) is out and torch.equal(out, expected)
     mix_into(model, model, 0.3, received)
     assert torch.equal(model, expected)
 
 
 @pytest.mark.skipif(cpu.library() is None, reason="no C compiler")
-def test_threads_share_a_large_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, received = case(500_003, 3)
-    expected = chained(model, 0.3, received)
+def test_several_threads_mix_a_large_model_with_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, received = make_models(500_003, 3)
+    expected = mix_with_mul_and_add(model, 0.3, received)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     assert torch.equal(mix_into(model, model, 0.3, received), expected)
 
 
-def test_pieces_of_tensors_and_gaps() -> None:
+def test_slices_and_strided_tensors_are_mixed_with_the_same_bits() -> None:
     """Tensors may start at any offset; tensors with gaps are mixed without the compiled loop."""
-    whole, received = case(3001, 2)
+    whole, received = make_models(3001, 2)
     pieces = [(r[1:], w) for r, w in received]
-    expected = chained(whole[1:], 0.3, pieces)
+    expected = mix_with_mul_and_add(whole[1:], 0.3, pieces)
     assert torch.equal(mix_into(torch.empty(3000), whole[1:], 0.3, pieces), expected)
     gaps = [(r[::2], w) for r, w in received]
-    expected = chained(whole[::2], 0.3, gaps)
+    expected = mix_with_mul_and_add(whole[::2], 0.3, gaps)
     assert torch.equal(mix_into(torch.empty(1501), whole[::2], 0.3, gaps), expected)
 
 
-def test_against_float64() -> None:
-    model, received = case(5000, 4)
+def test_mix_into_agrees_with_float64() -> None:
+    model, received = make_models(5000, 4)
     expected = 0.3 * model.double() + sum(w * r.double() for r, w in received)
     assert torch.allclose(mix_into(model, model, 0.3, received).double(), expected, rtol=1e-6, atol=1e-6)
 
@@ -81,19 +83,19 @@ def test_tensors_of_another_size_are_refused(out: int, arrived: int) -> None:
         mix_into(torch.zeros(out), torch.zeros(1000), 0.5, [(torch.zeros(1000), 0.2), (torch.zeros(arrived), 0.3)])
 
 
-def test_weights_that_sum_to_one_keep_what_all_agree_on() -> None:
+def test_mixing_equal_models_with_weights_that_sum_to_one_keeps_them() -> None:
     same = torch.full((1000,), 0.75)
     mix_into(same, same, 0.5, [(same.clone(), 0.25), (same.clone(), 0.25)])
     assert torch.equal(same, torch.full((1000,), 0.75))
 
 
 def test_float64_models_take_float32_arrivals() -> None:
-    model, received = case(1000, 2)
-    expected = chained(model.double(), 0.3, received)
+    model, received = make_models(1000, 2)
+    expected = mix_with_mul_and_add(model.double(), 0.3, received)
     assert torch.equal(mix_into(torch.empty(1000).double(), model.double(), 0.3, received), expected)
 
 
-def test_passes_are_counted() -> None:
+def test_passes_counts_the_reads_and_writes_of_the_model() -> None:
     assert [passes(d, fused=True) for d in (0, 1, 4, 8, 9)] == [2, 3, 6, 10, 13]
     assert [passes(d, fused=False) for d in (0, 1, 4)] == [2, 5, 14]
     assert passes(KERNEL_ARRIVALS, fused=True) == KERNEL_ARRIVALS + 2
@@ -102,12 +104,12 @@ def test_passes_are_counted() -> None:
 INTERPRETED = """
 import torch
 from decentnode.mixing.kernel import launch
-from tests.test_mixing import case, chained
+from tests.test_mixing import make_models, mix_with_mul_and_add
 for dtype in (torch.float32, torch.float16, torch.bfloat16):
     for arrivals in (0, 1, 5, 8):
         for elements in (1, 4096, 5000):
-            model, received = case(elements, arrivals, dtype)
-            expected, out = chained(model, 0.3, received), torch.empty_like(model)
+            model, received = make_models(elements, arrivals, dtype)
+            expected, out = mix_with_mul_and_add(model, 0.3, received), torch.empty_like(model)
             launch(out, model, 0.3, received)
             assert torch.allclose(out, expected, rtol=1e-6, atol=1e-6)
             launch(model, model, 0.3, received)
@@ -116,7 +118,7 @@ for dtype in (torch.float32, torch.float16, torch.bfloat16):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not here (torch for CUDA brings it)")
-def test_the_kernel_by_tritons_interpreter() -> None:
+def test_the_triton_kernel_in_tritons_interpreter_agrees_with_mul_and_add() -> None:
     root = Path(__file__).parents[1]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{root}:{os.environ.get('PYTHONPATH', '')}"}
     command = [sys.executable, "-c", INTERPRETED]
@@ -146,8 +148,8 @@ for dtype, size in (("fp32", 4), ("bf16", 2)):
                            options={"num_warps": THREADS // 32})
             cubin = folder / "kernel.cubin"
             cubin.write_bytes(made.asm["cubin"])
-            said = lambda *command: subprocess.run(command, capture_output=True, text=True, check=True).stdout
-            code, usage = said(tools / "nvdisasm", cubin), said(tools / "cuobjdump", "-res-usage", cubin)
+            output_of = lambda *command: subprocess.run(command, capture_output=True, text=True, check=True).stdout
+            code, usage = output_of(tools / "nvdisasm", cubin), output_of(tools / "cuobjdump", "-res-usage", cubin)
             of_16 = BLOCK * size // 16 // THREADS
             found = code.count("LDG.E.128"), code.count("STG.E.128")
             assert found == ((arrivals + 1) * of_16, of_16), found
@@ -178,18 +180,18 @@ def test_the_compiled_kernel_reads_16_bytes_at_a_time_whatever_the_size(tmp_path
     assert len(done.stdout.splitlines()) == 16
 
 
-def test_where_triton_launches_nothing_the_sums_are_made_without_it(
+def test_without_a_working_triton_launcher_mixing_uses_no_triton_and_warns_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A machine with Triton may lack the C compiler or Python's headers, with which Triton makes its launchers."""
-    kernel_that_cannot_launch(monkeypatch)
+    replace_kernel_by_one_that_cannot_launch(monkeypatch)
     for _ in range(2):
         assert mix._load_kernel(torch.device("cpu")) is None
     assert len(caplog.records) == 1 and "'gcc'" in caplog.text
     mix._load_kernel.cache_clear()
 
 
-def kernel_that_cannot_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+def replace_kernel_by_one_that_cannot_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replaces the kernel by one that cannot be launched, as if gcc did not find Python.h."""
 
     def launch_once(_device: torch.device) -> None:
@@ -201,7 +203,9 @@ def kernel_that_cannot_launch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("nodes", "width"), [(1, 5), (3, 64), (5, 1000), (7, 4099)])
-def test_rows_of_all_nodes_have_the_bits_of_each(nodes: int, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mixing_all_rows_at_once_equals_mixing_each_node(
+    nodes: int, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     x = torch.randn(nodes, width)
     rows = [{j: 1.0 / (1 + min(i, 6)) for j in {(i + k) % nodes for k in range(1 + min(i, 6))}} for i in range(nodes)]
     mixed = RowWeights(rows).mixed(x)

@@ -18,10 +18,10 @@ from tests import sanitized
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_forked_child_spreads_its_loops_over_threads_of_its_own() -> None:
+def test_a_forked_child_has_its_own_pool_of_threads() -> None:
     """The parent's pool has no threads in the child, where work submitted to it would wait forever."""
-    both = threading.Barrier(2)
-    native.spread(lambda _: both.wait(20), [(1,), (2,)], threads=2)  # now both threads are there, and idle
+    barrier = threading.Barrier(2)
+    native.spread(lambda _: barrier.wait(20), [(1,), (2,)], threads=2)  # now both threads are there, and idle
     child = os.fork()
     if child == 0:
         here: list[int] = []
@@ -51,8 +51,8 @@ def test_no_loop_reads_or_writes_beyond_its_memory(flags: tuple[str, ...], tmp_p
         (path,) = Path(native.__file__).parent.rglob(f"{source}.c")
         subprocess.run([compiler, *native.FLAGS, *flags, str(path), "-o", str(tmp_path / f"{source}.so"), "-lm"],
                        check=True)  # fmt: skip
-    told = {"LD_PRELOAD": " ".join(found), "ASAN_OPTIONS": "detect_leaks=0", "PYTHONMALLOC": "malloc"}
-    done = subprocess.run([sys.executable, sanitized.__file__, str(tmp_path), "1", "100"], env=os.environ | told,
+    environment = {"LD_PRELOAD": " ".join(found), "ASAN_OPTIONS": "detect_leaks=0", "PYTHONMALLOC": "malloc"}
+    done = subprocess.run([sys.executable, sanitized.__file__, str(tmp_path), "1", "100"], env=os.environ | environment,
                           capture_output=True, text=True, check=False)  # fmt: skip
     checks = [check.__name__ for each in sanitized.CHECKS.values() for check in each]
     assert (done.returncode, done.stdout.split()) == (0, checks), done.stderr[:6000]

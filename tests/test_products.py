@@ -12,14 +12,14 @@ RULES, GRAPHS, SEEDS = "abcde", (1, 2, 3), range(4)
 CASES = [{"rule": rule, "graph": graph, "seed": seed} for rule, graph, seed in itertools.product(RULES, GRAPHS, SEEDS)]
 
 
-def test_every_value_of_every_parameter_occurs_in_few_cases() -> None:
+def test_the_sample_is_small_and_has_every_value_of_every_parameter() -> None:
     kept = [CASES[index] for index in sample([traits(case) for case in CASES])]
     assert len(kept) == len(RULES)
     for name in ("rule", "graph", "seed"):
         assert {case[name] for case in kept} == {case[name] for case in CASES}
 
 
-def test_of_seeds_one_is_enough() -> None:
+def test_of_parameters_named_in_one_the_sample_needs_a_single_value() -> None:
     kept = sample([traits(case, one=["seed"]) for case in CASES])
     assert len(kept) == len(RULES) and {CASES[index]["graph"] for index in kept} == set(GRAPHS)
     assert sample([traits(case, one=list(case)) for case in CASES]) == {0}
@@ -27,12 +27,12 @@ def test_of_seeds_one_is_enough() -> None:
         traits(CASES[0], one=["sed"])
 
 
-def test_what_must_be_covered_may_be_told() -> None:
+def test_a_function_may_define_what_the_sample_must_cover() -> None:
     kept = sample([traits(case, of=lambda rule, graph, seed: {(rule < "c", graph)}) for case in CASES])
     assert {(str(CASES[index]["rule"]) < "c", CASES[index]["graph"]) for index in kept} == set(
         itertools.product([True, False], GRAPHS))  # fmt: skip
 
 
-def test_the_choice_is_the_same_in_every_run() -> None:
+def test_the_sample_is_the_same_every_time() -> None:
     wanted = [traits(case) for case in CASES]
     assert all(sample(wanted) == sample(wanted[:]) for _ in range(3))

@@ -19,16 +19,16 @@ MADE = re.compile(r"(?:self\.)?(\w+)(?::[^=\n]*)? = \[?(?:field\(default_factory
 
 
 @pytest.mark.parametrize(("module", "name", "value"), CONSTANTS)
-def test_bounds_are_as_the_page_says(module: str, name: str, value: str) -> None:
+def test_bounds_on_the_page_are_the_constants_of_the_code(module: str, name: str, value: str) -> None:
     assert getattr(importlib.import_module(f"decentnode.{module}"), name) == float(value)
 
 
 @pytest.mark.parametrize(("key", "value"), KEYS)
-def test_keys_have_the_default_that_the_page_says(key: str, value: str) -> None:
+def test_defaults_on_the_page_are_those_of_the_keys(key: str, value: str) -> None:
     assert getattr(ZeroMQConfig(name="zeromq"), key) == int(value)
 
 
-def test_every_queue_of_the_code_stands_on_the_page() -> None:
+def test_the_page_lists_every_queue_of_the_code() -> None:
     assert len(CONSTANTS) > 20 and KEYS
     found = 0
     for path in sorted((ROOT / "decentnode").rglob("*.py")):

@@ -48,14 +48,14 @@ def test_the_readme_is_short_and_shows_commands() -> None:
 
 
 @pytest.mark.slow
-def test_its_yaml_trains(tmp_path: Path) -> None:
+def test_the_yaml_of_the_readme_trains_to_an_accuracy_above_70_percent(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text(block("yaml"))
     nodes = run_in_process(load(tmp_path / "mine.yaml", ["communication=inproc", "node.rounds=20"]))
     assert float(nodes[0].figures()["accuracy_mean"]) > 0.7
 
 
 @pytest.mark.slow
-def test_its_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_program_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine.yaml").write_text(block("yaml"))
     monkeypatch.chdir(tmp_path)
     run, found = decentnode.run, dict[str, Any]()
@@ -67,7 +67,7 @@ def test_its_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_its_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_commands_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs them in order in this process, with two rounds if they train."""
     (tmp_path / "mine.yaml").write_text(block("yaml"))
     monkeypatch.chdir(tmp_path)
@@ -87,27 +87,27 @@ def test_its_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert ran >= 4 and len(list((tmp_path / "runs" / "mine").glob("*/summary.json"))) >= 2
 
 
-def test_every_component_is_named() -> None:
+def test_the_readme_names_every_component() -> None:
     for table in (GRAPHS, WEIGHTS, DATASETS, PARTITIONS, MODELS, TRAININGS, SHARINGS, COMMUNICATIONS, CODECS):
         for name in table:
             assert re.search(rf"\b{name}\b", README), name
     assert all(name in README for name in DIST_OPTIMIZERS if name != "DDP")
 
 
-def test_its_links_and_pictures_exist() -> None:
+def test_links_and_pictures_of_the_readme_exist() -> None:
     links = re.findall(r"<([\w/.]+\.rst)>`_|image:: (\S+)", README)
     assert len(links) > 20
     for page, picture in links:
         assert (ROOT / (page or picture)).is_file(), page or picture
 
 
-def test_pages_of_the_documentation_are_linked() -> None:
+def test_the_readme_links_every_page_of_the_documentation() -> None:
     pages = {str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.rst") if "reference" not in path.parts}
     unlinked = {"docs/index.rst", "docs/papers.rst"}
     assert {page for page in pages if page not in README} == unlinked
 
 
-def test_its_benchmarks_are_those_of_the_page() -> None:
+def test_benchmarks_in_the_readme_are_those_of_the_benchmarks_page() -> None:
     """The rows that the README takes from docs/benchmarks.rst."""
     page = (ROOT / "docs" / "benchmarks.rst").read_text()
     for row in ("1.31 [1.02, 1.49]", "0.48", "0.74"):

@@ -21,7 +21,7 @@ Successfully installed torch-2.13.0
 """
 
 
-def set_up(folder: Path, code: int) -> subprocess.CompletedProcess[str]:
+def run_set_up(folder: Path, code: int) -> subprocess.CompletedProcess[str]:
     python = folder / "python3"
     python.write_text(
         f"""#!/usr/bin/env bash
@@ -39,8 +39,8 @@ fi
     return subprocess.run(words, env=environ, capture_output=True, text=True, timeout=200)
 
 
-def test_set_up_tells_each_step_and_happens_once(tmp_path: Path) -> None:
-    done = set_up(tmp_path, 0)
+def test_set_up_prints_its_steps_and_runs_only_once(tmp_path: Path) -> None:
+    done = run_set_up(tmp_path, 0)
     assert done.returncode == 0 and done.stdout == "ready\n"
     steps = [line.split("s  ", 1)[1] for line in done.stderr.splitlines() if line.startswith("  ")]
     assert steps == [
@@ -49,19 +49,19 @@ def test_set_up_tells_each_step_and_happens_once(tmp_path: Path) -> None:
         "Successfully installed torch-2.13.0",
     ]  # fmt: skip
     assert (tmp_path / "venv" / "pip.log").read_text() == PIP
-    again = set_up(tmp_path, 0)
+    again = run_set_up(tmp_path, 0)
     assert (again.stdout, again.stderr) == ("ready\n", "")
 
 
-def test_a_set_up_that_fails_shows_what_pip_said_and_is_tried_again(tmp_path: Path) -> None:
-    done = set_up(tmp_path, 1)
+def test_a_failed_set_up_shows_the_output_of_pip_and_leaves_no_stamp(tmp_path: Path) -> None:
+    done = run_set_up(tmp_path, 1)
     assert done.returncode == 3 and done.stdout == ""
     assert "Obtaining file:///somewhere" in done.stderr and "venv/pip.log" in done.stderr
     assert not (tmp_path / "venv" / ".stamp").exists()
 
 
 @pytest.mark.parametrize(("types", "tests", "code"), [(0, 0, 0), (1, 0, 1), (0, 2, 2), (1, 2, 1)])
-def test_what_the_type_checks_find_beside_the_tests_is_said_last(
+def test_run_sh_prints_the_type_errors_after_the_tests_and_returns_the_exit_code(
     types: int, tests: int, code: int, tmp_path: Path
 ) -> None:
     """Runs tests/run.sh with a fake Python, and with an argument, so that it does not use the list of failed tests."""

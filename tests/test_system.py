@@ -15,7 +15,7 @@ from decentnode.errors import DecentnodeError
 from decentnode.graph import file as graph_file
 
 
-def full(*_: object) -> None:
+def raise_disk_full(*_: object) -> None:
     raise OSError(28, "No space left on device")
 
 
@@ -28,19 +28,19 @@ WRITERS: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_a_file_that_cannot_take_its_place_leaves_the_old_one_and_nothing_else(
+def test_a_failed_replacement_keeps_the_old_file_and_no_temporary_file(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "best-003.json"
     WRITERS[name](path)
     path.write_text("old")
-    monkeypatch.setattr(os, "replace", full)
+    monkeypatch.setattr(os, "replace", raise_disk_full)
     with pytest.raises((OSError, DecentnodeError), match="No space left"):
         WRITERS[name](path)
     assert [each.name for each in tmp_path.iterdir()] == [path.name] and path.read_text() == "old"
 
 
-def test_a_durable_file_is_on_the_disk_before_it_takes_its_place(
+def test_a_durable_file_is_synced_before_it_replaces_the_old_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order: list[str] = []
@@ -64,18 +64,18 @@ def test_a_durable_file_is_on_the_disk_before_it_takes_its_place(
     assert (middle, folder) == ("replaced", where) and file.startswith(f"{where}/.x.")
 
 
-def test_a_link_is_replaced_too(tmp_path: Path) -> None:
+def test_a_symbolic_link_is_replaced_atomically(tmp_path: Path) -> None:
     for target in ("one", "two"):
         with system.replacing(tmp_path / "latest") as temporary:
             os.symlink(target, temporary)
     assert os.readlink(tmp_path / "latest") == "two" and len(list(tmp_path.iterdir())) == 1
 
 
-def test_the_boot_has_a_name() -> None:
+def test_the_boot_id_is_a_uuid_that_does_not_change() -> None:
     assert uuid.UUID(system.boot_id()) and system.boot_id() == system.boot_id()
 
 
-def test_names_of_files_are_written_with_their_own_bytes(tmp_path: Path) -> None:
+def test_surrogates_in_file_names_are_written_as_their_bytes(tmp_path: Path) -> None:
     """In an ASCII locale, Python represents other bytes of a file name as surrogates."""
     name = "Größe".encode().decode("ascii", "surrogateescape")
     system.write_atomic(tmp_path / "x", f"run {name}")

@@ -76,14 +76,14 @@ def test_every_config_of_a_table_runs(path: Path, data: Path, modules: tuple[Mod
 
 
 @pytest.mark.slow
-def test_what_is_written_can_be_learned(data: Path, modules: tuple[ModuleType, ModuleType]) -> None:
+def test_a_model_learns_from_the_generated_movielens_data(data: Path, modules: tuple[ModuleType, ModuleType]) -> None:
     tables = modules[0]
     point = tables.Point("movielens", (*overrides("movielens", data), "node.rounds=60"))
     assert tables.run(point).merged < 0.95 * tables.untrained(point, "rmse")
 
 
 @pytest.mark.slow
-def test_the_interval_of_paired_differences(
+def test_the_paired_table_has_the_confidence_interval_of_the_mean_difference(
     monkeypatch: pytest.MonkeyPatch, modules: tuple[ModuleType, ModuleType]
 ) -> None:
     """Differences of 1, 2, 3, 4, 5 points: mean 3, deviation 1.5811, 2.776 * 1.5811 / sqrt(5) = 1.963."""
@@ -103,7 +103,7 @@ def test_the_interval_of_paired_differences(
 
 
 @pytest.mark.slow
-def test_a_table_that_was_stopped_goes_on(
+def test_points_in_the_store_are_not_run_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, modules: tuple[ModuleType, ModuleType]
 ) -> None:
     tables = modules[0]
@@ -115,7 +115,7 @@ def test_a_table_that_was_stopped_goes_on(
 
 
 @pytest.mark.slow
-def test_images_are_divided_anew_where_few_are_for_tests(
+def test_training_images_become_test_images_where_there_are_too_few(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, modules: tuple[ModuleType, ModuleType]
 ) -> None:
     tables = modules[0]

@@ -13,7 +13,7 @@ from torch import nn
 from decentnode.tensors import BLOCK_ELEMENTS, GPU_BLOCK_ELEMENTS, FlatModel, as_bytes, blocks
 
 
-class _Odd(nn.Module):
+class UnusualModule(nn.Module):
     """A module with tied and frozen parameters, channels_last weights, integer and float buffers."""
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class _Odd(nn.Module):
 
 
 @given(st.integers(0, 3 * BLOCK_ELEMENTS), st.integers(0, 3 * BLOCK_ELEMENTS))
-def test_blocks_cover_and_are_cut_at_multiples(start: int, length: int) -> None:
+def test_blocks_cover_the_range_and_end_at_multiples_of_the_block_size(start: int, length: int) -> None:
     cuts = list(blocks(start, start + length, torch.device("cpu")))
     assert [x for a, b in cuts for x in (a, b)] == sorted(x for a, b in cuts for x in (a, b))
     assert sum(b - a for a, b in cuts) == length
@@ -53,8 +53,8 @@ def test_as_bytes_is_a_view(dtype: torch.dtype) -> None:
     assert as_bytes(torch.empty(0)).nbytes == 0
 
 
-def test_values_stay_and_the_flat_is_the_module() -> None:
-    module = _Odd()
+def test_a_flat_model_keeps_the_values_and_shares_memory_with_the_module() -> None:
+    module = UnusualModule()
     before = {name: value.clone() for name, value in module.state_dict().items()}
     model = FlatModel(module)
     assert model.num_parameters == 4 * 3 * 9 + 4 + 25 + 10
@@ -69,7 +69,7 @@ def test_values_stay_and_the_flat_is_the_module() -> None:
     assert (module.norm.running_mean == 5).all() and module.norm.num_batches_tracked == 0
 
 
-def test_storage_from_outside() -> None:
+def test_a_flat_model_uses_the_storage_that_is_given() -> None:
     stack = torch.zeros(3, 8)
     modules = [nn.Linear(3, 2) for _ in range(3)]
     models = [FlatModel(module, row) for module, row in zip(modules, stack, strict=True)]
@@ -84,8 +84,8 @@ def test_storage_from_outside() -> None:
             FlatModel(modules[0], wrong)
 
 
-def test_gradients_and_back() -> None:
-    module = _Odd()
+def test_flat_gradients_can_be_read_and_set() -> None:
+    module = UnusualModule()
     model = FlatModel(module)
     assert (model.gradients() == 0).all()
     images, rows = torch.randn(2, 3, 5, 5), torch.randn(2, 5)
@@ -102,7 +102,7 @@ def test_gradients_and_back() -> None:
         model.set_gradients(direction[:-1])
 
 
-def test_optimizer_and_backward_work_on_the_views() -> None:
+def test_training_the_views_gives_the_bits_of_training_the_module() -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
     torch.manual_seed(0)
@@ -117,7 +117,7 @@ def test_optimizer_and_backward_work_on_the_views() -> None:
     assert torch.equal(torch.cat([p.flatten() for p in plain.parameters()]), model.parameters)
 
 
-def test_modules_that_cannot_be_flat() -> None:
+def test_modules_that_cannot_be_flat_are_refused() -> None:
     with pytest.raises(ValueError, match="must have trainable parameters, got none"):
         FlatModel(nn.ReLU())
     mixed = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
@@ -140,7 +140,7 @@ def test_overlapping_parameters_are_made_dense() -> None:
 
 
 @pytest.mark.slow
-def test_kept_memory_is_not_cleared_again() -> None:
+def test_keep_freed_memory_avoids_page_faults_on_reuse() -> None:
     code = """
 import resource, torch
 from decentnode.tensors import keep_freed_memory

@@ -15,7 +15,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
-def test_a_text_is_kept_for_its_user_alone(tmp_path: Path) -> None:
+def test_a_kept_text_is_readable_by_its_user_only(tmp_path: Path) -> None:
     assert user_cache.read("step") is None
     user_cache.keep("step", "0.79")
     user_cache.keep("step", "0.8")
@@ -24,7 +24,7 @@ def test_a_text_is_kept_for_its_user_alone(tmp_path: Path) -> None:
     assert (tmp_path / "decentnode/step").stat().st_mode & 0o777 == 0o600
 
 
-def test_nothing_is_taken_that_others_may_have_written(tmp_path: Path) -> None:
+def test_files_that_other_users_may_have_written_are_not_read(tmp_path: Path) -> None:
     user_cache.keep("step", "0.8")
     path = tmp_path / "decentnode/step"
     path.chmod(0o620)
@@ -38,7 +38,7 @@ def test_nothing_is_taken_that_others_may_have_written(tmp_path: Path) -> None:
         user_cache.folder()
 
 
-def test_without_a_folder_nothing_is_kept_and_nothing_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_usable_folder_nothing_is_kept_and_nothing_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", os.devnull)
     user_cache.keep("step", "0.8")
     assert user_cache.read("step") is None

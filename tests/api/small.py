@@ -1,4 +1,4 @@
-"""A small experiment of plain objects, and classes of its own."""
+"""A small experiment made of plain objects, and the classes of these objects."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Net(nn.Module):
 
 
 class Points(torch.utils.data.Dataset):
-    """Above or below a line, transformed."""
+    """Points in the unit square, transformed; the label says on which side of a line a point is."""
 
     def __init__(self, count: int = 400, transform: Callable[[Tensor], Tensor] = lambda x: 2 * x - 1) -> None:
         self.x = torch.rand(count, 2, generator=torch.Generator().manual_seed(count))

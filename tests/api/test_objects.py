@@ -1,4 +1,4 @@
-"""Experiments of plain objects: in this process and in forks of it, with the same bits."""
+"""Experiments made of plain objects: what is accepted, and equal results in this process and in forks of it."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def states(run: Any) -> list[torch.Tensor]:
+def model_tensors(run: Any) -> list[torch.Tensor]:
     return [value for key in run.models() for value in run.models().state_dict(key).values()]
 
 
 @pytest.mark.slow
 @pytest.mark.skipif("torch.cuda.device_count() > 0", reason="where there is a GPU no fork can compute gradients after "
                     "this process has: tests/gpu/test_objects.py has a process that has not")  # fmt: skip
-def test_in_this_process_and_in_forks_of_it_they_give_the_same_bits() -> None:
-    """After this process has used autograd and a pool of threads, as a notebook has."""
+def test_objects_give_the_same_bits_in_this_process_and_in_forks_of_it() -> None:
+    """Before, this process uses autograd and a pool of threads, as a notebook does."""
     nn.Linear(300, 300)(torch.randn(300, 300)).sum().backward()
     torch.rand(4_000_000).sum()
     made = experiment(loss=nn.CrossEntropyLoss(label_smoothing=0.01), optimizer=lambda p: torch.optim.Adam(p, lr=0.03))
@@ -49,13 +49,13 @@ def test_in_this_process_and_in_forks_of_it_they_give_the_same_bits() -> None:
     assert torch.equal(torch.get_rng_state(), before)
     forked = made.run(progress=False, processes=True)
     assert here.summary["accuracy_mean"] > 0.85 and here.summary["accuracy_merged"] > 0.85
-    assert len(states(here)) == 5 * 4
-    assert all(torch.equal(a, b) for a, b in zip(states(here), states(forked), strict=True))
+    assert len(model_tensors(here)) == 5 * 4
+    assert all(torch.equal(a, b) for a, b in zip(model_tensors(here), model_tensors(forked), strict=True))
     assert (forked.path / "summary.json").exists() and forked.status == "finished"
 
 
 @pytest.mark.slow
-def test_the_module_that_was_given_stays_as_it_is() -> None:
+def test_a_run_does_not_change_the_module_that_was_given() -> None:
     given = net()
     before = [p.clone() for p in given.parameters()]
     run = experiment(model=given, rounds=1).run(progress=False)
@@ -64,7 +64,7 @@ def test_the_module_that_was_given_stays_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("form", ["arrays", "tensors", "tensor_dataset", "list", "loader", "generator", "dataset"])
-def test_forms_of_data(form: str) -> None:
+def test_data_may_be_given_in_every_form(form: str) -> None:
     x = torch.rand(300, 2)
     y = (x.sum(1) > 1).long()
     train: Any = {
@@ -78,7 +78,7 @@ def test_forms_of_data(form: str) -> None:
         assert data.spec == DataSpec((2,), num_classes=2)
 
 
-def test_forms_of_graphs() -> None:
+def test_graphs_may_be_given_in_every_form() -> None:
     cycle = networkx.relabel_nodes(networkx.cycle_graph(4), dict(enumerate("dcba")))
     ours = build_graph(Ring.Config(name="ring", nodes=4), None, 1)
     for graph in (cycle, ours, {"name": "ring", "nodes": 4}, Ring.Config(name="ring", nodes=4)):
@@ -97,7 +97,7 @@ def test_forms_of_graphs() -> None:
         experiment(graph=ours, weights="uniform").check()
 
 
-def test_what_can_be_imported_is_named_and_needs_no_object() -> None:
+def test_classes_that_can_be_imported_become_names_not_objects() -> None:
     made = Experiment.from_objects(
         functools.partial(Net, width=8), Points, graph="ring", nodes=4, loss=nn.MSELoss, rounds=1,
         optimizer=functools.partial(torch.optim.SGD, lr=0.1, momentum=np.float32(0.5)), partition={"name": "iid"},
@@ -110,7 +110,7 @@ def test_what_can_be_imported_is_named_and_needs_no_object() -> None:
     assert layer["training"]["loss"] == {"name": "torch.nn.modules.loss:MSELoss"}
 
 
-def test_a_class_that_no_module_holds_is_an_object() -> None:
+def test_a_local_class_becomes_an_object() -> None:
     class Local(Net):
         pass
 
@@ -119,7 +119,7 @@ def test_a_class_that_no_module_holds_is_an_object() -> None:
     assert made._layers[1]["model"] == {"name": "decentnode.objects:model", "width": 4}
 
 
-def test_classes_stand_wherever_names_do_and_those_of_one_list_are_kept_apart() -> None:
+def test_classes_may_replace_names_everywhere_also_several_in_one_list() -> None:
     class One(Ring):
         pass
 
@@ -142,19 +142,19 @@ def test_classes_stand_wherever_names_do_and_those_of_one_list_are_kept_apart() 
     assert drawn._layers[1]["parameters"]["fragments"][0]["graph"]["nodes"] == 4
 
 
-def test_one_module_that_a_function_gives_again_and_again_is_copied() -> None:
+def test_a_module_that_a_function_returns_for_every_node_is_copied() -> None:
     whole = net()
     kind, keys = objects.make_model(lambda: whole)
     made = [kind(GivenModel.Config(**keys)).make(DataSpec((2,), num_classes=2)) for _ in range(2)]
     assert made[0] is not made[1]
 
 
-def test_a_function_gets_what_is_known_of_the_data() -> None:
+def test_a_function_that_makes_the_model_gets_facts_of_the_data() -> None:
     kind, keys = objects.make_model(lambda num_classes: nn.Linear(2, num_classes))
     assert kind(GivenModel.Config(**keys)).make(DataSpec((2,), num_classes=7)).out_features == 7
 
 
-@pytest.mark.parametrize(("given", "words"), [
+@pytest.mark.parametrize(("arguments", "message"), [
     ({"optimizer": torch.optim.SGD(net().parameters(), lr=0.1)}, "functools.partial.torch.optim.SGD, lr=...."),
     ({"model": 3}, "model must be a torch.nn.Module, or a function that makes one, got int"),
     ({"train": 3}, "train must be a Dataset, .inputs, targets. or an iterable of batches, got int"),
@@ -164,12 +164,12 @@ def test_a_function_gets_what_is_known_of_the_data() -> None:
     ({"run": {"trackers": ["csv", type("Own", (CSV,), {})]}}, "trackers.1 must be a class from a module, because "),
     ({"sharing": {"name": "full", "x": object()}}, "sharing.x must be plain data or a component's class, got <object"),
 ], ids=["optimizer", "model", "train", "lengths", "empty", "loss", "tracker", "key"])  # fmt: skip
-def test_what_is_given_wrongly_is_told_by_its_name(given: dict[str, Any], words: str) -> None:
-    with pytest.raises(UsageError, match=words):
-        experiment(**given)
+def test_a_wrong_argument_is_refused_by_its_name(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        experiment(**arguments)
 
 
-def test_what_cannot_be_sent_to_another_machine_is_refused_by_name() -> None:
+def test_objects_that_cannot_be_sent_to_another_machine_are_refused_by_name() -> None:
     hosts = {"machines": 2, "nodes_per_machine": 2, "addresses": ["10.0.0.1", "10.0.0.2"], "base_port": 20000}
     for processes in (True, False):
         with pytest.raises(UsageError, match="data, model are objects of this process, which cannot be sent to"):
@@ -178,38 +178,38 @@ def test_what_cannot_be_sent_to_another_machine_is_refused_by_name() -> None:
         experiment().run(machine=0, progress=False)
 
 
-def test_cuda_in_use_is_told_before_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_are_refused_after_this_process_has_used_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     with pytest.raises(UsageError, match="this process uses CUDA, after which its forks cannot; processes=False runs"):
         experiment().run(processes=True, progress=False)
 
 
 @pytest.mark.slow
-def test_a_run_of_objects_says_elsewhere_what_it_lacks() -> None:
+def test_the_resolved_file_of_a_run_of_objects_is_refused_elsewhere() -> None:
     run = experiment(rounds=0).run(progress=False)
     with pytest.raises(ConfigError, match="model was an object of the program that made this experiment"):
         load(run.path / "config.resolved.yaml")
     assert "Net with 82 parameters" in (run.path / "config.yaml").read_text()
 
 
-def test_samples_that_are_unequal_are_told() -> None:
+def test_samples_of_different_shapes_are_refused() -> None:
     with pytest.raises(UsageError, match="must have one shape"):
         experiment(train=[(torch.ones(2), 0)] * 30 + [(torch.ones(3), 1)] * 10, test=None).run(progress=False)
 
 
-def ready(size: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def make_batches(size: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     draws = torch.rand(400, 2, generator=torch.Generator().manual_seed(1))
     return [(x, (x.sum(1) > 1).long()) for x in draws.split(size)]
 
 
-def test_ready_batches_in_a_list_are_told_from_samples() -> None:
+def test_a_list_of_batches_is_refused_and_an_iterator_of_them_accepted() -> None:
     with pytest.raises(DataError, match=r"\(\[64, 2\], \[64\]\) first and \(\[16, 2\], \[16\]\) last; if each"):
-        experiment(train=ready(64), test=None)
+        experiment(train=make_batches(64), test=None)
     with pytest.raises(ConfigError) as caught:
-        experiment(train=ready(20), test=None).check()
+        experiment(train=make_batches(20), test=None).check()
     assert "if each item is a batch, of 20 samples the first, give iter(...) of the list" in str(caught.value)
     for size in (20, 64):
-        experiment(train=iter(ready(size)), test=None).check()
+        experiment(train=iter(make_batches(size)), test=None).check()
 
 
 @pytest.mark.parametrize("pair", [

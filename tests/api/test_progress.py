@@ -1,4 +1,4 @@
-"""The bar of a notebook, without one: what is displayed, and what replaces it."""
+"""Progress in a notebook and in a program; IPython is replaced by a fake that records what it displays."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ from tests.launch import faults
 TINY = faults.experiment(node={"rounds": 6, "evaluate_every": 2})
 
 
-class Display:
-    """What IPython's display gives for an id: `shown` are the texts that replaced each other."""
+class FakeDisplay:
+    """Stands in for IPython.display.display and the handle that it returns. `shown` are the texts that replaced each
+    other."""
 
     def __init__(self) -> None:
         self.shown: list[str] = []
         self.displays = 0
 
-    def __call__(self, what: Any, display_id: bool = False) -> Display:
+    def __call__(self, what: Any, display_id: bool = False) -> FakeDisplay:
         assert display_id
         self.displays += 1
         self.update(what)
@@ -42,8 +43,8 @@ class Display:
 
 
 @pytest.fixture
-def notebook(monkeypatch: pytest.MonkeyPatch) -> Iterator[Display]:
-    display, ipython = Display(), types.ModuleType("IPython")
+def notebook(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDisplay]:
+    display, ipython = FakeDisplay(), types.ModuleType("IPython")
     ipython.get_ipython = lambda: types.SimpleNamespace(kernel=object())  # type: ignore[attr-defined]
     part = types.ModuleType("IPython.display")
     part.display = display  # type: ignore[attr-defined]
@@ -54,8 +55,8 @@ def notebook(monkeypatch: pytest.MonkeyPatch) -> Iterator[Display]:
 
 
 @pytest.mark.slow
-def test_a_notebook_has_one_bar_that_is_replaced(
-    notebook: Display, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_a_notebook_shows_one_bar_that_is_updated(
+    notebook: FakeDisplay, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(progress, "REFRESH_SECONDS", 0.0)
     run = decentnode.run(TINY, processes=False, run_dir=tmp_path)
@@ -66,7 +67,7 @@ def test_a_notebook_has_one_bar_that_is_replaced(
     assert capsys.readouterr() == ("", "")
 
 
-def test_a_notebook_says_that_a_run_failed(notebook: Display, tmp_path: Path) -> None:
+def test_a_notebook_shows_that_a_run_failed_or_did_not_start(notebook: FakeDisplay, tmp_path: Path) -> None:
     training = {**TINY["training"], "name": "tests.launch.faults:Raises"}
     with pytest.raises(NodeFailed):
         decentnode.run({**TINY, "training": training}, processes=False, run_dir=tmp_path)
@@ -77,7 +78,9 @@ def test_a_notebook_says_that_a_run_failed(notebook: Display, tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_a_program_gets_lines_or_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_program_prints_lines_and_with_progress_false_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     decentnode.run(TINY, processes=False, run_dir=tmp_path)
     out, err = capsys.readouterr()
     assert "round=4/6 " in out and "done in" in out and "plot" in out.splitlines()[-1] and not err
@@ -86,7 +89,7 @@ def test_a_program_gets_lines_or_nothing(tmp_path: Path, capsys: pytest.CaptureF
 
 
 @pytest.mark.slow
-def test_ones_own_observer_is_told(tmp_path: Path) -> None:
+def test_an_observer_of_the_user_gets_every_evaluation(tmp_path: Path) -> None:
     class Mine(Observer):
         evaluations = 0
 

@@ -1,4 +1,4 @@
-"""What a run left, as tables, a figure and models."""
+"""The results of a run as tables, a figure and models."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> decentnode.Run:
     return decentnode.run(given, progress=False, processes=False, run_dir=folder / "runs")
 
 
-def test_tables(run: decentnode.Run) -> None:
+def test_tables_of_rounds_evaluations_and_nodes(run: decentnode.Run) -> None:
     rounds, evaluations, nodes = run.rounds(), run.evaluations(), run.nodes()
     assert len(rounds) == 4 * 4 and {"node", "round", "loss", "seconds"} <= {*rounds.columns}
     assert list(rounds["node"][:4]) == [0, 1, 2, 3] and list(rounds["round"][:4]) == [0] * 4
@@ -36,21 +36,21 @@ def test_tables(run: decentnode.Run) -> None:
     assert nodes["accuracy"].mean() == pytest.approx(run.summary["accuracy_mean"])
 
 
-def test_without_pandas_it_says_what_to_install(run: decentnode.Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = builtins.__import__
+def test_without_pandas_the_error_says_what_to_install(run: decentnode.Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    original_import = builtins.__import__
 
-    def without(name: str, *rest: Any) -> Any:
+    def import_all_but_pandas(name: str, *rest: Any) -> Any:
         if name == "pandas":
             raise ImportError(name)
-        return found(name, *rest)
+        return original_import(name, *rest)
 
-    monkeypatch.setattr(builtins, "__import__", without)
+    monkeypatch.setattr(builtins, "__import__", import_all_but_pandas)
     with pytest.raises(EnvironmentFault, match=r"tables of a run need pandas: pip install 'decentnode\[notebook\]'"):
         run.rounds()
 
 
 @pytest.mark.slow
-def test_a_figure_shows_itself_and_leaves_the_programs_backend(run: decentnode.Run) -> None:
+def test_a_figure_can_be_displayed_and_the_backend_of_matplotlib_is_kept(run: decentnode.Run) -> None:
     before = matplotlib.get_backend()
     figure = run.plot("accuracy", x="rounds")
     assert figure._repr_png_().startswith(b"\x89PNG")  # type: ignore[attr-defined]
@@ -63,7 +63,7 @@ def test_a_figure_shows_itself_and_leaves_the_programs_backend(run: decentnode.R
         run.plot(x="minutes")
 
 
-def test_models(run: decentnode.Run) -> None:
+def test_models_of_nodes_and_their_merged_model(run: decentnode.Run) -> None:
     models = run.models()
     assert list(models) == [0, 1, 2, 3, "merged"] and len(models) == 5
     assert isinstance(models[1], nn.Module) and not models.merged.training
@@ -75,7 +75,7 @@ def test_models(run: decentnode.Run) -> None:
 
 
 @pytest.mark.slow
-def test_models_of_objects_are_of_their_classes(tmp_path: Path) -> None:
+def test_models_of_objects_have_their_classes_only_in_the_program_that_made_them(tmp_path: Path) -> None:
     run = experiment(rounds=1).run(progress=False, run_dir=tmp_path)
     assert isinstance(run.models().merged, Net)
     again = decentnode.open_run(run.path).models()
@@ -94,7 +94,7 @@ def test_an_earlier_run_is_opened_by_its_folder_or_its_name(run: decentnode.Run)
     assert decentnode.open_run(run.path).config["model"]["name"] == "logistic"
 
 
-def test_it_is_shown_in_a_line(run: decentnode.Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_repr_of_a_run_is_one_line_with_its_results(run: decentnode.Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(run.path.parents[2])
     shown = repr(run)
     assert shown.startswith("<Run tiny: finished after 4 of 4 rounds, ")
@@ -102,7 +102,7 @@ def test_it_is_shown_in_a_line(run: decentnode.Run, monkeypatch: pytest.MonkeyPa
     assert f"accuracy_mean {run.summary['accuracy_mean']:.3f}" in shown and len(shown) < 200
 
 
-def test_a_run_that_was_killed(run: decentnode.Run, tmp_path: Path) -> None:
+def test_a_killed_run_has_rounds_but_no_summary_and_no_models(run: decentnode.Run, tmp_path: Path) -> None:
     shutil.copytree(run.path, tmp_path / "killed")
     (tmp_path / "killed" / "summary.json").unlink()
     shutil.rmtree(tmp_path / "killed" / "models")

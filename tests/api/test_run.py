@@ -1,4 +1,4 @@
-"""decentnode.run: what it merges, how it ends, what it raises."""
+"""decentnode.run: how it merges sections, how a run ends, and what it raises."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(TINY))
 
 
-def here(config: Any, **more: Any) -> decentnode.Run:
+def run_in_this_process(config: Any, **more: Any) -> decentnode.Run:
     return decentnode.run(config, progress=False, processes=False, **more)
 
 
 @pytest.mark.slow
 def test_sections_are_merged_key_by_key() -> None:
-    run = here("tiny.yaml", sharing={"name": "choco", "fraction": np.float64(0.2)}, rounds=2, seed=7, name="mine",
-               training={"optimizer": {"lr": 0.02}})  # fmt: skip
+    run = run_in_this_process("tiny.yaml", sharing={"name": "choco", "fraction": np.float64(0.2)}, rounds=2, seed=7,
+                              name="mine", training={"optimizer": {"lr": 0.02}})  # fmt: skip
     found = run.config
     assert found["sharing"]["name"] == "choco" and found["sharing"]["fraction"] == 0.2
     assert found["training"]["optimizer"]["lr"] == 0.02
@@ -55,9 +55,9 @@ def test_sections_are_merged_key_by_key() -> None:
 
 @pytest.mark.slow
 def test_a_file_a_dict_a_resolved_experiment_and_a_run_are_the_same_experiment() -> None:
-    first = here("tiny.yaml", rounds=2)
+    first = run_in_this_process("tiny.yaml", rounds=2)
     for config in (TINY, load("tiny.yaml"), first.path, Experiment.from_yaml(Path("tiny.yaml").read_text())):
-        again = here(config, rounds=2)
+        again = run_in_this_process(config, rounds=2)
         assert again.summary["digest"] == first.summary["digest"]
         for key in first.models():
             pairs = zip(first.models().state_dict(key).values(), again.models().state_dict(key).values(), strict=True)
@@ -65,8 +65,10 @@ def test_a_file_a_dict_a_resolved_experiment_and_a_run_are_the_same_experiment()
 
 
 @pytest.mark.slow
-def test_processes_give_the_bits_of_this_process_and_see_what_it_has_now(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fork server may be older than the current folder and the environment."""
+def test_processes_give_the_same_bits_and_see_the_current_folder_and_environment(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fork server may have been started before the folder and the environment were changed."""
     monkeypatch.setenv("DECENTNODE_TEST_WORD", "now")
     Path("here.py").write_text("import os, torch\nassert os.environ['DECENTNODE_TEST_WORD'] == 'now'\n"
                                "class Net(torch.nn.Linear):\n    def __init__(self):\n"
@@ -76,26 +78,26 @@ def test_processes_give_the_bits_of_this_process_and_see_what_it_has_now(monkeyp
     Path("tiny.yaml").write_text(yaml.safe_dump({**TINY, "training": {**TINY["training"], "name": "supervised"}}))
     run = decentnode.run("tiny.yaml", progress=False, communication="auto", **more)
     assert run.status == "finished" and run.summary["num_nodes"] == 4
-    same = here("tiny.yaml", **more)
+    same = run_in_this_process("tiny.yaml", **more)
     assert torch.equal(run.models().state_dict(2)["weight"], same.models().state_dict(2)["weight"])
 
 
 @pytest.mark.slow
-def test_problems_are_those_of_the_command_line_all_at_once() -> None:
+def test_all_problems_are_raised_at_once_as_on_the_command_line() -> None:
     with pytest.raises(ConfigError) as caught:
-        here("tiny.yaml", sharing={"name": "chocoo"}, rounds=-1, grap={"nodes": 3})
+        run_in_this_process("tiny.yaml", sharing={"name": "chocoo"}, rounds=-1, grap={"nodes": 3})
     for words in ("3 problems", "keyword grap: grap is not a known key", "did you mean 'graph'?",
                   "keyword node: node.rounds must be >= 0, got -1", "did you mean 'choco'?"):  # fmt: skip
         assert words in str(caught.value)
     with pytest.raises(ConfigError, match="cannot be read"):
-        here("none.yaml")
+        run_in_this_process("none.yaml")
     with pytest.raises(ConfigError, match="did you mean 'choco'"):
         decentnode.run("tiny.yaml", sharing="chocoo", progress=False)
 
 
-def test_a_node_that_raises_is_the_cause_with_the_users_own_traceback() -> None:
+def test_NodeFailed_has_the_users_exception_as_its_cause_and_the_failed_run() -> None:
     with pytest.raises(NodeFailed, match="node 2: RuntimeError: a bug in my model") as caught:
-        here("tiny.yaml", training={"name": "tests.launch.faults:Raises"})
+        run_in_this_process("tiny.yaml", training={"name": "tests.launch.faults:Raises"})
     assert isinstance(caught.value.__cause__, RuntimeError)
     run = caught.value.run  # type: ignore[attr-defined]
     assert run.status == "failed" and run.summary["failure"]["node"] == 2
@@ -103,42 +105,42 @@ def test_a_node_that_raises_is_the_cause_with_the_users_own_traceback() -> None:
     assert len(run.rounds()) >= 8
 
 
-def test_a_model_that_diverges() -> None:
+def test_a_diverging_model_raises_Diverged() -> None:
     with pytest.raises(Diverged, match=r"^node 0: the .* try a smaller learning rate"):
-        here("tiny.yaml", training={"optimizer": {"lr": 3e38}})
+        run_in_this_process("tiny.yaml", training={"optimizer": {"lr": 3e38}})
 
 
-class Stops(Observer):
-    """Presses Ctrl-C once an evaluation was told."""
+class PressesCtrlC(Observer):
+    """Sends SIGINT to this process at the first evaluation after a round."""
 
     def __init__(self) -> None:
-        self.told: list[str] = []
+        self.events: list[str] = []
 
     def progress(self, uid: int, record: dict[str, Any]) -> None:
-        if record["kind"] == "evaluation" and record["round"] > 0 and not self.told:
-            self.told.append("pressed")
+        if record["kind"] == "evaluation" and record["round"] > 0 and not self.events:
+            self.events.append("pressed")
             os.kill(os.getpid(), signal.SIGINT)
 
     def stopping(self, signal_name: str) -> None:
-        self.told.append(signal_name)
+        self.events.append(signal_name)
 
     def ended(self, outcome: Any) -> None:
-        self.told.append(outcome.summary["status"])
+        self.events.append(outcome.summary["status"])
 
 
-def test_ctrl_c_writes_what_there_is_and_ends_loops() -> None:
-    observer, before = Stops(), signal.getsignal(signal.SIGINT)
+def test_ctrl_c_writes_the_results_so_far_and_raises_a_KeyboardInterrupt() -> None:
+    observer, before = PressesCtrlC(), signal.getsignal(signal.SIGINT)
     with pytest.raises(RunInterrupted, match=r"stopped after round \d+ of 5000; decentnode.open_run") as caught:
         for _ in range(2):
             decentnode.run("tiny.yaml", rounds=5000, node={"evaluate_every": 2}, progress=observer, processes=False)
     assert isinstance(caught.value, KeyboardInterrupt) and caught.value.exit_code == 130
     run = caught.value.run
     assert run is not None and run.status == "interrupted" and "merged" in run.models()
-    assert observer.told == ["pressed", "SIGINT", "interrupted"]
+    assert observer.events == ["pressed", "SIGINT", "interrupted"]
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_ctrl_c_while_the_experiment_is_loaded_ends_loops_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_while_the_experiment_is_loaded_raises_a_KeyboardInterrupt_too(monkeypatch: pytest.MonkeyPatch) -> None:
     over = threading.Event()
 
     def start_child(*_: object) -> None:
@@ -157,16 +159,16 @@ def test_ctrl_c_while_the_experiment_is_loaded_ends_loops_too(monkeypatch: pytes
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_from_its_checkpoints() -> None:
-    first = here("tiny.yaml", rounds=2, node={"checkpoint": {"every": 2}})
-    more = here("tiny.yaml", rounds=4, node={"checkpoint": {"every": 2}}, resume=first)
-    whole = here("tiny.yaml", rounds=4, node={"checkpoint": {"every": 2}})
+def test_a_run_continues_from_its_checkpoints() -> None:
+    first = run_in_this_process("tiny.yaml", rounds=2, node={"checkpoint": {"every": 2}})
+    more = run_in_this_process("tiny.yaml", rounds=4, node={"checkpoint": {"every": 2}}, resume=first)
+    whole = run_in_this_process("tiny.yaml", rounds=4, node={"checkpoint": {"every": 2}})
     assert more.summary["resumed"]["round"] == 2
     assert torch.equal(*(run.models().state_dict(1)["1.weight"] for run in (more, whole)))
 
 
 @pytest.mark.slow
-def test_objects_go_on_too_from_the_latest_run_of_the_name() -> None:
+def test_a_run_of_objects_continues_from_the_latest_run_of_its_name() -> None:
     kept = {"node": {"checkpoint": {"every": 2}}, "progress": False}
     experiment(rounds=2).run(**kept)
     more = experiment(rounds=4).run(resume=True, **kept)
@@ -175,7 +177,7 @@ def test_objects_go_on_too_from_the_latest_run_of_the_name() -> None:
         experiment(rounds=4, model=torch.nn.Linear(2, 2)).run(resume=True, **kept)
 
 
-def script(text: str, *arguments: str, **more: Any) -> subprocess.Popen[str]:
+def start_script(text: str, *arguments: str, **more: Any) -> subprocess.Popen[str]:
     Path("script.py").write_text(textwrap.dedent(text))
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     return subprocess.Popen([sys.executable, "script.py", *arguments], env=environ, text=True, stdout=subprocess.PIPE,
@@ -184,8 +186,8 @@ def script(text: str, *arguments: str, **more: Any) -> subprocess.Popen[str]:
 
 @pytest.mark.slow
 def test_a_script_without_a_main_guard_runs_once_and_its_own_classes_are_objects() -> None:
-    """Under each way to start processes; the classes are those of __main__."""
-    with script("""
+    """With and without processes, although the start method is spawn; the classes are those of __main__."""
+    with start_script("""
         import multiprocessing
         multiprocessing.set_start_method("spawn")
         print("the script")
@@ -212,7 +214,7 @@ def test_a_script_without_a_main_guard_runs_once_and_its_own_classes_are_objects
 
 @pytest.mark.slow
 def test_ctrl_c_in_a_script_stops_its_processes_too() -> None:
-    with script("""
+    with start_script("""
         import decentnode
         try:
             decentnode.run("tiny.yaml", rounds=100_000, communication="auto", node={"evaluate_every": 5})
@@ -233,16 +235,16 @@ def test_ctrl_c_in_a_script_stops_its_processes_too() -> None:
 
 
 @pytest.mark.slow
-def test_a_daemonic_process_is_told_how_it_can_run() -> None:
-    with script("""
+def test_a_daemonic_process_must_use_processes_false() -> None:
+    with start_script("""
         import multiprocessing, decentnode
 
         def work(_):
             try:
                 decentnode.run("tiny.yaml", rounds=1, progress=False)
             except decentnode.errors.UsageError as error:
-                told = str(error)
-            return told, decentnode.run("tiny.yaml", rounds=1, progress=False, processes=False).status
+                message = str(error)
+            return message, decentnode.run("tiny.yaml", rounds=1, progress=False, processes=False).status
 
         if __name__ == "__main__":
             with multiprocessing.get_context("fork").Pool(1) as pool:
@@ -253,7 +255,7 @@ def test_a_daemonic_process_is_told_how_it_can_run() -> None:
 
 
 @pytest.mark.slow
-def test_importing_decentnode_imports_next_to_nothing() -> None:
+def test_importing_decentnode_imports_no_heavy_library() -> None:
     text = "import sys, decentnode; print([name for name in sys.modules if name.split('.')[0] in " \
            "('torch', 'numpy', 'pandas', 'matplotlib', 'rich', 'click', 'pydantic')])"  # fmt: skip
     done = subprocess.run([sys.executable, "-c", text], env={**os.environ, "PYTHONPATH": str(ROOT)}, text=True,
@@ -266,7 +268,7 @@ def test_importing_decentnode_imports_next_to_nothing() -> None:
     assert done.stdout == "[]\n"
 
 
-def test_what_an_experiment_is() -> None:
+def test_an_experiment_has_a_config_a_check_and_a_repr() -> None:
     made = Experiment.from_config("tiny.yaml", sharing="choco")
     assert made.config["sharing"]["name"] == "choco" and made.check() is made
     assert repr(made) == "<Experiment from tiny.yaml>"

@@ -1,4 +1,4 @@
-"""`decentnode.sweep`: tables, the best, and what is done already."""
+"""`decentnode.sweep`: its tables, its best runs, and points that an earlier sweep has run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LR = "training.optimizer.lr"
 QUICK = {"node": {"rounds": 3, "evaluate_every": 0}}
 
 
-class Seen(Watcher):
+class RecordsDoneBefore(Watcher):
     def __init__(self) -> None:
         self.before: list[bool] = []
 
@@ -27,9 +27,9 @@ class Seen(Watcher):
 
 
 @pytest.mark.slow
-def test_a_sweep_comes_back_as_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sweep_returns_tables_and_does_not_repeat_points(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("pandas")
-    seen = Seen()
+    seen = RecordsDoneBefore()
     found = decentnode.sweep(experiment(**QUICK), {LR: [0.2, 1e-5]}, seeds=2, run_dir=tmp_path, progress=seen)
     assert found.path == tmp_path / "tiny" / "sweep" and found.metric == "accuracy_mean"
     table, points = found.table(), found.points()
@@ -45,7 +45,7 @@ def test_a_sweep_comes_back_as_tables(tmp_path: Path, capsys: pytest.CaptureFixt
     assert found.best_runs()[0].models().merged(torch.zeros(1, 64)).shape == (1, 10)
     assert "lr" in str(found) and "best lr=0.2" in repr(found) and r"\toprule" in found.latex()
     assert found.plot().axes[0].get_xlabel() == LR
-    more = Seen()
+    more = RecordsDoneBefore()
     again = decentnode.sweep(decentnode.Experiment(experiment(**QUICK)), {LR: [0.2]}, seeds=2, run_dir=tmp_path,
                              progress=more)  # fmt: skip
     assert seen.before == [False] * 4 and more.before == [True] * 2
@@ -54,8 +54,8 @@ def test_a_sweep_comes_back_as_tables(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.slow
-def test_a_section_is_laid_over_and_points_over_that(tmp_path: Path) -> None:
-    """Layers of a program come before the values of points."""
+def test_settings_of_points_override_the_sections_of_the_call(tmp_path: Path) -> None:
+    """These sections in turn override those of the config."""
     found = decentnode.sweep(experiment(**QUICK), {"graph.name": ["star"]}, run_dir=tmp_path, progress=False,
                              graph={"name": "ring", "nodes": 5}, name="other", rounds=2)  # fmt: skip
     run, = found.best_runs()
@@ -63,7 +63,7 @@ def test_a_section_is_laid_over_and_points_over_that(tmp_path: Path) -> None:
     assert len(run.summary["nodes"]) == 5
 
 
-def test_mistakes(tmp_path: Path) -> None:
+def test_mistakes_in_a_sweep_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="did you mean 'ring'"):
         decentnode.sweep(experiment(), {"graph.name": ["rng"]}, run_dir=tmp_path, progress=False)
     with pytest.raises(UsageError, match="give one of them"):
@@ -72,16 +72,16 @@ def test_mistakes(tmp_path: Path) -> None:
         decentnode.sweep(experiment(model=torch.nn.Linear(64, 10)), {LR: [1]}, run_dir=tmp_path)
 
 
-class Interrupting(Watcher):
+class InterruptsTheFirstPoint(Watcher):
     def tick(self, state: State) -> None:
         if state.running and state.running[0].round:
             os.kill(os.getpid(), signal.SIGINT)
 
 
 @pytest.mark.slow
-def test_an_interrupt_raises_with_what_is_done(tmp_path: Path) -> None:
+def test_an_interrupted_sweep_raises_with_its_results_so_far(tmp_path: Path) -> None:
     training = {**experiment()["training"], "name": "tests.launch.faults:Slow"}
     with pytest.raises(decentnode.RunInterrupted) as stopped:
         decentnode.sweep(experiment(training=training, node={"rounds": 5000}), {LR: [0.2]}, run_dir=tmp_path,
-                         progress=Interrupting())  # fmt: skip
+                         progress=InterruptsTheFirstPoint())  # fmt: skip
     assert stopped.value.exit_code == 130 and str(stopped.value.sweep) == "no point has ended"

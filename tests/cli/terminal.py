@@ -1,4 +1,4 @@
-"""A pseudo terminal of its own for a command, as a person has it: keys, Ctrl-S, Ctrl-C, Ctrl-Z."""
+"""A pseudo terminal for a command, in which tests press keys as a person does: Ctrl-S, Ctrl-Q, Ctrl-C, Ctrl-Z."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from tests import conftest
 from tests.commands import Command, started
 
 SECONDS = 200.0
-HOLD, GO_ON, INTERRUPT, SUSPEND = b"\x13", b"\x11", b"\x03", b"\x1a"
+HOLD, RESUME, INTERRUPT, SUSPEND = b"\x13", b"\x11", b"\x03", b"\x1a"
 
 
 class Terminal:
-    """Keys go to `press`; what the command prints is taken only in `read_until` and `rest`."""
+    """A terminal in which a command runs. Only `read_until` and `read_rest` read its output."""
 
     def __init__(self, master: int, process: Command) -> None:
         self._master, self.process = master, process
@@ -28,14 +29,14 @@ class Terminal:
         os.write(self._master, key)
 
     def read_until(self, pattern: str) -> None:
-        """Until what was printed has a match of the regular expression `pattern`. A line that is drawn anew twice a
-        second need not show every number that it counts through: its pattern has to take later ones too."""
+        """Reads until the output has a match of the regular expression `pattern`. A line that is redrawn twice a second
+        need not show every number that it counts through, so that its pattern has to match later ones too."""
         deadline = time.monotonic() + SECONDS
         while not re.search(pattern, self.seen):
-            assert self._take(deadline - time.monotonic()), f"{pattern!r} never came:\n{self.seen}"
+            assert self._take(deadline - time.monotonic()), f"{pattern!r} was never printed:\n{self.seen}"
 
-    def rest(self) -> str:
-        """All that is printed until the command ends."""
+    def read_rest(self) -> str:
+        """Waits for the end of the command and returns everything that it printed."""
         deadline = time.monotonic() + SECONDS
         while self._take(deadline - time.monotonic()):
             pass
@@ -54,7 +55,8 @@ class Terminal:
 
 @contextlib.contextmanager
 def in_terminal(words: Sequence[str], folder: Path, environ: dict[str, str]) -> Iterator[Terminal]:
-    """`python -m decentnode WORDS` as the foreground job of a new terminal; killed with all its children at the end."""
+    """Runs `python -m decentnode WORDS` as the foreground job of a new terminal; at the end it is killed with all its
+    children."""
     master, slave = pty.openpty()
     try:
         with started(folder, *words, environ=environ, terminal=slave) as command:
@@ -65,7 +67,5 @@ def in_terminal(words: Sequence[str], folder: Path, environ: dict[str, str]) -> 
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, f"{what} did not come about within {SECONDS:g} s"
-        time.sleep(0.02)
+    """Polls until `condition` holds, for as long as a whole run may take on a busy machine. what: the awaited event."""
+    conftest.wait_until(condition, f"waited {SECONDS:g} s for {what}", SECONDS)

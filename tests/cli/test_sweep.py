@@ -83,7 +83,7 @@ def test_ctrl_c_keeps_what_is_done_and_the_same_command_goes_on(tmp_path: Path) 
         terminal.read_until("1/2 points")
         terminal.read_until(r" ([89]|[123]\d)/40")
         terminal.press(INTERRUPT)
-        text = terminal.rest()
+        text = terminal.read_rest()
         assert terminal.process.returncode == 130, text
         assert "the same command continues" in text and "accuracy %" in text
     first = outcomes(tmp_path)

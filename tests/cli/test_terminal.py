@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from decentnode.metrics.reader import read_kind
-from tests.cli.terminal import GO_ON, HOLD, INTERRUPT, SUSPEND, Terminal, in_terminal, wait_until
+from tests.cli.terminal import RESUME, HOLD, INTERRUPT, SUSPEND, Terminal, in_terminal, wait_until
 from tests.commands import started
 from tests.conftest import free_ports
 from tests.launch.faults import experiment
@@ -50,8 +50,8 @@ def test_a_held_terminal_stops_nothing_and_shows_the_end_later(tmp_path: Path) -
         terminal.press(HOLD)
         wait_until(lambda: status(tmp_path) == "finished", "the end of the run")
         assert terminal.process.poll() is None  # only the last lines wait
-        terminal.press(GO_ON)
-        assert "done in " in terminal.rest()
+        terminal.press(RESUME)
+        assert "done in " in terminal.read_rest()
     assert terminal.process.returncode == 0
 
 
@@ -62,8 +62,8 @@ def test_a_terminal_held_from_the_start_does_not_keep_a_run_from_beginning(tmp_p
         wait_until(lambda: status(tmp_path) == "finished", "the end of the run")
         for uid in range(4):
             assert len(read_kind(latest(tmp_path) / "nodes" / f"{uid:03d}" / "metrics.jsonl", "round")) == 20
-        terminal.press(GO_ON)
-        assert "all connected" in terminal.rest()
+        terminal.press(RESUME)
+        assert "all connected" in terminal.read_rest()
 
 
 @pytest.mark.slow
@@ -73,7 +73,7 @@ def test_ctrl_c_in_a_held_terminal_stops_the_run_and_writes(tmp_path: Path) -> N
         terminal.press(HOLD)
         terminal.press(INTERRUPT)
         wait_until(lambda: status(tmp_path) == "interrupted", "the end of the run")
-        assert "stopped after round" in terminal.rest()
+        assert "stopped after round" in terminal.read_rest()
     assert terminal.process.returncode == 130
     assert (latest(tmp_path) / "models" / "merged.safetensors").exists()
 
@@ -89,7 +89,7 @@ def test_ctrl_z_stops_the_display_and_not_the_nodes(tmp_path: Path) -> None:
         wait_until(lambda: len(list(models.glob("00?.safetensors"))) == 4, "the end of the training")
         assert "the nodes keep running" in terminal.seen or "the nodes keep running" in _more(terminal)
         supervisor.send_signal(signal.SIGCONT)
-        assert "done in " in terminal.rest()
+        assert "done in " in terminal.read_rest()
     assert terminal.process.returncode == 0
     assert status(tmp_path) == "finished"
 
@@ -112,8 +112,8 @@ def test_a_single_node_in_a_held_terminal_trains_on(tmp_path: Path) -> None:
             assert other.returncode == 0, err
         done = tmp_path / "run" / "summary.json"
         wait_until(done.exists, "the summary")
-        terminal.press(GO_ON)
-        assert "done in " in terminal.rest()
+        terminal.press(RESUME)
+        assert "done in " in terminal.read_rest()
     assert terminal.process.returncode == 0
 
 

@@ -71,10 +71,10 @@ def test_a_gpu_that_does_not_exist_is_refused_before_the_run() -> None:
 def test_forks_of_a_process_that_has_not_used_its_gpu_give_the_bits_of_one_process(device: str) -> None:
     """In another process, as this one may have used its GPU in an earlier test."""
     script = (
-        "import torch\nfrom tests.api.small import experiment\nfrom tests.api.test_objects import states\n"
+        "import torch\nfrom tests.api.small import experiment\nfrom tests.api.test_objects import model_tensors\n"
         f"made = experiment(mapping={{'device': '{device}'}})\n"
         "forked = made.run(progress=False, processes=True)\nhere = made.run(progress=False)\n"
-        "same = [torch.equal(a, b) for a, b in zip(states(here), states(forked), strict=True)]\n"
+        "same = [torch.equal(a, b) for a, b in zip(model_tensors(here), model_tensors(forked), strict=True)]\n"
         "print(forked.status, len(same), all(same))\n"
     )
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
