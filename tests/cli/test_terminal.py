@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from decentnode.metrics.reader import read_kind
-from tests.cli.terminal import RESUME, HOLD, INTERRUPT, SUSPEND, Terminal, in_terminal, wait_until
+from tests.cli.terminal import HOLD, INTERRUPT, RESUME, SUSPEND, Terminal, in_terminal, wait_until
 from tests.commands import started
 from tests.conftest import free_ports
 from tests.launch.faults import experiment
