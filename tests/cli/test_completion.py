@@ -1,4 +1,4 @@
-"""`decentnode completion`: the scripts, where they go, and what they propose."""
+"""`decentnode completion`: its scripts, where they are installed, and what they propose."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from click.testing import CliRunner
 from decentnode.cli import COMMANDS, completion, main
 
 
-def proposed(*words: str) -> list[str]:
-    """What stands at the cursor, in the last of `words`."""
+def complete(*words: str) -> list[str]:
+    """Returns the completions of the last of `words`."""
     complete = ShellComplete(main, {}, "decentnode", completion.VARIABLE)
     return [item.value for item in complete.get_completions([*words[:-1]], words[-1])]
 
 
-def test_commands_options_and_runs_are_proposed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_options_and_names_of_runs_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "mine" / "latest").mkdir(parents=True)
     (tmp_path / "runs" / "empty").mkdir()
-    assert proposed("pl") == ["plan", "plot"]
-    assert proposed("") == [name for name in COMMANDS if find_spec(f"decentnode.cli.{name}")]
-    assert "--paper" in proposed("plot", "--p")
-    assert proposed("plot", "") == ["mine", "latest"] and proposed("status", "m") == ["mine"]
-    assert proposed("cmopare", "x") == [], "a word that is no command ends in no traceback"
+    assert complete("pl") == ["plan", "plot"]
+    assert complete("") == [name for name in COMMANDS if find_spec(f"decentnode.cli.{name}")]
+    assert "--paper" in complete("plot", "--p")
+    assert complete("plot", "") == ["mine", "latest"] and complete("status", "m") == ["mine"]
+    assert complete("cmopare", "x") == [], "an unknown command raises nothing"
 
 
-def test_the_names_of_commands_import_none(tmp_path: Path) -> None:
-    """A Tab must not take seconds."""
+def test_completing_a_command_name_imports_no_command(tmp_path: Path) -> None:
+    """Otherwise pressing Tab would take seconds."""
     environment = {**os.environ, completion.VARIABLE: "bash_complete", "COMP_WORDS": "decentnode pl", "COMP_CWORD": "1"}
     code = ("import sys; sys.argv = ['decentnode']\nfrom decentnode.cli import main\ntry: main()\nfinally:\n"
             " print([m for m in sys.modules if m.startswith(('decentnode.cli.', 'torch', 'matplotlib', 'numpy'))])")
@@ -46,7 +46,7 @@ def test_the_names_of_commands_import_none(tmp_path: Path) -> None:
     ("zsh", ".local/share/decentnode/completion.zsh", ".zshrc"),
     ("fish", ".config/fish/completions/decentnode.fish", None),
 ])  # fmt: skip
-def test_it_is_installed_once(
+def test_installing_twice_leaves_one_script_and_one_line_in_the_start_up_file(
     shell: str, script: str, start: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     home = tmp_path / "a home"
@@ -69,7 +69,9 @@ def test_it_is_installed_once(
 
 
 @pytest.mark.skipif(not Path("/bin/bash").exists(), reason="needs bash")
-def test_bash_reads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bash_completes_decentnode_after_reading_its_start_up_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("XDG_DATA_HOME", raising=False)
     assert CliRunner().invoke(main, ["completion", "bash", "--install"]).exit_code == 0

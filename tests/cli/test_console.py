@@ -1,4 +1,4 @@
-"""What the plain form of a run says: every round once, every accuracy with its own round."""
+"""The plain and live output of a run: every round once, every accuracy with its own round."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_the_closing_evaluation_of_a_stopped_run_does_not_print_its_round_again(
 
 
 @pytest.mark.parametrize("join", [False, True])
-def test_only_nodes_of_a_run_that_starts_are_said_to_be_connected(join: bool) -> None:
+def test_all_connected_is_printed_at_the_start_of_a_run_but_not_for_a_joining_node(join: bool) -> None:
     out = io.StringIO()
     output = Output(out)
     observer = ConsoleObserver(output, started=100.0, share="", live=False)
@@ -87,7 +87,9 @@ def test_only_nodes_of_a_run_that_starts_are_said_to_be_connected(join: bool) ->
 @pytest.mark.parametrize("shown_by", [lambda out: ConsoleObserver(out, started=0.0, share="", live=False).header,
                                       lambda out: lambda lines: ConsoleWatcher(out, live=False).say(lines[0][1])],
                          ids=["run", "sweep"])  # fmt: skip
-def test_a_class_of_ones_own_is_printed_as_it_is_written(shown_by: Callable[[Output], Callable[..., None]]) -> None:
+def test_the_path_of_a_users_class_is_printed_without_emoji_or_markup(
+    shown_by: Callable[[Output], Callable[..., None]]
+) -> None:
     """rich has an emoji for :beer: and hundreds of other words."""
     out = io.StringIO()
     output = Output(out)
@@ -96,8 +98,8 @@ def test_a_class_of_ones_own_is_printed_as_it_is_written(shown_by: Callable[[Out
     assert "beer:Beer: 2.7 kB per message, [all] of it" in out.getvalue()
 
 
-def test_the_table_of_a_sweep_shows_values_in_brackets() -> None:
-    """The label of a point names keys and values; rich would take [full,.1] for a mark."""
+def test_the_table_of_a_sweep_shows_values_in_brackets_unchanged() -> None:
+    """The label of a point names keys and values; rich would take [full,.1] for markup."""
     point = SimpleNamespace(label="sharing.name,training.optimizer.lr=[full,.1]")
     under_way = SimpleNamespace(point=point, round=1, prepared=SimpleNamespace(rounds=2), value=None, started_at=0.0)
     sweep = SimpleNamespace(sign=1, metric="accuracy", measured=SimpleNamespace(by_name={"accuracy": None}))
@@ -113,7 +115,7 @@ HEADER = [["graph", "ring, 4 nodes"], ["warning", "listens on everything"]]
 
 @pytest.mark.parametrize("live", [False, True])
 def test_the_header_comes_before_the_first_row(clock: VirtualClock, live: bool) -> None:
-    """It is computed while the nodes start: on a busy machine these are quicker."""
+    """The header is computed while the nodes start, which may take less time on a busy machine."""
     out = io.StringIO()
     output = Output(out)
     observer = ConsoleObserver(output, started=100.0, share="", live=live)
@@ -134,8 +136,8 @@ def test_the_header_comes_before_the_first_row(clock: VirtualClock, live: bool) 
     assert shown == sorted(shown, key=out.getvalue().index)
 
 
-def test_what_nodes_say_as_a_run_is_broken_off_is_not_shown_below_the_reason(clock: VirtualClock) -> None:
-    """Each closes with whom it still hears, so that these are figures of single nodes."""
+def test_records_of_nodes_that_arrive_after_a_failure_are_not_printed(clock: VirtualClock) -> None:
+    """After a failure every node ends with the nodes that it still reaches, so that these are not means over all."""
     out = io.StringIO()
     output = Output(out)
     observer = ConsoleObserver(output, started=100.0, share="", live=False)
@@ -152,7 +154,7 @@ def test_what_nodes_say_as_a_run_is_broken_off_is_not_shown_below_the_reason(clo
     assert "no space left" in out.getvalue() and "round=" not in out.getvalue()
 
 
-def test_a_header_that_does_not_come_holds_nothing_back(clock: VirtualClock) -> None:
+def test_lines_are_printed_after_a_while_although_the_header_is_missing(clock: VirtualClock) -> None:
     out = io.StringIO()
     output = Output(out)
     observer = ConsoleObserver(output, started=100.0, share="", live=False)
@@ -163,9 +165,9 @@ def test_a_header_that_does_not_come_holds_nothing_back(clock: VirtualClock) -> 
     assert output.drain(30) and "all connected" in out.getvalue()
 
 
-def test_plain_lines_say_when_they_were_written_and_how_long_the_run_still_takes(clock: VirtualClock) -> None:
-    """In the log of a scheduler nothing else does. The pace is that of the rounds made here: of a run that goes on from
-    round 4 the first four took no time."""
+def test_plain_lines_have_a_time_stamp_and_the_time_left(clock: VirtualClock) -> None:
+    """In the log of a scheduler nothing else shows the time. The pace is that of the rounds made here: in a run resumed
+    from round 4 the first four rounds took no time."""
     out = io.StringIO()
     output = Output(out)
     observer = ConsoleObserver(output, started=100.0, share="", live=False)
@@ -200,7 +202,7 @@ def test_paths_are_as_short_as_links_allow(tmp_path: Path, monkeypatch: pytest.M
     assert module.shown(Path("runs") / "ring") == "runs/ring" == module.shown(Path.cwd() / "runs" / "ring")
 
 
-def test_a_long_wait_is_one_line_of_a_terminal_that_is_written_anew(clock: VirtualClock) -> None:
+def test_a_long_wait_is_one_line_of_a_terminal_that_is_overwritten(clock: VirtualClock) -> None:
     out = io.StringIO()
     output = Output(out)
     observer = ConsoleObserver(output, started=100.0, share="", live=True)
@@ -219,7 +221,7 @@ def test_a_long_wait_is_one_line_of_a_terminal_that_is_written_anew(clock: Virtu
     assert out.getvalue().split("\r\x1b[K")[21:] == ["note     all is well\n"]
 
 
-def test_a_long_wait_is_told_ever_more_rarely_in_a_log(clock: VirtualClock) -> None:
+def test_in_a_log_a_long_wait_is_reported_at_growing_intervals(clock: VirtualClock) -> None:
     out = io.StringIO()
     output = Output(out)
     observer = ConsoleObserver(output, started=100.0, share="", live=False)

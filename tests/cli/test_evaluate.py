@@ -1,4 +1,4 @@
-"""`decentnode evaluate`: the figures of a run again, from its folder alone, and those on other data."""
+"""`decentnode evaluate`: the metrics of a run, computed again from its folder alone, and its metrics on other data."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from decentnode.launch.evaluate import evaluate
 from tests.launch import faults
 
 
-def ran(folder: Path, **sections: Any) -> decentnode.Run:
+def train(folder: Path, **sections: Any) -> decentnode.Run:
     given = faults.experiment(communication={"name": "inproc"}, node={"rounds": 3}, run={"dir": str(folder / "runs")})
     return decentnode.run({**given, **sections}, progress=False, processes=False)
 
 
-def called(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[object, str, str]:
+def run_evaluate(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[object, str, str]:
     code = main.main(["evaluate", *words], prog_name="decentnode", standalone_mode=False)
     return code, *capsys.readouterr()
 
@@ -40,8 +40,8 @@ DATA = {
 
 @pytest.mark.sampled(one=["kind"])
 @pytest.mark.parametrize("kind", DATA)
-def test_the_figures_are_those_of_the_run(kind: str, tmp_path: Path) -> None:
-    run = ran(tmp_path, data=DATA[kind], training={**faults.experiment()["training"], "label_smoothing": 0.1,
+def test_evaluating_a_run_again_gives_the_metrics_of_its_summary(kind: str, tmp_path: Path) -> None:
+    run = train(tmp_path, data=DATA[kind], training={**faults.experiment()["training"], "label_smoothing": 0.1,
                                                    "validation": {"fraction": 0.1}})  # fmt: skip
     found = evaluate(run.path).summary
     compared = [key for key in run.summary if key.partition("_")[0] in ("accuracy", "top5", "own") and key in found]
@@ -54,64 +54,66 @@ def test_the_figures_are_those_of_the_run(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["global", "own"])
-def test_attackers_are_left_out_as_in_the_run(kind: str, tmp_path: Path) -> None:
-    """Also of the merged model, which is evaluated with each node's private layers."""
-    run = ran(tmp_path, data=DATA[kind], attack={"name": "label_flip", "nodes": [0]}, parameters={"share": ["1.*"]})
+def test_attackers_are_excluded_as_in_the_run(kind: str, tmp_path: Path) -> None:
+    """They are excluded from the merged model, too, which is evaluated with each node's private layers."""
+    run = train(tmp_path, data=DATA[kind], attack={"name": "label_flip", "nodes": [0]}, parameters={"share": ["1.*"]})
     found = evaluate(run.path)
     assert 0 not in found.nodes and not found.missing
     for key in ("accuracy_mean", "accuracy_min", "accuracy_max", "accuracy_merged"):
         assert found.summary[key] == pytest.approx(run.summary[key], abs=1e-9), key
 
 
-def test_more_samples_than_there_are_cannot_be_drawn(tmp_path: Path) -> None:
-    run = ran(tmp_path)
+def test_sampling_more_test_samples_than_there_are_is_refused(tmp_path: Path) -> None:
+    run = train(tmp_path)
     assert evaluate(run.path, overrides=["data.sample_test=90"]).samples[0] == 90
     with pytest.raises(UsageError, match="sample_test must be at most the 360 test samples, got 361"):
         evaluate(run.path, overrides=["data.sample_test=361"])
 
 
-def test_parameters_that_nodes_keep_are_their_own_in_the_merged_model(tmp_path: Path) -> None:
-    run = ran(tmp_path, model={"name": "mlp", "hidden": [8]}, parameters={"keep": ["3.*"]})
+def test_the_merged_model_is_evaluated_with_the_parameters_that_nodes_keep(tmp_path: Path) -> None:
+    run = train(tmp_path, model={"name": "mlp", "hidden": [8]}, parameters={"keep": ["3.*"]})
     found = evaluate(run.path).summary
     assert found["accuracy_merged"] == pytest.approx(run.summary["accuracy_merged"])
 
 
-def test_a_table_or_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = ran(tmp_path)
-    _, out, _ = called(capsys, str(run.path))
+def test_the_output_is_a_table_or_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = train(tmp_path)
+    _, out, _ = run_evaluate(capsys, str(run.path))
     lines = out.splitlines()
     assert lines[0].split()[:3] == ["model", "samples", "accuracy"] and [line.split()[0] for line in lines[1:]] == [
         "node", "node", "node", "node", "mean", "merged"]  # fmt: skip
     assert f"{run.summary['accuracy_merged']:.4f}" in lines[-1]
-    _, out, _ = called(capsys, str(run.path.parent), "--json")
+    _, out, _ = run_evaluate(capsys, str(run.path.parent), "--json")
     found = json.loads(out)
     assert found["accuracy_mean"] == pytest.approx(run.summary["accuracy_mean"]) and found["missing"] == []
 
 
 @pytest.mark.slow
-def test_other_data(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sections and keys; of the training samples none is read, so that a test set alone would do."""
+def test_a_run_is_evaluated_on_other_data(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Data may be changed as a section or by its keys. No training sample is read, so that a test set suffices."""
     monkeypatch.chdir(tmp_path)
     draw = np.random.default_rng(1)
     inputs, targets = draw.normal(size=(50, 8, 8)).astype(np.float32), np.arange(50) % 10
     np.savez("other.npz", train_inputs=inputs[:1], train_targets=targets[:1], test_inputs=inputs, test_targets=targets)
-    run = ran(tmp_path)
-    _, out, _ = called(capsys, str(run.path), "--json", "--data", "{name: npz, file: other.npz, num_classes: 10}")
+    run = train(tmp_path)
+    _, out, _ = run_evaluate(capsys, str(run.path), "--json", "--data", "{name: npz, file: other.npz, num_classes: 10}")
     found = json.loads(out)
     assert found["nodes"]["0"]["samples"] == 50
     state = run.models().state_dict("merged")
     weight, bias = state["1.weight"], state["1.bias"]
     guessed = (torch.from_numpy(inputs).flatten(1) @ weight.T + bias).argmax(1).numpy()
     assert found["accuracy_merged"] == pytest.approx((guessed == targets).mean())
-    _, out, _ = called(capsys, str(run.path), "--json", "--set", "data.shard_test=true")
+    _, out, _ = run_evaluate(capsys, str(run.path), "--json", "--set", "data.shard_test=true")
     assert json.loads(out)["nodes"]["0"]["samples"] == 90
     two = "task={name: classification, top_k: 2}"
-    _, out, _ = called(capsys, str(run.path), "--json", "--data", "{test: own}", "--set", two)
+    _, out, _ = run_evaluate(capsys, str(run.path), "--json", "--data", "{test: own}", "--set", two)
     assert json.loads(out)["nodes"]["0"]["samples"] < 360 and "top2_accuracy_mean" in json.loads(out)
 
 
-def test_what_cannot_be_evaluated_is_told(tmp_path: Path) -> None:
-    run = ran(tmp_path)
+def test_runs_and_changes_that_cannot_be_evaluated_are_refused(tmp_path: Path) -> None:
+    run = train(tmp_path)
     with pytest.raises(UsageError, match="only data and task can be changed for an evaluation, got model"):
         evaluate(run.path, overrides=["model.init=x"])
     with pytest.raises(UsageError, match="does not fit the model for this data"):
@@ -132,8 +134,8 @@ def test_what_cannot_be_evaluated_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_only_the_merged_model(tmp_path: Path) -> None:
-    run = ran(tmp_path)
+def test_a_run_with_only_the_merged_model_is_evaluated(tmp_path: Path) -> None:
+    run = train(tmp_path)
     for uid in range(4):
         (run.path / "models" / f"{uid:03d}.safetensors").unlink()
     found = evaluate(run.path)
@@ -141,8 +143,8 @@ def test_only_the_merged_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_file_with_other_names(tmp_path: Path) -> None:
-    run = ran(tmp_path)
+def test_a_model_file_with_other_tensor_names_is_refused(tmp_path: Path) -> None:
+    run = train(tmp_path)
     path = run.path / "models" / "000.safetensors"
     save_file({f"layer.{name}": value for name, value in load_file(path).items()}, path)
     with pytest.raises(UsageError, match=r"000.safetensors does not fit"):
@@ -150,13 +152,14 @@ def test_a_file_with_other_names(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_of_another_task(tmp_path: Path) -> None:
+def test_a_regression_run_is_evaluated_with_its_own_metric(tmp_path: Path) -> None:
     draw = np.random.default_rng(1)
     x = draw.normal(size=(120, 3)).astype(np.float32)
     y = (x @ [1.0, 2.0, 3.0]).astype(np.float32)[:, None]
     np.savez(tmp_path / "line.npz", train_inputs=x[:100], train_targets=y[:100], test_inputs=x[100:],
              test_targets=y[100:])  # fmt: skip
-    run = ran(tmp_path, data={"name": "npz", "file": str(tmp_path / "line.npz")}, model={"name": "mlp", "hidden": [4]})
+    data = {"name": "npz", "file": str(tmp_path / "line.npz")}
+    run = train(tmp_path, data=data, model={"name": "mlp", "hidden": [4]})
     found = evaluate(run.path).summary
     assert yaml.safe_load((run.path / "config.resolved.yaml").read_text())["task"]["name"] == "regression"
     assert found["mse_merged"] == pytest.approx(run.summary["mse_merged"])

@@ -1,4 +1,4 @@
-"""Commands on a disk that takes no byte more: one sentence, and what was there before stays."""
+"""Commands on a full disk report it in one sentence and keep existing files."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ from decentnode.cli import completion, main
 from decentnode.errors import EnvironmentFault
 from decentnode.launch.files import run_dir
 from decentnode.system import write_atomic
-from tests.compat.test_decentralizepy import write as theirs
+from tests.compat.test_decentralizepy import write as write_decentralizepy_config
 from tests.launch.facts import FACTS
 from tests.launch.faults import experiment
 
 
 @contextlib.contextmanager
-def full() -> Iterator[None]:
-    """In this block files of this process are made, and take nothing: as on a full disk, but for the words."""
+def full_disk() -> Iterator[None]:
+    """Makes this process unable to write to files inside the block. It can create them, as on a full disk; only the
+    error is another: "File too large"."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
     try:
@@ -35,15 +36,15 @@ def full() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_an_error_of_a_write_names_the_file(tmp_path: Path) -> None:
+def test_a_failed_write_names_the_file_and_keeps_it(tmp_path: Path) -> None:
     (tmp_path / "kept").write_text("before")
-    with full(), pytest.raises(OSError, match="File too large") as caught:
+    with full_disk(), pytest.raises(OSError, match="File too large") as caught:
         write_atomic(tmp_path / "kept", "after")
     assert caught.value.filename == str(tmp_path / "kept")
     assert [each.read_text() for each in tmp_path.iterdir()] == ["before"]
 
 
-def test_a_link_and_what_is_no_file_stay(tmp_path: Path) -> None:
+def test_writing_to_a_link_or_a_pipe_keeps_it_a_link_or_a_pipe(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "file")
     for text in ("new", "again"):
         write_atomic(tmp_path / "link", text)
@@ -57,13 +58,13 @@ def test_a_link_and_what_is_no_file_stay(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("words", [["schema", "-o", "kept"], ["convert", "theirs.ini", "-o", "kept", "--force"]],
                          ids=lambda words: words[0])  # fmt: skip
-def test_a_file_that_is_written_again_stays_whole(
+def test_an_existing_output_file_is_kept_on_a_full_disk(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    theirs(tmp_path, "theirs.ini")
+    write_decentralizepy_config(tmp_path, "theirs.ini")
     monkeypatch.chdir(tmp_path)
     Path("kept").write_text("before")
-    with full():
+    with full_disk():
         found = CliRunner().invoke(main, words)
     assert found.exit_code == 3 and "kept: " in found.output and "File too large" in found.output, found.output
     assert Path("kept").read_text() == "before" and len(list(tmp_path.iterdir())) == 2
@@ -72,12 +73,12 @@ def test_a_file_that_is_written_again_stays_whole(
 
 @pytest.mark.parametrize("words", [["keygen", "2", "-o", "keys"], ["keygen", "--newcomer", "-o", "keys"],
                                    ["invite", "keys/run.secret"]], ids=lambda words: words[0])  # fmt: skip
-def test_no_half_of_a_key_is_left_in_the_way_of_the_next_call(
+def test_no_partial_key_is_left_that_would_stop_the_next_call(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("keys").mkdir(mode=0o700)
-    with full():
+    with full_disk():
         found = CliRunner().invoke(main, words)
     assert found.exit_code == 3 and found.output.startswith("error: ") and "File too large" in found.output
     assert not list(Path("keys").iterdir())
@@ -98,31 +99,33 @@ def test_secrets_without_their_public_keys_are_removed(tmp_path: Path, monkeypat
     assert {each.name for each in keys.iterdir()} == {"public.keys", "node-0.secret", "node-1.secret"}
 
 
-@pytest.mark.parametrize(("words", "told"), [
+@pytest.mark.parametrize(("words", "message"), [
     (["sweep", "tiny.yaml", "-g", "seed=1", "--run-dir", "runs"], "error: No usable temporary directory found in "),
     (["list"], "error: cannot write: File too large"),
 ], ids=["sockets", "output"])  # fmt: skip
-def test_a_process_that_can_write_nothing_ends_in_a_sentence(tmp_path: Path, words: list[str], told: str) -> None:
-    """In a process of its own: a fork server that it starts would keep the limit for all later tests."""
+def test_a_process_that_cannot_write_at_all_ends_with_one_sentence(
+    tmp_path: Path, words: list[str], message: str
+) -> None:
+    """The command has a process of its own: its fork server would keep the limit for all later tests."""
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(experiment()))
     command = [sys.executable, "-m", "decentnode", *words]
     environment = {**os.environ, "PYTHONPATH": os.getcwd()}
-    with full(), (tmp_path / "output").open("w") as output:
+    with full_disk(), (tmp_path / "output").open("w") as output:
         found = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, text=True, timeout=200, cwd=tmp_path,
                                env=environment)  # fmt: skip
-    assert found.returncode == 3 and found.stderr.startswith(told) and found.stderr.count("\n") == 1, found.stderr
+    assert found.returncode == 3 and found.stderr.startswith(message) and found.stderr.count("\n") == 1, found.stderr
 
 
-def test_a_run_that_cannot_begin_leaves_no_folder_and_latest_as_it_was(tmp_path: Path) -> None:
-    told = dataclasses.replace(FACTS, runs_dir=str(tmp_path), config_text="a: 1\n")
-    before = run_dir.Records(told, "tiny.yaml", "run").directory
-    with full(), pytest.raises(EnvironmentFault, match=r"cannot write to the run directory .*File too large"):
-        run_dir.Records(told, "tiny.yaml", "run")
+def test_a_run_that_cannot_start_leaves_no_folder_and_keeps_the_link_latest(tmp_path: Path) -> None:
+    facts = dataclasses.replace(FACTS, runs_dir=str(tmp_path), config_text="a: 1\n")
+    before = run_dir.Records(facts, "tiny.yaml", "run").directory
+    with full_disk(), pytest.raises(EnvironmentFault, match=r"cannot write to the run directory .*File too large"):
+        run_dir.Records(facts, "tiny.yaml", "run")
     assert {each.name for each in before.parent.iterdir()} == {before.name, "latest"}
     assert run_dir.resolve(before.parent) == before
 
 
-def test_the_start_up_file_of_a_shell_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_start_up_file_of_a_shell_is_kept_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     kept = tmp_path / "dotfiles"
     kept.write_text("alias ll='ls -l'\n")
@@ -130,7 +133,7 @@ def test_the_start_up_file_of_a_shell_stays(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / ".bashrc").symlink_to(kept)
     script, start = completion.script_paths("bash")
     assert start is not None
-    with full(), pytest.raises(OSError, match="File too large"):
+    with full_disk(), pytest.raises(OSError, match="File too large"):
         completion._add_line(script, start)
     assert kept.read_text() == "alias ll='ls -l'\n"
     completion._add_line(script, start)

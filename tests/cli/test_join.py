@@ -1,4 +1,4 @@
-"""decentnode join: what cannot be is said before the run has given the node a uid."""
+"""decentnode join: problems are reported before the run has given the node a uid."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ node: {missing: regroup, newcomers: 1, rounds: 3}
 
 @pytest.fixture
 def members(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[list[ZeroMQ], dict[int, str]]]:
-    """Two members of a run, and where they are."""
+    """Yields two members of a run and the addresses of their control sockets."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "open.yaml").write_text(OPEN)
     experiment = load("open.yaml", [], {})
@@ -44,7 +44,7 @@ def join(control: dict[int, str], *options: str) -> Result:
     (["--samples-of", "2"], "--samples-of must be a node of the mapping, below 2, got 2"),
     (["--device", "cuda:99"], "cuda"),
 ])  # fmt: skip
-def test_what_cannot_be_is_refused_before_the_run_gives_a_uid(
+def test_wrong_options_are_refused_before_the_run_gives_a_uid(
     members: tuple[list[ZeroMQ], dict[int, str]], options: list[str], why: str
 ) -> None:
     nodes, control = members
@@ -65,7 +65,7 @@ def test_without_a_folder_for_temporary_files_the_error_names_the_folders(
     assert "No usable temporary directory found in ['/nowhere']: free some space there, or set TMPDIR" in done.stderr
 
 
-def test_an_environment_of_other_values_is_named(
+def test_environment_variables_that_would_change_the_experiment_are_refused(
     members: tuple[list[ZeroMQ], dict[int, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DECENTNODE__NODE__ROUNDS", "5")
@@ -77,18 +77,18 @@ def test_a_node_that_fails_before_it_has_joined_gives_its_uid_back(
     members: tuple[list[ZeroMQ], dict[int, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nodes, control = members
-    taken: list[int] = []
+    uids_during_build: list[int] = []
     before = {*threading.enumerate()}
 
-    def fails(*_: object) -> None:
-        taken.extend(known_seats(nodes[0]))
+    def fail_to_build(*_: object) -> None:
+        uids_during_build.extend(known_seats(nodes[0]))
         raise MemoryError("no room for the model")
 
-    monkeypatch.setattr(node_process, "build", fails)
+    monkeypatch.setattr(node_process, "build", fail_to_build)
     done = join(control)
     for each in {*threading.enumerate()} - before:
         if each.name == "output":
             each.join(20)
-            assert not each.is_alive(), "each process has only so many threads"
+            assert not each.is_alive(), "the output thread must end, as a process can have only so many"
     assert done.exit_code == 8 and "no room for the model" in done.output + done.stderr
-    assert taken == [2] and not known_seats(nodes[0])
+    assert uids_during_build == [2] and not known_seats(nodes[0])

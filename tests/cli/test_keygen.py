@@ -1,4 +1,4 @@
-"""`decentnode keygen`, and a run whose nodes prove who they are."""
+"""`decentnode keygen`, and a run whose nodes authenticate with its keys."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from tests.commands import ROOT, run
 @pytest.mark.parametrize(("text", "uids"), [
     ("3", [0, 1, 2]), ("4-6", [4, 5, 6]), ("0,3,5", [0, 3, 5]), ("2,", [2]), ("0-1,7", [0, 1, 7]),
 ])  # fmt: skip
-def test_uids(text: str, uids: list[int]) -> None:
+def test_the_uids_of_NODES(text: str, uids: list[int]) -> None:
     assert parse_uids(text) == uids
 
 
 @pytest.mark.parametrize("text", ["0", "", "x", "3-1", "1,1", "-2", "9999999"])
-def test_wrong_uids(text: str) -> None:
+def test_wrong_NODES_are_refused(text: str) -> None:
     with pytest.raises(UsageError, match="NODES must be"):
         parse_uids(text)
 
 
-def test_keys_are_made_once(tmp_path: Path) -> None:
+def test_existing_keys_are_not_overwritten(tmp_path: Path) -> None:
     runner = CliRunner()
     folder = tmp_path / "keys"
     result = runner.invoke(main, ["keygen", "2", "-o", str(folder)])
@@ -45,7 +45,7 @@ def test_keys_are_made_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("bulk", ["curve", "aes-gcm"])
 @pytest.mark.slow
-def test_a_run_with_keys(bulk: str, tmp_path: Path) -> None:
+def test_a_run_with_required_security_needs_every_key_and_writes_none(bulk: str, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     assert CliRunner().invoke(main, ["keygen", "4", "-o", str(keys)]).exit_code == 0
     command = ["run", str(ROOT / "configs" / "quickstart.yaml"), "--plain",

@@ -15,8 +15,8 @@ from decentnode import cli, errors
 from decentnode.cli import COMMANDS, main
 
 
-def imported_by(*arguments: str) -> tuple[set[str], float]:
-    """The modules that a command leaves loaded, and the CPU seconds of the whole process."""
+def modules_imported_by(*arguments: str) -> tuple[set[str], float]:
+    """Returns the modules that are loaded after a command, and the CPU seconds of its process."""
     code = (
         "import sys, time, json, io, contextlib\n"
         "from decentnode.cli import main\n"
@@ -34,17 +34,17 @@ HEAVY = {"torch", "numpy", "pydantic", "matplotlib", "networkx", "yaml", "zmq"}
 
 @pytest.mark.parametrize("arguments", [("--help",), ("-h",), ("--version",), ("validate", "--help"), ("schema", "-h")])
 def test_asking_for_help_imports_nothing_heavy(arguments):
-    modules, _ = imported_by(*arguments)
+    modules, _ = modules_imported_by(*arguments)
     assert not HEAVY & modules
 
 
 def test_graph_does_not_import_torch():
-    modules, _ = imported_by("graph", "--help")
+    modules, _ = modules_imported_by("graph", "--help")
     assert not {"torch", "matplotlib"} & modules
 
 
-def test_help_is_quick():
-    assert min(imported_by("--help")[1] for _ in range(3)) < 0.2
+def test_help_takes_less_than_a_fifth_of_a_second_of_cpu_time():
+    assert min(modules_imported_by("--help")[1] for _ in range(3)) < 0.2
 
 
 def test_help_lists_every_command_that_exists():
@@ -60,7 +60,7 @@ def test_every_command_can_be_loaded():
         assert isinstance(main.get_command(context, name), click.Command), name
 
 
-def test_version():
+def test_version_shows_the_versions_of_decentnode_and_its_libraries():
     text = CliRunner().invoke(main, ["--version"]).output
     assert text.startswith("decentnode 0.")
     assert "torch 2." in text
@@ -72,12 +72,12 @@ def test_usage_errors_end_with_2(arguments):
     assert CliRunner().invoke(main, arguments).exit_code == 2
 
 
-def test_a_mistyped_command_is_answered():
+def test_a_mistyped_command_gets_the_nearest_one():
     assert "did you mean 'validate'?" in CliRunner().invoke(main, ["validat"]).stderr
 
 
-def failing(monkeypatch, error: BaseException) -> list[str]:
-    """A command line whose command raises."""
+def add_failing_command(monkeypatch, error: BaseException) -> list[str]:
+    """Adds a command that raises `error`, and returns its command line."""
 
     @click.command()
     def command() -> None:
@@ -103,13 +103,13 @@ def failing(monkeypatch, error: BaseException) -> list[str]:
     ],
 )
 def test_errors_become_a_line_and_an_exit_code(monkeypatch, error, code):
-    done = CliRunner().invoke(main, failing(monkeypatch, error))
+    done = CliRunner().invoke(main, add_failing_command(monkeypatch, error))
     assert done.exit_code == code
     assert done.stderr == "error: x\n"
 
 
 def test_ctrl_c_ends_with_130(monkeypatch):
-    assert CliRunner().invoke(main, failing(monkeypatch, KeyboardInterrupt())).exit_code == 130
+    assert CliRunner().invoke(main, add_failing_command(monkeypatch, KeyboardInterrupt())).exit_code == 130
 
 
 AT_AN_IMPORT = """
@@ -139,7 +139,7 @@ main()
 @pytest.mark.parametrize(("code", "words"), [
     (AT_AN_IMPORT, ["click", "plot"]), (AT_AN_IMPORT, ["decentnode.cli.plot", "plot"]), (INSIDE_EXEC, []),
 ], ids=["first", "command", "exec"])  # fmt: skip
-def test_ctrl_c_while_modules_are_imported_is_one_line(code, words):
+def test_ctrl_c_while_modules_are_imported_prints_one_line(code, words):
     done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=200)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
 
@@ -148,27 +148,27 @@ def test_ctrl_c_while_modules_are_imported_is_one_line(code, words):
     ("pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])", 130),
     ("signal(signal.SIGINT, signal.SIG_IGN)", 0),
 ], ids=["by compare", "in the background of a script"])  # fmt: skip
-def test_ctrl_c_that_was_blocked_counts_and_one_that_was_ignored_does_not(first, code):
+def test_ctrl_c_ends_a_command_that_was_started_with_it_blocked_but_not_ignored(first, code):
     text = f"import signal\nsignal.{first}\n{AT_AN_IMPORT}"
     done = subprocess.run([sys.executable, "-c", text, "click", "--version"], capture_output=True, timeout=200)
     assert (done.returncode, done.stderr) == (code, b"interrupted\n" if code else b"")
 
 
-def test_ctrl_c_while_python_tidies_up_is_silent():
-    """A second one, or one as a command is over: torch and multiprocessing have much to tidy up."""
+def test_ctrl_c_while_python_exits_is_silent():
+    """This is a second Ctrl-C, or one when a command is over: torch and multiprocessing take long to clean up."""
     text = ("import atexit, os, signal, sys\natexit.register(os.kill, os.getpid(), signal.SIGINT)\n"
             "sys.argv[1:] = ['--version']\nfrom decentnode.__main__ import main\nmain()\n")  # fmt: skip
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=200)
     assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("decentnode ")
 
 
-def test_the_installed_command_is_that_of_python_m():
+def test_the_installed_command_and_python_m_have_the_same_entry_point():
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     assert project["scripts"] == {"decentnode": "decentnode.__main__:main"}
 
 
-def test_traceback_can_be_asked_for_anywhere(monkeypatch):
-    arguments = failing(monkeypatch, errors.UsageError("x"))
+def test_the_option_traceback_works_before_and_after_the_command(monkeypatch):
+    arguments = add_failing_command(monkeypatch, errors.UsageError("x"))
     for line in (["--traceback", *arguments], [*arguments, "--traceback"]):
         done = CliRunner().invoke(main, line)
         assert done.exit_code == 2
@@ -178,11 +178,11 @@ def test_traceback_can_be_asked_for_anywhere(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arguments", [
-    ("keygen", "2", "-o", "PLACE"), ("schema", "-o", "PLACE/below"), ("keygen", "2", "-o", "PLACE/below"),
-    ("graph", "make", "ring", "-n", "4", "-o", "PLACE/below.edges"),
+    ("keygen", "2", "-o", "OUTPUT"), ("schema", "-o", "OUTPUT/below"), ("keygen", "2", "-o", "OUTPUT/below"),
+    ("graph", "make", "ring", "-n", "4", "-o", "OUTPUT/below.edges"),
 ], ids=["keygen", "schema", "keygen-below", "graph"])  # fmt: skip
-def test_a_place_that_cannot_be_written_is_told_in_a_line(tmp_path, arguments):
+def test_an_output_path_that_cannot_be_written_is_reported_in_one_line(tmp_path, arguments):
     (tmp_path / "a file").write_text("")
-    found = CliRunner().invoke(main, [each.replace("PLACE", str(tmp_path / "a file")) for each in arguments])
+    found = CliRunner().invoke(main, [each.replace("OUTPUT", str(tmp_path / "a file")) for each in arguments])
     assert found.exit_code in (2, 3) and isinstance(found.exception, SystemExit), found.exception
     assert found.output.count("\n") == 1 and str(tmp_path / "a file") in found.output, found.output

@@ -1,4 +1,4 @@
-"""`decentnode new`: the folder that it writes runs as it stands."""
+"""`decentnode new` writes a folder with an experiment that runs unchanged."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from tests.commands import ROOT
 from tests.sharing import contract
 
 
-def new(*arguments: str) -> object:
+def run_new(*arguments: str) -> object:
     return main.main(["new", *arguments], prog_name="decentnode", standalone_mode=False)
 
 
 @pytest.mark.slow
-def test_what_it_writes_runs_and_learns(tmp_path: Path) -> None:
-    """In processes of its own, as for its reader: nothing that this process has imported helps."""
+def test_the_new_experiment_runs_and_learns(tmp_path: Path) -> None:
+    """The commands have processes of their own, as for a user, so that they import nothing from this one."""
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
     def decentnode(*words: str) -> subprocess.CompletedProcess[str]:
@@ -46,8 +46,8 @@ def test_what_it_writes_runs_and_learns(tmp_path: Path) -> None:
     assert found["accuracy_mean"] > 0.9 and found["accuracy_merged"] > 0.9
 
 
-def test_its_rule_passes_the_contract(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    new(str(tmp_path / "mine"))
+def test_the_new_sharing_rule_passes_the_contract(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_new(str(tmp_path / "mine"))
     monkeypatch.syspath_prepend(str(tmp_path / "mine"))
     monkeypatch.delitem(sys.modules, "my_rule", raising=False)
     from my_rule import Lazy  # type: ignore[import-not-found]
@@ -57,8 +57,8 @@ def test_its_rule_passes_the_contract(tmp_path: Path, monkeypatch: pytest.Monkey
     del sys.modules["my_rule"]
 
 
-def test_every_line_of_its_config_says_what_it_is_for(tmp_path: Path) -> None:
-    new(str(tmp_path / "mine"))
+def test_every_line_of_the_new_config_has_a_comment(tmp_path: Path) -> None:
+    run_new(str(tmp_path / "mine"))
     text = (tmp_path / "mine" / "config.yaml").read_text()
     assert {"graph", "data", "model", "training", "sharing", "node"} <= yaml.safe_load(text).keys()
     silent = [line for line in text.splitlines() if line and "#" not in line]
@@ -66,7 +66,7 @@ def test_every_line_of_its_config_says_what_it_is_for(tmp_path: Path) -> None:
     assert f"decentnode run {tmp_path}/mine/config.yaml" in text
 
 
-def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_empty_is_refused(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("years")
     with pytest.raises(UsageError, match=r"mine must be empty or new, got a folder with thesis\.tex"):
@@ -79,21 +79,21 @@ def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path) -> None:
 def test_a_disk_that_fills_up_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = Path.write_text
 
-    def full(path: Path, text: str, **given: Any) -> int:
+    def fail_on_full_disk(path: Path, text: str, **given: Any) -> int:
         own(path, text[: len(text) // 2], **given)
         if path.name == "my_rule.py":
             raise OSError(errno.ENOSPC, "No space left on device")
         return len(text)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Path, "write_text", full)
+        patched.setattr(Path, "write_text", fail_on_full_disk)
         with pytest.raises(EnvironmentFault, match=r"cannot write to .*mine: No space left on device"):
             write(tmp_path / "mine")
     assert not [*(tmp_path / "mine").iterdir()]
     write(tmp_path / "mine")
 
 
-def test_an_empty_folder_is_taken(tmp_path: Path) -> None:
+def test_an_empty_folder_is_used(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     write(tmp_path / "mine")
     assert (tmp_path / "mine" / "config.yaml").exists()
@@ -101,6 +101,6 @@ def test_an_empty_folder_is_taken(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("folder", "name"), [("Übung eins", "Ubung-eins"), ("mein Versuch ä", "mein-Versuch-a"),
                                              ("実験", "experiment"), ("a (2)", "a-2")])  # fmt: skip
-def test_the_name_is_the_folders_as_far_as_it_can_be(tmp_path: Path, folder: str, name: str) -> None:
+def test_the_name_of_the_experiment_is_made_from_that_of_the_folder(tmp_path: Path, folder: str, name: str) -> None:
     write(tmp_path / folder)
     assert yaml.safe_load((tmp_path / folder / "config.yaml").read_text())["name"] == name

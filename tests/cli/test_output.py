@@ -1,4 +1,4 @@
-"""Text on its way to somebody who may not take it."""
+"""Output to a reader that is slow or gone."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import TextIO
 from decentnode.cli.output import KEPT_CHARACTERS, PROGRESS_CHARACTERS, Output, OutputKind
 
 
-def pipe() -> tuple[int, TextIO]:
-    """(reading end, writing end); the writing end has no room left."""
+def full_pipe() -> tuple[int, TextIO]:
+    """Returns (reading end, writing end) of a pipe that is full."""
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     try:
@@ -29,7 +29,7 @@ def read_all(reading: int) -> list[str]:
 
 
 def read_while_drained(output: Output, reading: int, stream: TextIO) -> list[str]:
-    """The lines that came out at the reading end; everything that waited is written then, and both ends are closed."""
+    """Writes all pending output, closes both ends, and returns the lines that came out at the reading end."""
     found: list[str] = []
     reader = threading.Thread(target=lambda: found.extend(read_all(reading)))
     reader.start()
@@ -39,8 +39,8 @@ def read_while_drained(output: Output, reading: int, stream: TextIO) -> list[str
     return found
 
 
-def test_what_a_full_pipe_does_not_take_waits_in_order_and_progress_is_dropped() -> None:
-    reading, stream = pipe()
+def test_output_to_a_full_pipe_is_kept_in_order_up_to_its_limits_and_progress_is_dropped() -> None:
+    reading, stream = full_pipe()
     output = Output(stream)
     line = "p" * 1023 + "\n"
     for _ in range(4 * PROGRESS_CHARACTERS // len(line)):
@@ -55,13 +55,13 @@ def test_what_a_full_pipe_does_not_take_waits_in_order_and_progress_is_dropped()
     assert sum(text[0] == "p" for text in kept) * len(line) <= PROGRESS_CHARACTERS + 2 * len(line)
     assert sum(text[0] == "l" for text in kept) * len(line) <= KEPT_CHARACTERS + 2 * len(line)
     assert kept == sorted(kept, reverse=True)
-    said = [int(text.split()[1]) for text in found if text.startswith("... ")]
-    assert sum(said) == 4 * PROGRESS_CHARACTERS // len(line) + 2 * KEPT_CHARACTERS // len(line) - len(kept)
-    assert found[-2:] == ["the error", "the result"] and len(found) == len(kept) + len(said) + 2
+    dropped = [int(text.split()[1]) for text in found if text.startswith("... ")]
+    assert sum(dropped) == 4 * PROGRESS_CHARACTERS // len(line) + 2 * KEPT_CHARACTERS // len(line) - len(kept)
+    assert found[-2:] == ["the error", "the result"] and len(found) == len(kept) + len(dropped) + 2
 
 
-def test_a_closed_pipe_gets_nothing_and_errors_go_to_the_other_stream(tmp_path: Path) -> None:
-    reading, stream = pipe()
+def test_with_a_closed_pipe_errors_go_to_the_other_stream(tmp_path: Path) -> None:
+    reading, stream = full_pipe()
     os.close(reading)
     with open(tmp_path / "stderr", "w") as instead:
         output = Output(stream, instead)
@@ -71,15 +71,15 @@ def test_a_closed_pipe_gets_nothing_and_errors_go_to_the_other_stream(tmp_path: 
     assert (tmp_path / "stderr").read_text() == "ERROR\n"
 
 
-def test_an_error_is_not_written_twice_into_one_closed_pipe(tmp_path: Path) -> None:
-    reading, stream = pipe()
+def test_an_error_is_not_written_twice_into_one_closed_full_pipe(tmp_path: Path) -> None:
+    reading, stream = full_pipe()
     os.close(reading)
     output = Output(stream, stream)
     output.put("error\n", OutputKind.ERROR)
     assert output.drain(30)
 
 
-def test_a_stream_without_a_descriptor_is_written_to(tmp_path: Path) -> None:
+def test_a_stream_without_a_file_descriptor_gets_the_output(tmp_path: Path) -> None:
     stream = io.StringIO()
     output = Output(stream)
     with output.writing(OutputKind.RESULT):
@@ -88,8 +88,8 @@ def test_a_stream_without_a_descriptor_is_written_to(tmp_path: Path) -> None:
     assert output.foreground and not output.isatty()
 
 
-def test_a_stream_made_non_blocking_by_somebody_loses_nothing() -> None:
-    reading, stream = pipe()
+def test_a_non_blocking_stream_loses_nothing() -> None:
+    reading, stream = full_pipe()
     os.set_blocking(stream.fileno(), False)
     output = Output(stream)
     text = "x" * 200_000 + "\n"

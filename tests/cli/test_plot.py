@@ -10,7 +10,7 @@ from tests.report.test_runs import write_run
 
 
 @pytest.mark.slow
-def test_a_picture_goes_into_the_run(tmp_path: Path) -> None:
+def test_the_picture_is_written_into_the_run_folder(tmp_path: Path) -> None:
     run = write_run(tmp_path / "exp" / "run")
     result = CliRunner().invoke(main, ["plot", str(run)])
     assert result.exit_code == 0, result.output
@@ -30,7 +30,7 @@ def test_axes_metrics_and_several_runs_in_one_figure(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_repeats_failures_and_papers(tmp_path: Path) -> None:
+def test_repeats_are_averaged_failed_runs_marked_and_paper_figures_are_pdf(tmp_path: Path) -> None:
     for k in (1, 2, 3):
         write_run(tmp_path / "exp" / f"r{k}", nodes=1, seed=k, status="failed" if k == 3 else "finished")
     out = tmp_path / "out.svg"
@@ -44,7 +44,7 @@ def test_repeats_failures_and_papers(tmp_path: Path) -> None:
     assert result.exit_code == 2 and ".pdf" in result.output
 
 
-def test_a_run_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_run_is_refused(tmp_path: Path) -> None:
     result = CliRunner().invoke(main, ["plot", str(tmp_path / "none")])
     assert result.exit_code == 2
     assert "no run in" in result.output

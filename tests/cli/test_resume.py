@@ -1,4 +1,4 @@
-"""A run whose processes are all killed while one of them writes a checkpoint."""
+"""Runs that are killed or stopped are resumed from their checkpoints."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.launch.test_resume import Folder, assert_same_models
 
 
 @pytest.mark.slow
-def test_a_run_that_was_killed_in_the_middle_of_writing_goes_on(tmp_path: Path) -> None:
+def test_a_run_killed_while_it_writes_a_checkpoint_resumes_from_the_previous_one(tmp_path: Path) -> None:
     training = {**experiment()["training"], "name": "tests.launch.faults:DiesWriting"}
     node = {"rounds": 8, "evaluate_every": 0, "checkpoint": {"every": 2}}
     config = write(tmp_path, node=node, training=training)
@@ -37,7 +37,7 @@ def test_a_run_that_was_killed_in_the_middle_of_writing_goes_on(tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_two_machines_go_on_where_one_stopped(tmp_path: Path) -> None:
+def test_two_machines_resume_a_run_of_one_machine(tmp_path: Path) -> None:
     node = {"rounds": 8, "evaluate_every": 0, "checkpoint": {"every": 3}}
     folder = Folder(tmp_path, node=node)
     straight = folder.run_successfully("name=straight")

@@ -1,4 +1,4 @@
-"""The commands as a user gives them: processes, signals, exit codes, what is printed."""
+"""The commands as a user runs them: processes, signals, exit codes and output."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def write(folder: Path, **sections: Any) -> str:
     return "tiny.yaml"
 
 
-def wait_for(process: Command, text: str) -> str:
-    """What was printed up to a line that holds `text`."""
+def read_until_line(process: Command, text: str) -> str:
+    """Reads the output up to a line that contains `text`, and returns it."""
     assert process.stdout is not None
     seen = ""
     for line in process.stdout:
@@ -43,7 +43,7 @@ def wait_for(process: Command, text: str) -> str:
 
 
 @pytest.mark.slow
-def test_header_lines_and_closing(tmp_path: Path) -> None:
+def test_a_run_prints_its_header_its_rounds_and_the_next_commands(tmp_path: Path) -> None:
     code, out, err = run(tmp_path, "run", write(tmp_path))
     assert code == 0, err
     for part in ("run      tiny: runs/tiny/", "graph    ring, 4 nodes, degree 2", "data     digits, 1,437",
@@ -57,7 +57,7 @@ def test_header_lines_and_closing(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_json_stands_alone_on_stdout(tmp_path: Path) -> None:
+def test_with_json_the_summary_alone_is_on_stdout(tmp_path: Path) -> None:
     config = write(tmp_path)
     code, out, _ = run(tmp_path, "run", config, "--json", "--name", "other", "--seed", "3", "--run-dir", "elsewhere")
     found = json.loads(out)
@@ -66,7 +66,7 @@ def test_json_stands_alone_on_stdout(tmp_path: Path) -> None:
     assert yaml.safe_load(resolved)["seed"] == 3
 
 
-def test_a_dry_run_checks_what_it_replaces(tmp_path: Path) -> None:
+def test_a_dry_run_checks_the_number_of_rounds_although_it_replaces_it(tmp_path: Path) -> None:
     rounds = {"rounds": "ten"}
     for more in ([write(tmp_path), "--set", "node.rounds=abc"], [write(tmp_path, node=rounds)]):
         code, out, err = run(tmp_path, "run", *more, "--dry-run")
@@ -76,25 +76,26 @@ def test_a_dry_run_checks_what_it_replaces(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_to_happen_in_a_later_round_is_nothing_wrong_in_a_dry_run(tmp_path: Path) -> None:
+def test_a_dry_run_of_one_round_warns_only_of_faults_after_the_real_last_round(tmp_path: Path) -> None:
     faults = [{"do": "kill", "nodes": [1], "at_round": 5}, {"do": "kill", "nodes": [1], "at_round": 9}]
     config = write(tmp_path, run={"profile": {"uid": 0, "round": 5}}, faults=faults, node={"rounds": 8})
     code, out, err = run(tmp_path, "run", config, "--dry-run")
     assert code == 0 and "round=1/1" in out, out + err
     assert (warned := [line for line in out.splitlines() if "will never occur" in line]) and "got 9" in warned[0]
-    assert len(warned) == 1 and "node.rounds, 8" in warned[0], "of the run that there will be"
+    assert len(warned) == 1 and "node.rounds, 8" in warned[0], "the warning is about the rounds of the real run"
 
 
 @pytest.mark.slow
-def test_a_dry_run_leaves_nothing(tmp_path: Path) -> None:
+def test_a_dry_run_writes_no_file(tmp_path: Path) -> None:
     code, out, err = run(tmp_path, "run", write(tmp_path), "--dry-run")
     assert code == 0, err
-    assert "nothing is written" in out and "round=1/1" in out and "node.rounds=" not in out, "next is the run itself"
+    assert "nothing is written" in out and "round=1/1" in out
+    assert "node.rounds=" not in out, "the suggested command is the run itself"
     assert [path.name for path in tmp_path.iterdir()] == ["tiny.yaml"]
 
 
 @pytest.mark.slow
-def test_errors_have_their_exit_codes(tmp_path: Path) -> None:
+def test_wrong_config_wrong_machine_and_unwritable_folder_have_their_exit_codes(tmp_path: Path) -> None:
     config = write(tmp_path)
     code, _, err = run(tmp_path, "run", config, "--set", "graph.name=rng")
     assert code == 2 and "did you mean 'ring'" in err and "Traceback" not in err
@@ -106,9 +107,9 @@ def test_errors_have_their_exit_codes(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_first_ctrl_c_of_the_whole_terminal_writes_what_there_is(tmp_path: Path) -> None:
+def test_the_first_ctrl_c_stops_the_run_and_writes_its_results(tmp_path: Path) -> None:
     with started(tmp_path, "run", write(tmp_path, **LONG)) as process:
-        wait_for(process, "all connected")
+        read_until_line(process, "all connected")
         os.killpg(process.pid, signal.SIGINT)
         out, err = process.communicate(timeout=200)
     assert process.returncode == 130, err
@@ -119,14 +120,14 @@ def test_a_first_ctrl_c_of_the_whole_terminal_writes_what_there_is(tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_a_second_ctrl_c_kills(tmp_path: Path) -> None:
+def test_a_second_ctrl_c_kills_a_run_whose_node_hangs(tmp_path: Path) -> None:
     hung = tmp_path / "pid"
     training = {**LONG["training"], "name": "tests.launch.faults:Hangs", "pid_file": str(hung)}
     with started(tmp_path, "run", write(tmp_path, **{**LONG, "training": training})) as process:
-        wait_for(process, "all connected")
+        read_until_line(process, "all connected")
         wait_until(hung.exists, "the round in which node 2 hangs")
         os.killpg(process.pid, signal.SIGINT)
-        wait_for(process, "stopping SIGINT")
+        read_until_line(process, "stopping SIGINT")
         os.killpg(process.pid, signal.SIGINT)
         process.communicate(timeout=200)
     assert process.returncode == 130
@@ -134,9 +135,9 @@ def test_a_second_ctrl_c_kills(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 @pytest.mark.slow
-def test_no_orphan_survives(tmp_path: Path, number: int) -> None:
+def test_no_process_survives_the_end_of_its_supervisor(tmp_path: Path, number: int) -> None:
     with started(tmp_path, "run", write(tmp_path, **LONG)) as process:
-        wait_for(process, "all connected")
+        read_until_line(process, "all connected")
         family = psutil.Process(process.pid).children(recursive=True)
         assert len(family) >= 5  # the fork server and four nodes
         process.send_signal(number)
@@ -147,17 +148,17 @@ def test_no_orphan_survives(tmp_path: Path, number: int) -> None:
 
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.slow
-def test_a_supervisor_that_is_killed_leaves_no_sockets_and_status_tells_so(frozen: bool) -> None:
-    """Also where a node is frozen at that moment, and makes itself known to be gone later than the others."""
+def test_a_killed_supervisor_leaves_no_socket_folder_and_status_reports_its_end(frozen: bool) -> None:
+    """With `frozen` a node is stopped at that moment, so that it ends later than the others."""
     with tempfile.TemporaryDirectory(prefix="dn", dir="/tmp") as name:  # paths of sockets are short
         folder, sockets = Path(name), Path(name, "t")
         sockets.mkdir()
         with started(folder, "run", write(folder, **LONG), environ={"TMPDIR": str(sockets)}) as process:
-            wait_for(process, "all connected")
+            read_until_line(process, "all connected")
             assert len(list(sockets.glob("decentnode-*"))) == 2
             (run,) = (folder / "runs" / "tiny").glob("2*")
-            said = CliRunner().invoke(main, ["status", str(run), "--once"])
-            assert "without a word" not in said.output
+            status = CliRunner().invoke(main, ["status", str(run), "--once"])
+            assert "without a word" not in status.output
             family = psutil.Process(process.pid).children(recursive=True)
             if frozen:
                 family[-1].suspend()
@@ -166,19 +167,19 @@ def test_a_supervisor_that_is_killed_leaves_no_sockets_and_status_tells_so(froze
             if frozen:
                 family[-1].resume()
             wait_until(lambda: not list(sockets.glob("decentnode-*")), "the end of the folders of sockets")
-            said = CliRunner().invoke(main, ["status", str(run), "--once"])
-            assert said.exit_code == 0, said.output
-            assert f"ended without a result: its supervisor, process {process.pid}, is gone" in said.output
+            status = CliRunner().invoke(main, ["status", str(run), "--once"])
+            assert status.exit_code == 0, status.output
+            assert f"ended without a result: its supervisor, process {process.pid}, is gone" in status.output
             psutil.wait_procs(family, timeout=60)
 
 
 @pytest.mark.slow
-def test_two_machines_on_two_addresses(tmp_path: Path) -> None:
+def test_two_machines_on_two_addresses_train_one_model(tmp_path: Path) -> None:
     port = free_ports(8)
     mapping = {"machines": 2, "nodes_per_machine": 2, "addresses": ["127.0.0.1", "127.0.0.2"], "base_port": port}
     config = write(tmp_path, mapping=mapping)
     with started(tmp_path, "launch", config, "--machine", "0") as zero:
-        hint = wait_for(zero, "start ").splitlines()[-1]
+        hint = read_until_line(zero, "start ").splitlines()[-1]
         assert "on 127.0.0.2: " in hint and hint.endswith(" launch tiny.yaml --machine 1")
         code, _, err = run(tmp_path, "launch", config, "--machine", "1", "--plain")
         assert code == 0, err
@@ -192,7 +193,7 @@ def test_two_machines_on_two_addresses(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_machines_with_other_sections_hear_which(tmp_path: Path) -> None:
+def test_machines_with_different_configs_report_the_sections_that_differ(tmp_path: Path) -> None:
     mapping = {"machines": 2, "nodes_per_machine": 2, "addresses": ["127.0.0.1", "127.0.0.2"],
                "base_port": free_ports(8)}  # fmt: skip
     config = write(tmp_path, mapping=mapping, communication={"name": "auto", "start_timeout_seconds": 30})
@@ -205,7 +206,7 @@ def test_machines_with_other_sections_hear_which(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_one_node_per_process(tmp_path: Path) -> None:
+def test_nodes_started_one_by_one_with_decentnode_node_train_together(tmp_path: Path) -> None:
     port = free_ports(4)
     config = write(tmp_path, graph={"name": "ring", "nodes": 2}, mapping={"nodes_per_machine": 2, "base_port": port})
     with started(tmp_path, "node", config, "--uid", "0", "--into", "run", "--json") as zero:
@@ -219,11 +220,11 @@ def test_one_node_per_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_nodes_of_processes_of_their_own_go_on_from_their_checkpoints(tmp_path: Path) -> None:
+def test_nodes_started_one_by_one_resume_from_their_checkpoints(tmp_path: Path) -> None:
     config = write(tmp_path, graph={"name": "ring", "nodes": 2}, node={"rounds": 3, "checkpoint": {"every": 2}},
                    mapping={"nodes_per_machine": 2, "base_port": free_ports(4)})  # fmt: skip
 
-    def both(*words: str) -> tuple[str, str]:
+    def run_both_nodes(*words: str) -> tuple[str, str]:
         with started(tmp_path, "node", config, "--uid", "0", *words) as zero:
             code, one, err = run(tmp_path, "node", config, "--uid", "1", *words)
             assert code == 0, err
@@ -231,9 +232,9 @@ def test_nodes_of_processes_of_their_own_go_on_from_their_checkpoints(tmp_path: 
         assert zero.returncode == 0, err
         return out, one
 
-    both("--into", "first")
+    run_both_nodes("--into", "first")
     more = ("--set", "node.rounds=5", "--resume", "first")
-    both("--into", "second", *more)
+    run_both_nodes("--into", "second", *more)
     kept = [read_kind(tmp_path / "second" / "nodes" / uid / "metrics.jsonl", "resumed") for uid in ("000", "001")]
     assert [[record["round"] for record in each] for each in kept] == [[3], [3]]
     assert json.loads((tmp_path / "second" / "summary.json").read_text())["rounds"] == 5

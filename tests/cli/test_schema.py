@@ -1,4 +1,4 @@
-"""The schema is fresh, and says yes and no to what `load` says yes and no to (a checker of our own: 40 lines)."""
+"""The JSON schema is up to date, and accepts and refuses what `load` does (by a validator of 40 lines in this file)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from decentnode.cli import main
 from decentnode.experiment import Experiment
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-KNOWN = {
+SUPPORTED_KEYWORDS = {
     "$defs", "$ref", "$schema", "additionalProperties", "anyOf", "const", "default", "description", "enum",
     "exclusiveMaximum", "exclusiveMinimum", "format", "items", "maxItems", "maxLength", "maximum", "minItems",
     "minLength", "minimum", "oneOf", "pattern", "prefixItems", "properties", "propertyNames", "required", "title",
@@ -30,13 +30,13 @@ def schema() -> dict[str, Any]:
     return loaded
 
 
-def fits(value: Any, rule: Any, root: dict[str, Any]) -> bool:
+def is_valid(value: Any, rule: Any, root: dict[str, Any]) -> bool:
     if isinstance(rule, bool):
         return rule
-    assert set(rule) <= KNOWN, set(rule) - KNOWN
+    assert set(rule) <= SUPPORTED_KEYWORDS, set(rule) - SUPPORTED_KEYWORDS
     if "$ref" in rule:
-        return fits(value, root["$defs"][rule["$ref"].rpartition("/")[2]], root)
-    if "anyOf" in rule and not any(fits(value, each, root) for each in rule["anyOf"]):
+        return is_valid(value, root["$defs"][rule["$ref"].rpartition("/")[2]], root)
+    if "anyOf" in rule and not any(is_valid(value, each, root) for each in rule["anyOf"]):
         return False
     if value != rule.get("const", value) or value not in rule.get("enum", [value]):
         return False
@@ -46,9 +46,9 @@ def fits(value: Any, rule: Any, root: dict[str, Any]) -> bool:
     if kind and (not isinstance(value, TYPES[kind]) or (isinstance(value, bool) and kind != "boolean")):
         return False
     if isinstance(value, dict):
-        return _object_fits(value, rule, root)
+        return _is_valid_object(value, rule, root)
     if isinstance(value, list):
-        return all(fits(each, rule.get("items", True), root) for each in value)
+        return all(is_valid(each, rule.get("items", True), root) for each in value)
     if isinstance(value, str):
         return re.search(rule.get("pattern", ""), value) is not None
     if isinstance(value, int | float) and not isinstance(value, bool):
@@ -57,21 +57,21 @@ def fits(value: Any, rule: Any, root: dict[str, Any]) -> bool:
     return True
 
 
-def _object_fits(value: dict[str, Any], rule: dict[str, Any], root: dict[str, Any]) -> bool:
+def _is_valid_object(value: dict[str, Any], rule: dict[str, Any], root: dict[str, Any]) -> bool:
     if not set(rule.get("required", [])) <= set(value):
         return False
     others = rule.get("additionalProperties", True)
     properties = rule.get("properties", {})
-    return all(fits(each, properties.get(key, others), root) for key, each in value.items())
+    return all(is_valid(each, properties.get(key, others), root) for key, each in value.items())
 
 
-def test_it_is_fresh():
+def test_the_schema_in_configs_is_up_to_date():
     """Run `decentnode schema -o configs/schema.json` after changing a Config or a table."""
     assert CliRunner().invoke(main, ["schema"], catch_exceptions=False).stdout == (CONFIGS / "schema.json").read_text()
 
 
 @pytest.mark.slow
-def test_it_is_written_to_a_file(tmp_path):
+def test_the_schema_is_written_to_a_file(tmp_path):
     path = tmp_path / "schema.json"
     assert CliRunner().invoke(main, ["schema", "-o", str(path)]).exit_code == 0
     assert json.loads(path.read_text())["title"] == "decentnode experiment"
@@ -79,8 +79,8 @@ def test_it_is_written_to_a_file(tmp_path):
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)
-def test_every_config_fits(schema, path):
-    assert fits(yaml.safe_load(path.read_text()), schema, schema)
+def test_the_schema_accepts_every_config(schema, path):
+    assert is_valid(yaml.safe_load(path.read_text()), schema, schema)
 
 
 @pytest.mark.parametrize(
@@ -93,9 +93,9 @@ def test_every_config_fits(schema, path):
     ],
     ids=str,
 )  # fmt: skip
-def test_what_load_refuses_it_refuses(schema, change):
+def test_the_schema_refuses_what_load_refuses(schema, change):
     tree = yaml.safe_load((CONFIGS / "quickstart.yaml").read_text()) | change
-    assert not fits(tree, schema, schema)
+    assert not is_valid(tree, schema, schema)
 
 
 @pytest.mark.parametrize(
@@ -107,12 +107,12 @@ def test_what_load_refuses_it_refuses(schema, change):
     ],
     ids=str,
 )  # fmt: skip
-def test_what_load_takes_it_takes(schema, change):
+def test_the_schema_accepts_what_load_accepts(schema, change):
     tree = yaml.safe_load((CONFIGS / "quickstart.yaml").read_text()) | change
-    assert fits(tree, schema, schema)
+    assert is_valid(tree, schema, schema)
 
 
-def test_every_key_is_described(schema):
+def test_every_key_of_the_schema_has_a_description(schema):
     assert set(schema["properties"]) == {*Experiment.model_fields, "extends", "derived"}
     bare = []
 

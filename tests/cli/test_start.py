@@ -1,4 +1,4 @@
-"""What a run says about its own command: when it began, and how it is given again."""
+"""What a run reports about its own command: the time since its start, and the command to run next."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from decentnode.launch.children.messages import Request
 from decentnode.launch.reporting.outcome import Outcome
 
 
-def test_time_counts_from_the_programs_start_where_a_script_says_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(start, "_process_age", lambda: 70.0)  # a minute of pip before
+def test_the_start_time_that_a_script_passes_is_used_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start, "_process_age", lambda: 70.0)  # for example, after a minute of pip
     monkeypatch.setenv("DECENTNODE_STARTED", str(time.time() - 3.0))
     assert 3.0 <= start.seconds_since_start() < 60.0
-    assert start.seconds_since_start() == 70.0  # said once: no run that this one starts takes it for its own
+    assert start.seconds_since_start() == 70.0, "runs started from this one must not use its start time"
 
 
-@pytest.mark.parametrize("said", ["an hour ago", "in an hour", "", "soon", "nan"])
-def test_a_start_that_is_not_this_programs_does_not_count(monkeypatch: pytest.MonkeyPatch, said: str) -> None:
+@pytest.mark.parametrize("started", ["an hour ago", "in an hour", "", "soon", "nan"])
+def test_an_implausible_start_time_is_ignored(monkeypatch: pytest.MonkeyPatch, started: str) -> None:
     monkeypatch.setattr(start, "_process_age", lambda: 2.0)
     times = {"an hour ago": time.time() - 3600, "in an hour": time.time() + 3600}
-    monkeypatch.setenv("DECENTNODE_STARTED", str(times.get(said, said)))
+    monkeypatch.setenv("DECENTNODE_STARTED", str(times.get(started, started)))
     assert start.seconds_since_start() == 2.0
 
 
@@ -45,7 +45,7 @@ def test_the_next_command_of_the_quickstart_needs_no_file() -> None:
     assert words == ["run", "--set", "node.rounds=120"]
 
 
-def test_after_an_early_stop_more_rounds_alone_would_change_nothing() -> None:
+def test_after_an_early_stop_the_next_command_disables_early_stopping() -> None:
     summary = {"rounds_planned": 60, "ended": "early_stop"}
     request = Request("a.yaml", ["node.rounds=60", "node.early_stop.patience=3"])
     words = start.suggested_arguments(request, Outcome(0, None, summary))
@@ -53,22 +53,22 @@ def test_after_an_early_stop_more_rounds_alone_would_change_nothing() -> None:
                      "--set", "node.early_stop=null"]  # fmt: skip
 
 
-def checkpoint(run: Path, members: list[int], have: list[int]) -> None:
-    """Write what a checkpoint of `members` looks like where the nodes of `have` kept theirs."""
+def write_checkpoint(run: Path, members: list[int], have: list[int]) -> None:
+    """Writes a checkpoint of `members` to which only the nodes of `have` have written their files."""
     place = run / "checkpoints" / "00000040-1f0c2d3e4b5a"
     place.mkdir(parents=True)
     for uid in have:
         (place / f"{uid:03d}.json").write_text(json.dumps({"body": {"cut": {"members": members}}}))
 
 
-def test_what_was_stopped_goes_on_from_its_folder_where_all_nodes_have_one_checkpoint(
+def test_resume_is_suggested_for_a_stopped_run_if_all_nodes_have_a_common_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     run, summary = Path("runs") / "a" / "1", {"rounds_planned": 60, "rounds": 41, "num_nodes": 3}
     request = Request("a.yaml", ["node.rounds=60"])
     assert start.suggested_arguments(request, Outcome(130, run.absolute(), summary)) == []
-    checkpoint(run, [0, 1, 2], [0, 2])
+    write_checkpoint(run, [0, 1, 2], [0, 2])
     assert start.suggested_arguments(request, Outcome(130, run.absolute(), summary)) == [], "node 1 ended a round later"
     (run / "checkpoints" / "00000040-1f0c2d3e4b5a" / "001.json").write_text("{}")
     for exit_code in (130, 8):
@@ -76,13 +76,15 @@ def test_what_was_stopped_goes_on_from_its_folder_where_all_nodes_have_one_check
         assert words == ["run", str(run), "--resume"]
 
 
-def test_what_went_on_goes_on_to_more_rounds_than_were_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_run_is_suggested_twice_the_rounds_that_it_has_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     run = Path("runs") / "a" / "2"
-    checkpoint(run, [0, 1, 5], [0, 1])  # node 5 is in no mapping: nobody waits for it
+    write_checkpoint(run, [0, 1, 5], [0, 1])  # node 5 is a newcomer, which need not be there
     summary = {"rounds_planned": 10, "rounds": 285, "num_nodes": 2}
     resumed = Request("a.yaml", ["node.rounds=10"], resume="")
     words = start.suggested_arguments(resumed, Outcome(0, run.absolute(), summary))
     assert words == ["run", str(run), "--resume", "--set", "node.rounds=570"]
     fresh = start.suggested_arguments(Request("a.yaml"), Outcome(0, run.absolute(), {**summary, "rounds": 10}))
-    assert fresh == ["run", "a.yaml", "--set", "node.rounds=20"], "nobody asked for going on"
+    assert fresh == ["run", "a.yaml", "--set", "node.rounds=20"], "this run was not resumed"

@@ -1,4 +1,4 @@
-"""`decentnode status` on runs that go, hang and are over."""
+"""`decentnode status` of runs that are in progress, hang or have ended."""
 
 from __future__ import annotations
 
@@ -20,56 +20,58 @@ from tests.cli.terminal import wait_until
 from tests.commands import ROOT, started
 
 
-def status(uid: int, **more: Any) -> dict[str, Any]:
+def node_status(uid: int, **more: Any) -> dict[str, Any]:
     edge = {"sent": 1000, "received": 2000, "chunks": 4, "resends": 1, "wait_seconds": 0.5}
     now = {"pid": os.getpid(), "time": time.time(), "round": 3, "rounds": 9, "doing": "exchange"}
     waits = {"waiting_for": [], "waiting_seconds": 0.0}
     return {"uid": uid, **now, **waits, "edges": {"9": edge}, "faults": {"stranger": 2}, **more}
 
 
-def shown(statuses: dict[int, dict[str, Any]], edges: bool = False) -> str:
+def table_text(statuses: dict[int, dict[str, Any]], edges: bool = False) -> str:
     console = Console(width=140, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
     console.print(table(statuses, edges))
     return console.export_text()
 
 
-def test_who_waits_for_whom() -> None:
-    chain = {0: status(0, waiting_for=[1], waiting_seconds=12.0), 1: status(1, waiting_for=[2], waiting_seconds=12.0),
-             2: status(2, doing="local steps")}  # fmt: skip
+def test_the_summary_names_the_node_that_all_others_wait_for() -> None:
+    chain = {0: node_status(0, waiting_for=[1], waiting_seconds=12.0),
+             1: node_status(1, waiting_for=[2], waiting_seconds=12.0),
+             2: node_status(2, doing="local steps")}  # fmt: skip
     assert "node 2 (local steps; 1 wait for it)" in waiting_summary(chain)
-    text = shown(chain, edges=True)
+    text = table_text(chain, edges=True)
     assert "12" in text and "to 9" in text and "3/9" in text and "waited" in text and "since" not in text
-    assert "since" in shown(chain)
+    assert "since" in table_text(chain)
     assert "node 2 (without a status here; 1 wait for it)" in waiting_summary({uid: chain[uid] for uid in (0, 1)})
-    chain[2] = status(2, doing="local steps", pid=2**22 + 5, time=time.time() - 60)
+    chain[2] = node_status(2, doing="local steps", pid=2**22 + 5, time=time.time() - 60)
     assert state_of(chain[2]) == "gone" and "node 2 (gone" in waiting_summary(chain)
-    assert in_progress(chain) and not in_progress({0: status(0, doing="finished")})
+    assert in_progress(chain) and not in_progress({0: node_status(0, doing="finished")})
 
 
-def test_who_ended_or_died_waits_for_nobody() -> None:
+def test_nodes_that_ended_or_died_are_not_counted_as_waiting() -> None:
     for over in ({"doing": "finished"}, {"doing": "exchange", "time": 0, "pid": 1 << 30}):
-        found = {0: status(0), 1: {**status(1), "waiting_for": [0], **over}}
+        found = {0: node_status(0), 1: {**node_status(1), "waiting_for": [0], **over}}
         assert waiting_summary(found) == "2 nodes have written a status"
         assert waiting_summary({0: found[0]}) == "1 node has written a status"
-        found |= {1: {**found[1], "waiting_for": [2]}, 0: {**status(0), "waiting_for": [1]}}
+        found |= {1: {**found[1], "waiting_for": [2]}, 0: {**node_status(0), "waiting_for": [1]}}
         assert "everything waits for node 1 (" in waiting_summary(found)  # though its last status says that it waits
 
 
-def test_who_has_not_entered_a_collective_call() -> None:
+def test_the_summary_names_the_node_that_has_not_entered_a_collective_call() -> None:
     """Members that have entered wait for all others, because the library does not tell them who has."""
-    clique = {uid: status(uid, waiting_for=sorted({0, 1, 2, 3} - {uid}), waiting_seconds=12.0) for uid in (0, 1, 3)}
-    clique[2] = status(2, doing="local steps")
+    clique = {uid: node_status(uid, waiting_for=sorted({0, 1, 2, 3} - {uid}), waiting_seconds=12.0)
+              for uid in (0, 1, 3)}  # fmt: skip
+    clique[2] = node_status(2, doing="local steps")
     assert waiting_summary(clique) == "everything waits for node 2 (local steps; 3 wait for it)"
 
 
 @pytest.mark.parametrize("edges", [False, True])
-def test_the_table_fits_80_columns_a_line_per_node_or_edge(edges: bool) -> None:
+def test_the_table_fits_80_columns_with_one_line_per_node_or_edge(edges: bool) -> None:
     edge = {"sent": 123_456_789_000, "received": 999_900_000, "chunks": 1_234_567, "resends": 123_456,
             "wait_seconds": 4000.0}  # fmt: skip
     each = {"round": 99_999, "rounds": 100_000, "waiting_for": [*range(900, 920)], "waiting_seconds": 7199.0,
             "doing": "agreeing on the next generation", "edges": {"900": edge}, "faults": {"stranger": 12_345}}
     console = Console(width=80, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
-    console.print(table({uid: status(uid, **each) for uid in (7, 900)}, edges))
+    console.print(table({uid: node_status(uid, **each) for uid in (7, 900)}, edges))
     head, *rows = [line.rstrip() for line in console.export_text().splitlines()][: 5 if edges else 3]
     assert max(map(len, (head, *rows))) <= 80 and all("99999/100000" in row for row in rows[:: 1 + edges])
     for number in ("123.5 GB", "999.9 MB", "123456", "12345", "1 h 59 min", "900"):
@@ -77,47 +79,48 @@ def test_the_table_fits_80_columns_a_line_per_node_or_edge(edges: bool) -> None:
     assert not edges or all(text in rows[1] for text in ("to 900", "1234567", "123.5 GB"))
 
 
-def test_without_a_run(tmp_path: Path) -> None:
+def test_a_missing_run_is_refused(tmp_path: Path) -> None:
     result = CliRunner().invoke(main, ["status", str(tmp_path / "nowhere")])
     assert result.exit_code == 2
 
 
 @pytest.mark.slow
-def test_a_frozen_node_is_seen_named_and_ends_the_run(tmp_path: Path) -> None:
-    """SIGSTOP of one node: the others are seen to wait for it, and the run ends in time with its name."""
+def test_a_frozen_node_is_named_by_status_and_ends_the_run(tmp_path: Path) -> None:
+    """After SIGSTOP of node 2, status shows that the others wait for it, and the run ends in time with its name."""
     command = ["run", str(ROOT / "configs" / "quickstart.yaml"), "--plain", "--run-dir", str(tmp_path),
                "--set", "graph={name: complete, nodes: 4}", "--set", "mapping={name: linear, nodes_per_machine: 4}",
                "--set", "node.rounds=100000", "--set", "node.evaluate_every=0", "--set",
                "communication={name: auto, timeout_seconds: 5}"]  # fmt: skip
     with contextlib.ExitStack() as stack:
-        impatient = "from decentnode.launch.supervising import early_end; early_end.GRACE_SECONDS = 2.0"
-        process = stack.enter_context(started(ROOT, *command, merged=True, before=impatient))
-        def read() -> dict[str, Any]:
+        shorten_grace = "from decentnode.launch.supervising import early_end; early_end.GRACE_SECONDS = 2.0"
+        process = stack.enter_context(started(ROOT, *command, merged=True, before=shorten_grace))
+        def read_status() -> dict[str, Any]:
             result = CliRunner().invoke(main, ["status", str(tmp_path / "quickstart"), "--json"])
             return json.loads(result.output) if result.exit_code == 0 else {}
 
-        def all_go() -> bool:
-            return len(now := read()) == 4 and bool(min(s["round"] for s in now.values()))
+        def all_have_made_a_round() -> bool:
+            return len(now := read_status()) == 4 and bool(min(s["round"] for s in now.values()))
 
-        def all_wait() -> bool:
-            return len(now := read()) == 4 and all(2 in s["waiting_for"] for u, s in now.items() if u != "2")
+        def all_wait_for_node_2() -> bool:
+            return len(now := read_status()) == 4 and all(2 in s["waiting_for"] for u, s in now.items() if u != "2")
 
-        wait_until(all_go, "rounds of all four nodes")
-        frozen = read()["2"]["pid"]
+        wait_until(all_have_made_a_round, "rounds of all four nodes")
+        frozen = read_status()["2"]["pid"]
         os.kill(frozen, signal.SIGSTOP)
-        stack.callback(go_on, frozen)
-        wait_until(all_wait, "the others' wait for node 2")
+        stack.callback(resume_process, frozen)
+        wait_until(all_wait_for_node_2, "the others' wait for node 2")
         output, _ = process.communicate(timeout=200)
         assert process.returncode == 5 and "node 2" in output, output
         (run,) = (tmp_path / "quickstart").glob("latest")
-        told = [[json.loads(line) for line in (run / "nodes" / uid / "events.jsonl").read_text().splitlines()]
-                for uid in ("000", "001", "003")]  # fmt: skip
-        assert all(events[0]["kind"] == "joined" for events in told)
-        assert any(e["kind"] == "peer_lost" and e["peer"] == 2 for events in told for e in events), told
+        events_of_nodes = [[json.loads(line) for line in (run / "nodes" / uid / "events.jsonl").read_text().splitlines()]
+                           for uid in ("000", "001", "003")]  # fmt: skip
+        assert all(events[0]["kind"] == "joined" for events in events_of_nodes)
+        lost = [event["peer"] for events in events_of_nodes for event in events if event["kind"] == "peer_lost"]
+        assert 2 in lost, events_of_nodes
         text = CliRunner().invoke(main, ["status", str(tmp_path / "quickstart"), "--edges"])
         assert text.exit_code == 0 and "failed" in text.output
 
 
-def go_on(pid: int) -> None:
+def resume_process(pid: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGCONT)

@@ -1,4 +1,4 @@
-"""Nothing that a person does to a terminal or a pipe touches the training."""
+"""Nothing that a person does to a terminal or a pipe stops the training."""
 
 from __future__ import annotations
 
@@ -21,89 +21,85 @@ from tests.conftest import free_ports
 from tests.launch.faults import experiment
 
 
-def slow(rounds: int, **sections: Any) -> dict[str, Any]:
+def slow_experiment(rounds: int, **sections: Any) -> dict[str, Any]:
     training = {**experiment()["training"], "name": "tests.launch.faults:Slow"}
     return experiment(training=training, node={"rounds": rounds, "evaluate_every": 10}, **sections)
 
 
 @contextlib.contextmanager
-def running(folder: Path, sections: dict[str, Any], *arguments: str) -> Iterator[Terminal]:
+def run_in_terminal(folder: Path, sections: dict[str, Any], *arguments: str) -> Iterator[Terminal]:
     (folder / "tiny.yaml").write_text(yaml.safe_dump(sections))
     environ = {"COLUMNS": "100", "LINES": "30", "TERM": "xterm"}
     with in_terminal(arguments or ("run", "tiny.yaml"), folder, environ) as terminal:
         yield terminal
 
 
-def latest(folder: Path) -> Path:
+def latest_run(folder: Path) -> Path:
     return folder / "runs" / "tiny" / "latest"
 
 
-def status(folder: Path) -> str:
-    path = latest(folder) / "summary.json"
+def status_of_latest(folder: Path) -> str:
+    path = latest_run(folder) / "summary.json"
     return str(json.loads(path.read_text())["status"]) if path.exists() else ""
 
 
 @pytest.mark.slow
-def test_a_held_terminal_stops_nothing_and_shows_the_end_later(tmp_path: Path) -> None:
-    with running(tmp_path, slow(60)) as terminal:
+def test_a_run_finishes_in_a_held_terminal_and_prints_its_end_after_the_resume(tmp_path: Path) -> None:
+    with run_in_terminal(tmp_path, slow_experiment(60)) as terminal:
         terminal.read_until("all connected")
         terminal.press(HOLD)
-        wait_until(lambda: status(tmp_path) == "finished", "the end of the run")
-        assert terminal.process.poll() is None  # only the last lines wait
+        wait_until(lambda: status_of_latest(tmp_path) == "finished", "the end of the run")
+        assert terminal.process.poll() is None  # only the last lines are held back
         terminal.press(RESUME)
         assert "done in " in terminal.read_rest()
     assert terminal.process.returncode == 0
 
 
 @pytest.mark.slow
-def test_a_terminal_held_from_the_start_does_not_keep_a_run_from_beginning(tmp_path: Path) -> None:
-    with running(tmp_path, slow(20), "run", "tiny.yaml", "--plain") as terminal:
+def test_a_run_starts_and_finishes_in_a_terminal_held_from_the_start(tmp_path: Path) -> None:
+    with run_in_terminal(tmp_path, slow_experiment(20), "run", "tiny.yaml", "--plain") as terminal:
         terminal.press(HOLD)
-        wait_until(lambda: status(tmp_path) == "finished", "the end of the run")
+        wait_until(lambda: status_of_latest(tmp_path) == "finished", "the end of the run")
         for uid in range(4):
-            assert len(read_kind(latest(tmp_path) / "nodes" / f"{uid:03d}" / "metrics.jsonl", "round")) == 20
+            assert len(read_kind(latest_run(tmp_path) / "nodes" / f"{uid:03d}" / "metrics.jsonl", "round")) == 20
         terminal.press(RESUME)
         assert "all connected" in terminal.read_rest()
 
 
 @pytest.mark.slow
-def test_ctrl_c_in_a_held_terminal_stops_the_run_and_writes(tmp_path: Path) -> None:
-    with running(tmp_path, slow(5000)) as terminal:
+def test_ctrl_c_in_a_held_terminal_stops_the_run_and_writes_its_results(tmp_path: Path) -> None:
+    with run_in_terminal(tmp_path, slow_experiment(5000)) as terminal:
         terminal.read_until("all connected")
         terminal.press(HOLD)
         terminal.press(INTERRUPT)
-        wait_until(lambda: status(tmp_path) == "interrupted", "the end of the run")
+        wait_until(lambda: status_of_latest(tmp_path) == "interrupted", "the end of the run")
         assert "stopped after round" in terminal.read_rest()
     assert terminal.process.returncode == 130
-    assert (latest(tmp_path) / "models" / "merged.safetensors").exists()
+    assert (latest_run(tmp_path) / "models" / "merged.safetensors").exists()
 
 
 @pytest.mark.slow
-def test_ctrl_z_stops_the_display_and_not_the_nodes(tmp_path: Path) -> None:
-    with running(tmp_path, slow(150)) as terminal:
+def test_ctrl_z_stops_the_supervisor_but_not_the_nodes(tmp_path: Path) -> None:
+    with run_in_terminal(tmp_path, slow_experiment(150)) as terminal:
         terminal.read_until("all connected")
         terminal.press(SUSPEND)
         supervisor = psutil.Process(terminal.process.pid)
         wait_until(lambda: supervisor.status() == psutil.STATUS_STOPPED, "the stop of the supervisor")
-        models = latest(tmp_path) / "models"
+        models = latest_run(tmp_path) / "models"
         wait_until(lambda: len(list(models.glob("00?.safetensors"))) == 4, "the end of the training")
-        assert "the nodes keep running" in terminal.seen or "the nodes keep running" in _more(terminal)
+        terminal.read_until("the nodes keep running")
         supervisor.send_signal(signal.SIGCONT)
         assert "done in " in terminal.read_rest()
     assert terminal.process.returncode == 0
-    assert status(tmp_path) == "finished"
-
-
-def _more(terminal: Terminal) -> str:
-    terminal.read_until("the nodes keep running")
-    return terminal.seen
+    assert status_of_latest(tmp_path) == "finished"
 
 
 @pytest.mark.slow
-def test_a_single_node_in_a_held_terminal_trains_on(tmp_path: Path) -> None:
+def test_a_single_node_in_a_held_and_suspended_terminal_continues_training(tmp_path: Path) -> None:
     port = free_ports(4)
-    sections = slow(40, graph={"name": "ring", "nodes": 2}, mapping={"nodes_per_machine": 2, "base_port": port})
-    with running(tmp_path, sections, "node", "tiny.yaml", "--uid", "0", "--into", "run") as terminal:
+    mapping = {"nodes_per_machine": 2, "base_port": port}
+    sections = slow_experiment(40, graph={"name": "ring", "nodes": 2}, mapping=mapping)
+    with run_in_terminal(tmp_path, sections, "node", "tiny.yaml", "--uid", "0", "--into", "run") as terminal:
         with started(tmp_path, "node", "tiny.yaml", "--uid", "1", "--into", "run") as other:
             terminal.read_until("all nodes connected")
             terminal.press(HOLD)
@@ -118,20 +114,20 @@ def test_a_single_node_in_a_held_terminal_trains_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_pipe_whose_reader_leaves_ends_nothing(tmp_path: Path) -> None:
-    """`decentnode run tiny.yaml | head -1`"""
-    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(slow(30)))
+def test_a_run_finishes_although_the_reader_of_its_pipe_has_gone(tmp_path: Path) -> None:
+    """As in `decentnode run tiny.yaml | head -1`."""
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(slow_experiment(30)))
     with started(tmp_path, "run", "tiny.yaml") as process:
         assert process.stdout is not None and process.stderr is not None
         assert process.stdout.readline().startswith("run ")
         process.stdout.close()
         assert process.wait(200) == 0
         assert process.stderr.read() == ""
-    assert status(tmp_path) == "finished"
+    assert status_of_latest(tmp_path) == "finished"
 
 
 @pytest.mark.slow
-def test_an_error_goes_where_somebody_may_see_it_when_the_pipe_is_closed(tmp_path: Path) -> None:
+def test_with_stdout_closed_an_error_is_printed_on_stderr(tmp_path: Path) -> None:
     training = {**experiment()["training"], "name": "tests.launch.faults:Raises"}
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(experiment(training=training)))
     with started(tmp_path, "run", "tiny.yaml") as process:
@@ -142,9 +138,9 @@ def test_an_error_goes_where_somebody_may_see_it_when_the_pipe_is_closed(tmp_pat
 
 
 @pytest.mark.slow
-def test_a_pipe_that_nobody_reads_holds_up_the_last_lines_alone(tmp_path: Path) -> None:
-    """`decentnode run tiny.yaml 2>&1 | less`: rounds go on while the first page is looked at."""
-    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(slow(30)))
+def test_a_full_pipe_delays_only_the_last_lines_not_the_rounds(tmp_path: Path) -> None:
+    """As in `decentnode run tiny.yaml 2>&1 | less`: the rounds continue while the first page is read."""
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(slow_experiment(30)))
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     with contextlib.suppress(BlockingIOError):
@@ -153,26 +149,26 @@ def test_a_pipe_that_nobody_reads_holds_up_the_last_lines_alone(tmp_path: Path) 
     os.set_blocking(writing, True)
     with started(tmp_path, "run", "tiny.yaml", output=writing) as process:
         os.close(writing)
-        wait_until(lambda: status(tmp_path) == "finished", "the end of the run")
+        wait_until(lambda: status_of_latest(tmp_path) == "finished", "the end of the run")
         with os.fdopen(reading, "rb") as pipe:
             assert b"done in " in pipe.read()
         assert process.wait(200) == 0
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_the_wait_for_a_reader_and_keeps_the_exit_code(tmp_path: Path) -> None:
-    with running(tmp_path, slow(60)) as terminal:  # held before it ends, however busy the machine is
+def test_ctrl_c_while_a_finished_run_waits_for_its_reader_keeps_exit_code_0(tmp_path: Path) -> None:
+    with run_in_terminal(tmp_path, slow_experiment(60)) as terminal:  # held before it ends, however busy the machine is
         terminal.read_until("all connected")
         terminal.press(HOLD)
-        wait_until(lambda: status(tmp_path) == "finished", "the end of the run")
+        wait_until(lambda: status_of_latest(tmp_path) == "finished", "the end of the run")
         pid = terminal.process.pid
-        wait_until(lambda: _catches(pid, signal.SIGINT) and not _catches(pid, signal.SIGTERM), "the last wait")
+        wait_until(lambda: _has_handler(pid, signal.SIGINT) and not _has_handler(pid, signal.SIGTERM), "the last wait")
         terminal.process.send_signal(signal.SIGINT)
         assert terminal.process.wait(200) == 0
 
 
-def _catches(pid: int, number: int) -> bool:
-    """Whether the process has a handler of its own for a signal; so the supervisor has while a run goes."""
+def _has_handler(pid: int, number: int) -> bool:
+    """Returns whether the process has a handler of its own for a signal, as the supervisor has during a run."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     mask = int(next(line for line in lines if line.startswith("SigCgt:")).split()[1], 16)
     return bool(mask >> (number - 1) & 1)

@@ -39,7 +39,7 @@ def test_every_config_is_valid_and_names_its_schema(path, tmp_path, monkeypatch)
     assert path.read_text().startswith("# yaml-language-server: $schema=schema.json\n")
 
 
-def test_where_imagenet_has_to_lie_is_said():
+def test_without_imagenet_the_error_names_the_folder_that_it_must_be_in():
     path = str(Path(QUICKSTART).with_name("imagenet.yaml"))
     done = validate(path, "--set", "data.folder=/no/images")
     assert done.exit_code == 2
@@ -48,13 +48,13 @@ def test_where_imagenet_has_to_lie_is_said():
         "data.train_folder); of ImageNet its authors" in done.stderr
 
 
-def test_ok_is_one_line():
+def test_a_valid_config_prints_one_line():
     done = validate(QUICKSTART)
     assert done.stdout.startswith(f"{QUICKSTART}: ok: quickstart, 16 nodes on 1 machine, digest ")
     assert done.stdout.count("\n") == 1
 
 
-def test_problems_end_with_2_and_nothing_on_stdout(tmp_path):
+def test_problems_go_to_stderr_with_exit_code_2(tmp_path):
     path = tmp_path / "bad.yaml"
     path.write_text("graph: {name: rnig}\nseed: no\nseed: 1\n")
     done = validate(str(path))
@@ -74,8 +74,8 @@ node: {rounds: 1}
 """
 
 
-def test_files_of_each_node_s_own_are_looked_at_before_the_run(tmp_path):
-    """Those of this machine's nodes, once it is known which it is."""
+def test_missing_files_of_single_nodes_are_found_before_the_run(tmp_path):
+    """With --machine, only the files of the nodes of that machine are checked."""
     targets = np.arange(12) % 3
     for uid in (0, 2):
         np.savez(tmp_path / f"private{uid}.npz", train_inputs=np.ones((12, 2), np.float32), train_targets=targets,
@@ -93,14 +93,14 @@ def test_files_of_each_node_s_own_are_looked_at_before_the_run(tmp_path):
         facts(load(three), Request(str(three), machine=1))
 
 
-def test_set():
+def test_set_overrides_keys_and_its_problems_name_it():
     assert validate(QUICKSTART, "--set", "node.rounds=2", "-s", "training.optimizer.lr=1e-3").exit_code == 0
     done = validate(QUICKSTART, "--set", "node.rounds=x")
     assert done.exit_code == 2
     assert "--set node.rounds=x: node.rounds must be an integer, got 'x'" in done.stderr
 
 
-def test_resolved_shows_origins(monkeypatch):
+def test_resolved_shows_the_origin_of_every_value(monkeypatch):
     monkeypatch.setenv("DECENTNODE__SEED", "7")
     done = validate(QUICKSTART, "--resolved", "--set", "node.rounds=2")
     assert yaml.safe_load(done.stdout)["node"]["rounds"] == 2
@@ -110,7 +110,7 @@ def test_resolved_shows_origins(monkeypatch):
     assert f"name: quickstart  # {QUICKSTART}:4\n" in done.stdout
 
 
-def test_json():
+def test_json_has_the_problems_and_the_resolved_config():
     found = json.loads(validate(QUICKSTART, "--json", "--resolved").stdout)
     assert found["ok"]
     assert found["problems"] == []
@@ -127,7 +127,7 @@ def test_json():
 @pytest.mark.parametrize(("missing", "seconds", "warned"), [
     ("return_weight", "0.5", True), ("return_weight", "1", False), ("fail", "0.5", False),
 ])  # fmt: skip
-def test_a_time_out_at_which_healthy_nodes_miss_each_other_is_told(missing: str, seconds: str, warned: bool) -> None:
+def test_a_time_out_below_a_second_is_a_warning_with_return_weight(missing: str, seconds: str, warned: bool) -> None:
     done = validate(QUICKSTART, "-s", f"node.missing={missing}", "-s", f"communication.timeout_seconds={seconds}")
     assert done.exit_code == 0 and done.stdout.count("\n") == 1
     assert ("warning: communication.timeout_seconds is 0.5: on a busy machine" in done.stderr) == warned

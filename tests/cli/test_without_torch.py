@@ -1,4 +1,4 @@
-"""Commands that do not train answer at once: torch takes seconds to import."""
+"""Commands that do not train must not import torch, which takes seconds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.test_status import status
+from tests.cli.test_status import node_status
 from tests.commands import ROOT
 from tests.report.test_runs import write_run
 
@@ -29,14 +29,14 @@ DESCRIBED = ("graph", "weights", "mapping", "data", "partition", "task", "parame
 """Kinds whose components need no torch; `list` imports the classes of a kind."""
 
 
-def invoked(commands: list[list[str]]) -> None:
+def run_without_torch(commands: list[list[str]]) -> None:
     subprocess.run([sys.executable, "-c", CODE, json.dumps(commands)], check=True, timeout=200)
 
 
-def test_what_describes_and_what_reads_runs_does_not_import_torch(tmp_path: Path) -> None:
+def test_commands_that_describe_components_or_read_runs_do_not_import_torch(tmp_path: Path) -> None:
     run = str(made := write_run(tmp_path / "run"))
-    (made / "nodes" / "000" / "status.json").write_text(json.dumps(status(0)))
-    invoked([
+    (made / "nodes" / "000" / "status.json").write_text(json.dumps(node_status(0)))
+    run_without_torch([
         *([each, "--help"] for each in ("run", "launch", "node", "simulate")), ["list"],
         *(["list", kind] for kind in DESCRIBED),
         ["explain", "graph.regular.degree"], ["explain", "node.rounds"], ["explain", "topk"],
@@ -46,9 +46,9 @@ def test_what_describes_and_what_reads_runs_does_not_import_torch(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_nor_does_what_draws(tmp_path: Path) -> None:
+def test_commands_that_draw_runs_do_not_import_torch(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", graph={"name": "ring", "nodes": 4}, model={"name": "mlp"})
-    invoked([["plot", str(run), "--metric", "loss"], ["report", str(run)]])
+    run_without_torch([["plot", str(run), "--metric", "loss"], ["report", str(run)]])
     assert "graph of" in (run / "report.html").read_text()
 
 
