@@ -24,9 +24,9 @@ def test_a_forked_child_has_its_own_pool_of_threads() -> None:
     native.spread(lambda _: barrier.wait(20), [(1,), (2,)], threads=2)  # now both threads are there, and idle
     child = os.fork()
     if child == 0:
-        here: list[int] = []
-        native.spread(here.append, [(1,), (2,), (3,)], threads=2)
-        os._exit(0 if sorted(here) == [1, 2, 3] else 1)
+        done: list[int] = []
+        native.spread(done.append, [(1,), (2,), (3,)], threads=2)
+        os._exit(0 if sorted(done) == [1, 2, 3] else 1)
     deadline = time.monotonic() + 20
     while (ended := os.waitpid(child, os.WNOHANG))[0] == 0:
         if time.monotonic() > deadline:

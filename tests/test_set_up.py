@@ -27,13 +27,13 @@ def run_set_up(folder: Path, code: int) -> subprocess.CompletedProcess[str]:
         f"""#!/usr/bin/env bash
 if [ "$2" = venv ]; then
   mkdir -p "$4/bin"
-  printf '#!/usr/bin/env bash\\n[ "$2" = pip ] || exit 0\\ncat {folder}/said\\nexit {code}\\n' > "$4/bin/python"
+  printf '#!/usr/bin/env bash\\n[ "$2" = pip ] || exit 0\\ncat {folder}/pip_output\\nexit {code}\\n' > "$4/bin/python"
   chmod +x "$4/bin/python"
 fi
 """
     )
     python.chmod(0o755)
-    (folder / "said").write_text(PIP)
+    (folder / "pip_output").write_text(PIP)
     environ = {**os.environ, "PYTHON": str(python), "DECENTNODE_VENV": str(folder / "venv")}
     words = ["bash", "-c", f'set -euo pipefail; . "{ROOT}/eval/_env.sh"; echo ready']
     return subprocess.run(words, env=environ, capture_output=True, text=True, timeout=200)

@@ -36,8 +36,8 @@ def data(modules: tuple[ModuleType, ModuleType], tmp_path_factory: pytest.TempPa
     folder = tmp_path_factory.mktemp("data")
     draw = np.random.default_rng(0)
     words = ["sea", "lamp", "ship", "wind", "tea"]
-    said = [f"SPEAKER {n % 9}:\n" + " ".join(draw.choice(words, 60)) for n in range(90)]
-    (folder / "plays.txt").write_text("\n\n".join(said))
+    speeches = [f"SPEAKER {n % 9}:\n" + " ".join(draw.choice(words, 60)) for n in range(90)]
+    (folder / "plays.txt").write_text("\n\n".join(speeches))
     modules[1].write(folder, folder / "plays.txt", scale=0.05)
     write_cifar10(folder / "cifar-10-batches-bin", per_file=256, files=1, tests=32)
     write_pairs(folder / "multi30k", ["ein Haus", "ein Hund laeuft", "kein Hund"] * 50, ["a house", "dogs", "no"] * 50)

@@ -45,12 +45,12 @@ def test_objects_give_the_same_bits_in_this_process_and_in_forks_of_it() -> None
     torch.rand(4_000_000).sum()
     made = experiment(loss=nn.CrossEntropyLoss(label_smoothing=0.01), optimizer=lambda p: torch.optim.Adam(p, lr=0.03))
     before = torch.get_rng_state()
-    here = made.run(progress=False)
+    in_process = made.run(progress=False)
     assert torch.equal(torch.get_rng_state(), before)
     forked = made.run(progress=False, processes=True)
-    assert here.summary["accuracy_mean"] > 0.85 and here.summary["accuracy_merged"] > 0.85
-    assert len(model_tensors(here)) == 5 * 4
-    assert all(torch.equal(a, b) for a, b in zip(model_tensors(here), model_tensors(forked), strict=True))
+    assert in_process.summary["accuracy_mean"] > 0.85 and in_process.summary["accuracy_merged"] > 0.85
+    assert len(model_tensors(in_process)) == 5 * 4
+    assert all(torch.equal(a, b) for a, b in zip(model_tensors(in_process), model_tensors(forked), strict=True))
     assert (forked.path / "summary.json").exists() and forked.status == "finished"
 
 

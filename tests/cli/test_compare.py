@@ -188,9 +188,9 @@ def test_row_names_have_as_many_keys_as_fit_into_the_columns(tmp_path: Path) -> 
 def test_the_deviation_over_nodes_is_computed_for_runs_whose_summary_lacks_it(tmp_path: Path) -> None:
     for seed in (1, 2):
         run = write_run(tmp_path / f"exp/{seed}", seed, 0.5 + seed / 10)
-        told = json.loads((run / "summary.json").read_text())
-        told["nodes"] = {str(uid): {"accuracy": 0.5 + 0.1 * seed * (2 * uid - 1)} for uid in range(2)}
-        (run / "summary.json").write_text(json.dumps(told | ({"accuracy_deviation": 0.2} if seed == 2 else {})))
+        summary = json.loads((run / "summary.json").read_text())
+        summary["nodes"] = {str(uid): {"accuracy": 0.5 + 0.1 * seed * (2 * uid - 1)} for uid in range(2)}
+        (run / "summary.json").write_text(json.dumps(summary | ({"accuracy_deviation": 0.2} if seed == 2 else {})))
     command = ["compare", str(tmp_path / "exp"), "-o", str(tmp_path / "t.csv")]
     result = CliRunner().invoke(main, [*command, "--wide"])
     assert result.exit_code == 0 and "deviation over nodes %" in result.output
@@ -219,10 +219,10 @@ def test_columns_that_do_not_fit_are_listed_below_the_table(columns: int, kept: 
     end = max(number for number, line in enumerate(lines) if line == lines[0])
     assert max(map(len, lines)) <= columns
     note = " ".join(lines[end + 1 :])
-    told = note.partition(": ")[2].partition("; --wide shows them")[0].split(", ")
+    omitted = note.partition(": ")[2].partition("; --wide shows them")[0].split(", ")
     titles = [figure.title for figure in rows[0].columns]
     assert note.startswith(f"left out to fit {columns} columns: ")
-    assert told == [title for title in titles if title not in kept] and len(kept) + len(told) == len(titles)
+    assert omitted == [title for title in titles if title not in kept] and len(kept) + len(omitted) == len(titles)
     assert compare.text_table(rows, None, None).splitlines()[1].split("  ")[-1].strip() == "ms/round"
 
 

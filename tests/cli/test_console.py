@@ -49,9 +49,9 @@ def test_every_round_is_printed_once_with_its_own_accuracy(clock: VirtualClock) 
         clock.sleep(module.LINE_SECONDS + 1)
         observer.tick()
     assert output.drain(30)
-    told = re.findall(r"^[-0-9]{10} [:0-9]{8}  round=(\d+)/10(.*)$", out.getvalue(), re.MULTILINE)
-    assert [int(round) for round, _ in told] == list(range(11)), out.getvalue()
-    for round, rest in told:
+    printed = re.findall(r"^[-0-9]{10} [:0-9]{8}  round=(\d+)/10(.*)$", out.getvalue(), re.MULTILINE)
+    assert [int(round) for round, _ in printed] == list(range(11)), out.getvalue()
+    for round, rest in printed:
         assert ("acc_mean" in rest) == (int(round) in accuracy)
         assert int(round) not in accuracy or f"acc_mean={accuracy[int(round)]:.3f}" in rest
 
@@ -229,5 +229,5 @@ def test_in_a_log_a_long_wait_is_reported_at_growing_intervals(clock: VirtualClo
         clock.sleep(1.0)
         observer.waiting(f"node 3 to connect ({second} s)")
     assert output.drain(30)
-    told = [int(found) for found in re.findall(r"waiting  for node 3 to connect \((\d+) s\)\n", out.getvalue())]
-    assert told == [6, 17, 38, 79, 140, 201, 262] and "\r" not in out.getvalue()
+    printed = [int(found) for found in re.findall(r"waiting  for node 3 to connect \((\d+) s\)\n", out.getvalue())]
+    assert printed == [6, 17, 38, 79, 140, 201, 262] and "\r" not in out.getvalue()

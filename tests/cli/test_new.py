@@ -36,8 +36,8 @@ def test_the_new_experiment_runs_and_learns(tmp_path: Path) -> None:
     made = decentnode("new", "first try")
     assert made.returncode == 0, made.stderr
     assert sorted(path.name for path in (tmp_path / "first try").iterdir()) == sorted(STARTER)
-    here = f"import os; os.chdir({str(tmp_path)!r}); from decentnode.cli.console import program; print(program())"
-    command = subprocess.check_output([sys.executable, "-c", here], env=environ, text=True).strip()
+    code = "from decentnode.cli.console import program; print(program())"
+    command = subprocess.check_output([sys.executable, "-c", code], env=environ, cwd=tmp_path, text=True).strip()
     assert made.stdout.splitlines()[-1] == f"next: {command} run 'first try/config.yaml'"
     ran = decentnode("run", "first try/config.yaml", "--json")
     assert ran.returncode == 0, ran.stderr

@@ -112,8 +112,8 @@ def test_a_frozen_node_is_named_by_status_and_ends_the_run(tmp_path: Path) -> No
         output, _ = process.communicate(timeout=200)
         assert process.returncode == 5 and "node 2" in output, output
         (run,) = (tmp_path / "quickstart").glob("latest")
-        events_of_nodes = [[json.loads(line) for line in (run / "nodes" / uid / "events.jsonl").read_text().splitlines()]
-                           for uid in ("000", "001", "003")]  # fmt: skip
+        texts = [(run / "nodes" / uid / "events.jsonl").read_text() for uid in ("000", "001", "003")]
+        events_of_nodes = [[json.loads(line) for line in text.splitlines()] for text in texts]
         assert all(events[0]["kind"] == "joined" for events in events_of_nodes)
         lost = [event["peer"] for events in events_of_nodes for event in events if event["kind"] == "peer_lost"]
         assert 2 in lost, events_of_nodes

@@ -25,8 +25,8 @@ class Base(Config):
     second: int = 2
     """As the base has it."""
     without: int = 3
-    told: int = Field(4, description="by hand")
-    """Behind what is told by hand."""
+    described: int = Field(4, description="by hand")
+    """A docstring that does not replace the description given by hand."""
 
 
 class Derived(Base):
@@ -47,7 +47,7 @@ def test_the_doc_of_a_key_is_the_docstring_under_it() -> None:
     assert key_doc(Derived, "first") == "Of the base.\n\nMore of it."
     assert key_doc(Base, "second") == "As the base has it."
     assert key_doc(Derived, "second") == "As the derived class has it."
-    assert key_doc(Derived, "without") == key_doc(Derived, "group") == "" and key_doc(Derived, "told") == "by hand"
+    assert key_doc(Derived, "without") == key_doc(Derived, "group") == "" and key_doc(Derived, "described") == "by hand"
     assert key_doc(Derived, "renamed") == "Under another name in files."
     assert key_doc(Derived.Nested, "inner") == "Of a class inside."
 
@@ -56,10 +56,10 @@ def test_the_doc_of_a_key_is_the_docstring_under_it() -> None:
 def test_the_schema_has_the_docs_although_the_class_was_used_before(by_alias: bool) -> None:
     assert Derived.model_validate({"other-name": 7}).renamed == 7
     schema = Derived.model_json_schema(by_alias=by_alias, schema_generator=DocumentedSchema)
-    told = {key: value.get("description") for key, value in schema["properties"].items()}
-    assert told == {
+    descriptions = {key: value.get("description") for key, value in schema["properties"].items()}
+    assert descriptions == {
         "name": key_doc(Config, "name"), "first": "Of the base.\n\nMore of it.",
-        "second": "As the derived class has it.", "without": None, "told": "by hand",
+        "second": "As the derived class has it.", "without": None, "described": "by hand",
         "other-name" if by_alias else "renamed": "Under another name in files.", "group": None,
     }  # fmt: skip
     assert schema["$defs"]["Nested"]["properties"]["inner"]["description"] == "Of a class inside."

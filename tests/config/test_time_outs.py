@@ -39,4 +39,4 @@ def test_suspect_seconds_must_be_longer_than_a_ping_and_shorter_than_a_round(
     write: Any, given: str, wrong: str
 ) -> None:
     assert wrong in load_problems(write(f"{BASE}communication: {{{given}}}\nnode: {{missing: regroup}}\n"))
-    load(write(f"{BASE}communication: {{{given}}}\n"))  # nobody is suspected where a run ends without a node
+    load(write(f"{BASE}communication: {{{given}}}\n"))  # no node is suspected in a run that ends when one is missing

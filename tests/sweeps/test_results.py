@@ -120,9 +120,9 @@ def test_the_evaluations_table_has_a_row_for_every_evaluation_of_every_point(tmp
     assert [(row["seed"], row["round"]) for row in rows] == [(s, r) for s in "12" for r in ("0", "2", "4", "6")]
     last = rows[-1]
     assert (last["experiment"], last["training.optimizer.lr"], last["graph.name"]) == ("exp", ".1", "ring")
-    told = {key: float(last[key]) for key in ("accuracy_mean", "accuracy_min", "accuracy_max", "accuracy_merged",
+    figures = {key: float(last[key]) for key in ("accuracy_mean", "accuracy_min", "accuracy_max", "accuracy_merged",
             "consensus_distance", "consensus_rms", "training_loss", "gradient_norm", "seconds")}  # fmt: skip
-    assert told == pytest.approx({
+    assert figures == pytest.approx({
         "accuracy_mean": 0.78, "accuracy_min": 0.77, "accuracy_max": 0.79, "accuracy_merged": 0.87,
         "consensus_distance": 0.1 / 6, "consensus_rms": 6.0, "training_loss": 2.0 / 6, "gradient_norm": 3.0,
         "seconds": 6.02,
@@ -157,9 +157,9 @@ def test_best_by_keeps_for_each_value_the_combination_with_all_seeds_and_the_bes
     assert [float(row["accuracy_mean"]) for row in rows] == pytest.approx([means[best["x"]], means[best["y"]]])
     deviations = [np.std(values[best[rule]], ddof=1) for rule in "xy"]
     assert [float(row["accuracy_mean_std"]) for row in rows] == pytest.approx(deviations)
-    table, said = text_table(results).splitlines()[3:5], text_table(results).splitlines()[6:]
+    table, notes = text_table(results).splitlines()[3:5], text_table(results).splitlines()[6:]
     assert [point_line.split()[:2] for point_line in table] == [["x", ".2"], ["y", ".1"]]
-    assert said == ["the best for each rule: the largest mean over the seeds of accuracy % after the last round",
+    assert notes == ["the best for each rule: the largest mean over the seeds of accuracy % after the last round",
                     "rule=y: as good as rule=y lr=.1, which stands first: rule=y lr=.2",
                     "rule=z: no combination has finished with every seed"]  # fmt: skip
     assert results.best is not None and results.best.label == "rule=x lr=.2", "a failed seed excludes it"
@@ -230,10 +230,10 @@ def test_csv_and_point_rows_hold_exact_numbers_of_all_points(tmp_path: Path) -> 
 
 def test_the_points_table_names_run_folders_relative_to_the_sweep(tmp_path: Path) -> None:
     results = results_of(make_state(tmp_path))
-    told = [each["run"] for each in csv.DictReader(io.StringIO(points_csv(results)))]
+    folders = [each["run"] for each in csv.DictReader(io.StringIO(points_csv(results)))]
     runs = [each.run for row in results.rows for each in row.ended]
-    assert [each and results.folder / each for each in told] == [each or "" for each in runs]
-    assert not any(map(os.path.isabs, told)) and "" in told
+    assert [each and results.folder / each for each in folders] == [each or "" for each in runs]
+    assert not any(map(os.path.isabs, folders)) and "" in folders
 
 
 def test_the_latex_table_is_escaped_and_sets_the_best_rows_in_bold(tmp_path: Path) -> None:
@@ -355,10 +355,10 @@ def test_sections_are_shortened_in_text_latex_and_figure_and_whole_in_csv(tmp_pa
     found = [ended_point(tmp_path, Point((("graph", text),), 1), 0.9 - index / 10)
              for index, text in enumerate(sections)]  # fmt: skip
     results = results_of(State(make_sweep(tmp_path), 0.0, [], found))
-    told = ["ring", "regular degree=4", "regular degree=6"]
-    assert [re.split(r"  +", row)[0] for row in text_table(results).splitlines()[3:6]] == told
-    assert all(each in latex_table(results) for each in told)
+    short = ["ring", "regular degree=4", "regular degree=6"]
+    assert [re.split(r"  +", row)[0] for row in text_table(results).splitlines()[3:6]] == short
+    assert all(each in latex_table(results) for each in short)
     panel = picture.draw(results).axes[0]
-    assert [each.get_text() for each in panel.get_yticklabels()] == [f"graph={each}" for each in told]
+    assert [each.get_text() for each in panel.get_yticklabels()] == [f"graph={each}" for each in short]
     assert [row["graph"] for row in csv.DictReader(io.StringIO(csv_table(results)))] == sections
     assert [row["bytes_sent_per_node"] for row in point_rows(results)] == [4e6] * 3
