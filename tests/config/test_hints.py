@@ -178,8 +178,11 @@ def test_a_missing_device_fails_only_on_its_machine(folder: Path, monkeypatch: p
 
 
 def test_missing_key_files_fail_on_their_machine(folder: Path) -> None:
-    change = "communication={name: zeromq, security: required, keys: nowhere}"
-    assert validate("--set", change, "--machine", "0").exit_code in (2, 3)
+    change = ["--set", "communication={name: zeromq, security: required, keys: nowhere}", "--set",
+              "mapping={machines: 2, nodes_per_machine: 8, base_port: 20100, addresses: [127.0.0.1, 127.0.0.2]}"]
+    anywhere, on_its_machine = validate(*change), validate(*change, "--machine", "0")
+    assert anywhere.exit_code == 0 and "nowhere does not exist on this machine" in anywhere.stderr
+    assert on_its_machine.exit_code == 3 and "make keys with keygen" in on_its_machine.stderr
 
 
 def test_a_cifar_folder_that_misses_batches_is_an_error(tmp_path: Path) -> None:
