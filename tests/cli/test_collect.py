@@ -32,7 +32,7 @@ def figure_title(folder: Path) -> str:
     figure = pyplot.figure()
     try:
         plots._title(figure, drawn)
-        return " ".join(figure.get_supfigure_title().split())
+        return " ".join(figure.get_suptitle().split())
     finally:
         pyplot.close(figure)
 

@@ -71,7 +71,7 @@ def test_with_a_closed_pipe_errors_go_to_the_other_stream(tmp_path: Path) -> Non
     assert (tmp_path / "stderr").read_text() == "ERROR\n"
 
 
-def test_an_error_is_not_written_twice_into_one_closed_full_pipe(tmp_path: Path) -> None:
+def test_an_error_is_not_written_twice_into_one_closed_pipe(tmp_path: Path) -> None:
     reading, stream = full_pipe()
     os.close(reading)
     output = Output(stream, stream)
