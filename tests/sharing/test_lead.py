@@ -69,7 +69,8 @@ def test_a_correction_falls_with_the_learning_rate() -> None:
     (["node.schedule=overlapped"], "lead works with schedule: sequential only"),
     (["node.missing=return_weight"], "lead cannot recover from a missing payload"),
     (["sharing.choose=largest"], "choose must be"),
-    (["sharing.compression={name: sign}"], "lead diverges with every step_size"),
+    (["sharing.compression={name: sign}"], "lead diverges with every step_size.*use a finer compression"),
+    (["sharing={name: lead, choose: random, fraction: 0.05}"], "lead diverges with every step_size.*a larger fraction"),
 ])  # fmt: skip
 def test_what_it_cannot_do_is_refused_by_name(settings: list[str], says: str) -> None:
     with pytest.raises(ConfigError, match=says):

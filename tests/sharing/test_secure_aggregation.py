@@ -277,7 +277,8 @@ def test_nodes_agree_at_zero_gradient_as_with_plain_gossip() -> None:
 
 
 @pytest.mark.parametrize(("changes", "message"), [
-    (["graph={name: line, nodes: 16}"], "needs at least 2 neighbors of every node"),
+    (["graph={name: line, nodes: 16}"], "at least 2 neighbors of every node.*{name: regular, nodes: 16, degree: 3}"),
+    (["graph={name: star, nodes: 5}", "mapping.nodes_per_machine=5"], "use {name: regular, nodes: 5, degree: 4}"),
     (["graph={name: one_peer_exponential, nodes: 16}"], "needs at least 2 neighbors|needs an undirected graph"),
     (["graph={name: erdos_renyi, nodes: 16, probability: 0.5}", "weights={name: uniform}"],
      "needs symmetric weights, the weights of the edge between nodes"),

@@ -217,8 +217,9 @@ def unmet_requirements(needs: Requirements, graph: Graph) -> Iterator[str]:
 def _with_neighbors(needs: Requirements, nodes: int) -> str:
     """Returns a graph that gives every node as many neighbors as the rule needs, or what else to change."""
     least = needs.min_neighbors
+    degree = least + 1 + (least + 1) * nodes % 2  # the product of nodes and degree must be even
     if nodes > least + 2:
-        return f"{{name: regular, nodes: {nodes}, degree: {least + 1}}}"
+        return f"{{name: regular, nodes: {nodes}, degree: {degree}}}"
     if nodes > least:
         return f"{{name: complete, nodes: {nodes}}}"
     return "more nodes" if needs.private else "a smaller byzantine, or more nodes"
@@ -341,8 +342,9 @@ def check_step_size(experiment: Experiment) -> Iterator[Problem]:
         if largest is None or search is None:
             return
         if derived and not largest:
+            instead = "a larger fraction" if getattr(config, "choose", "all") == "random" else "a finer compression"
             yield Problem(("sharing",), f": with this compression, {config.name} diverges with every step_size "
-                          f"from {STEPS[-1]} on; use a finer compression", other=("graph",))  # fmt: skip
+                          f"from {STEPS[-1]} on; use {instead}", other=("graph",))  # fmt: skip
         elif step > largest and not derived:
             default = search.default(largest)
             logger.warning(
