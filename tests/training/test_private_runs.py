@@ -17,6 +17,7 @@ from decentnode.errors import ConfigError
 from decentnode.experiment import load
 from decentnode.experiment.crosschecks import privacy as crosschecks
 from decentnode.launch.one_process.in_process import run_in_process
+from decentnode.launch.reporting.notices import privacy_notice
 from decentnode.metrics.figures import TaskMetrics
 from decentnode.node.node import Node
 from decentnode.simulate.engines.batched import unsupported_feature
@@ -59,6 +60,42 @@ def test_options_that_send_unprotected_data_are_refused_with_privacy(
     given = ["communication=inproc", "training.privacy={}", *sets]
     with pytest.raises(ConfigError, match=text):
         load(CONFIGS / "quickstart.yaml", given)
+
+
+class Centered(nn.Module):
+    """Subtracts a mean of samples that it keeps in a buffer, as layers do that are no batch normalization of torch."""
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        self.last, self.in_place = nn.Linear(64, 10), in_place
+        self.register_buffer("mean", torch.zeros(64))
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        images = images.flatten(1)
+        if float(images.sum()) > 1e9:  # torch.vmap cannot compute this
+            return self.last(images)  # type: ignore[no-any-return]
+        if self.training and self.in_place:
+            self.mean.lerp_(images.detach().mean(0), 0.1)
+        elif self.training:
+            self.mean = self.mean.lerp(images.detach().mean(0), 0.1)
+        return self.last(images - self.mean)  # type: ignore[no-any-return]
+
+
+class Replaced(Centered):
+    def __init__(self) -> None:
+        super().__init__(in_place=False)
+
+
+class InPlace(Centered):
+    def __init__(self) -> None:
+        super().__init__(in_place=True)
+
+
+@pytest.mark.parametrize("module", [Replaced, InPlace])
+def test_statistics_of_samples_in_buffers_of_own_layers_are_refused(module: type[nn.Module]) -> None:
+    sets = [f"model={__name__}:{module.__name__}", "training.privacy={noise: 0}"]
+    with pytest.raises(ConfigError, match="model: forward changes the buffer mean in training"):
+        load(CONFIGS / "quickstart.yaml", sets)
 
 
 def test_noise_needs_opacus_and_clipping_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,6 +166,17 @@ def test_validate_says_which_epsilon_a_run_reaches() -> None:
     done = CliRunner().invoke(main, ["validate", str(CONFIGS / "private.yaml")])
     assert done.exit_code == 0 and "note: privacy: epsilon 3.32 at delta 1e-05 after 60 steps of node" in done.stderr
     assert f"{epsilon_of({(4.0, 32 / 89): 60}, 1e-5):.2f}" == "3.32"
+
+
+@needs_opacus
+def test_the_epsilon_of_validate_is_the_largest_of_all_nodes_also_with_epochs() -> None:
+    # 22 nodes with 65 or 66 samples: a batch of 65 is all samples of the former, which make one step per epoch
+    sets = ["graph={name: ring, nodes: 22}", "mapping.nodes_per_machine=22", "data.partition=iid",
+            "training={privacy: {noise: 4}, batch_size: 65, local_steps: null, local_epochs: 1}"]  # fmt: skip
+    one, two = epsilon_of({(4.0, 1.0): 60}, 1e-5), epsilon_of({(4.0, 65 / 66): 120}, 1e-5)
+    text = privacy_notice(load(CONFIGS / "quickstart.yaml", sets))
+    assert one < two and text.startswith(f"epsilon {two:.2f} at delta 1e-05 after 120 steps of node")
+    assert text.endswith("with 66 samples; no node has a larger one")
 
 
 # -- the membership attack ------------------------------------------------------------------------------------

@@ -110,8 +110,7 @@ def _try_training(experiment: Experiment, task: Task, module: nn.Module, spec: D
     if loss is not None:
         _check_loss(loss, task, outputs, wanted, targets)
         _check_sparse(experiment, module)
-        if values:
-            _check_private(experiment, task, module, loss, (inputs, targets))
+        _check_private(experiment, task, module, loss, (inputs, targets))
     with evaluating(module), torch.inference_mode():
         outputs, wanted = _aligned(task, module, inputs, targets, "forward in evaluation mode")
         with _blame(("task",), f"measuring outputs {shape_of(outputs)} raised", "model"):
@@ -212,13 +211,31 @@ def _check_sparse(experiment: Experiment, module: nn.Module) -> None:
 def _check_private(
     experiment: Experiment, task: Task, module: nn.Module, loss: Loss, batch: tuple[Tensor, Tensor]
 ) -> None:
-    """Checks that the gradients of single samples can be computed if the training is to be private."""
+    """Checks that the gradients of single samples can be computed if the training is to be private, and that nothing
+    else of a model that nodes send depends on samples."""
     config = experiment.training
     if not isinstance(config, SupervisedConfig) or config.privacy is None or mixes_samples(module):
+        return
+    if name := _changed_buffer(module, batch[0]):
+        text = f": forward changes the buffer {name} in training, and noise does not protect statistics of samples"
+        raise Unsuitable(Problem(("model",), text, other=("training", "privacy")))
+    if batch[0].is_meta:
         return
     gradients = Gradients(config, FlatModel(module), task, loss, 0, unequal=False)
     with _blame(("training", "privacy"), "computing the gradients of single samples raised", "model"):
         SampleGradients(module, gradients.batch_loss).compute(*batch)
+
+
+def _changed_buffer(module: nn.Module, inputs: Tensor) -> str:
+    """Returns the name of a buffer that a forward pass changes; "" if there is none."""
+    before = {name: (each, each._version) for name, each in module.named_buffers()}
+    with torch.no_grad():
+        module(inputs)
+    for name, each in module.named_buffers():
+        known, version = before.get(name, (None, 0))
+        if each is not known or each._version != version:
+            return name
+    return ""
 
 
 def _unambiguous_batch(outputs: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:

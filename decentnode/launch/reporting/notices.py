@@ -9,6 +9,8 @@ from decentnode.training.supervised_config import SupervisedConfig
 
 LEAST_SECONDS = 1.0
 """Shortest time-out at which no healthy node was missed at a load of 19 on two cores; with .5 s some were."""
+MAX_COMPUTED = 8
+"""For how many nodes epsilon is computed at most, which takes up to 0.2 s for each."""
 
 
 def default_lr_notice(experiment: Experiment) -> str:
@@ -20,8 +22,13 @@ def default_lr_notice(experiment: Experiment) -> str:
 
 
 def privacy_notice(experiment: Experiment) -> str:
-    """Returns the epsilon that the run reaches at the node with the fewest samples, which has the largest; "" if the
-    training is not private. Takes some seconds."""
+    """Returns the largest epsilon that the run reaches at a node; "" if the training is not private. Takes some
+    seconds.
+
+    Of nodes that make equally many steps, the one with the fewest samples has the largest. With local_epochs, nodes
+    with more samples make more steps, so that several nodes come into question: those with the largest product of
+    steps and squared rate.
+    """
     training = experiment.training
     if not isinstance(training, SupervisedConfig) or training.privacy is None:
         return ""
@@ -30,15 +37,21 @@ def privacy_notice(experiment: Experiment) -> str:
         return "none without noise: gradients of samples are only clipped"
     if training.local_seconds is not None:
         return f"epsilon at delta {privacy.delta:g} follows from the steps that local_seconds allows"
-    sizes = {uid: len(part) for uid, part in experiment.open_data().shares().items() if uid not in servers}
     aside = training.validation if training.validation and training.validation.source == "train" else None
-    uid = min(sizes, key=sizes.__getitem__)
-    samples = sizes[uid] - (aside.aside(sizes[uid]) if aside else 0)
-    steps = experiment.node.rounds * training.steps_per_round(samples)
-    rate = min(1.0, training.batch_size * training.accumulate / samples)
-    reached = epsilon_of({(privacy.noise, rate): steps}, privacy.delta)
-    return (f"epsilon {reached:.2f} at delta {privacy.delta:g} after {steps:,} steps of node {uid}, which has the "
-            f"fewest samples ({samples:,})")  # fmt: skip
+    batch, fewest = training.batch_size * training.accumulate, dict[int, tuple[int, int]]()
+    for uid, part in experiment.open_data().shares().items():
+        if uid not in servers:
+            samples = len(part) - (aside.aside(len(part)) if aside else 0)
+            steps = training.steps_per_round(samples)
+            fewest[steps] = min(fewest.get(steps, (samples, uid)), (samples, uid))
+    nodes = [(steps * experiment.node.rounds, min(1.0, batch / samples), uid, samples)
+             for steps, (samples, uid) in fewest.items()]  # fmt: skip
+    nodes.sort(key=lambda each: each[0] * each[1] ** 2)
+    reached = [(epsilon_of({(privacy.noise, rate): made}, privacy.delta), made, uid, samples)
+               for made, rate, uid, samples in nodes[-MAX_COMPUTED:]]  # fmt: skip
+    epsilon, made, uid, samples = max(reached)
+    return (f"epsilon {epsilon:.2f} at delta {privacy.delta:g} after {made:,} steps of node {uid} with {samples:,} "
+            "samples; no node has a larger one")  # fmt: skip
 
 
 def short_timeout_warning(experiment: Experiment) -> str:
