@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,9 @@ from decentnode.training.privacy import Accountant, PrivacyConfig, draws_seed
 from decentnode.training.sampler import PoissonSampler
 
 logger = logging.getLogger(__name__)
+# Of attention on a CPU, which torch.vmap computes sample by sample: still twice as fast as attention that it can batch
+# (32 texts of 64 tokens, width 64: 21 ms a step, and 46 ms with SDPBackend.MATH).
+warnings.filterwarnings("ignore", "There is a performance drop because we have not yet implemented the batching rule")
 
 SampleLoss = Callable[[Forward, Tensor, Tensor], Tensor]
 """Returns the mean loss of a batch, for a forward pass, inputs and targets."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +98,33 @@ def test_statistics_of_samples_in_buffers_of_own_layers_are_refused(module: type
     sets = [f"model={__name__}:{module.__name__}", "training.privacy={noise: 0}"]
     with pytest.raises(ConfigError, match="model: forward changes the buffer mean in training"):
         load(CONFIGS / "quickstart.yaml", sets)
+
+
+class PullTogether:
+    """A loss that has no value for a single sample."""
+
+    def __call__(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(outputs, targets) + outputs.var(0).sum()
+
+
+@pytest.mark.filterwarnings("ignore:.*degrees of freedom is <= 0")
+def test_losses_without_a_value_for_a_single_sample_are_refused() -> None:
+    sets = [f"training.loss={__name__}:{PullTogether.__name__}", "training.privacy={noise: 0}"]
+    assert load(CONFIGS / "quickstart.yaml", sets[:1])
+    with pytest.raises(ConfigError, match=r"loss: with privacy, the loss of each single sample must be finite"):
+        load(CONFIGS / "quickstart.yaml", sets)
+
+
+def test_validate_shows_no_warning_of_torch_for_attention(tmp_path: Path) -> None:
+    (tmp_path / "words.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 200)
+    sets = ["data={name: text, file: words.txt, window: 8, partition: iid}", "model={name: gpt, width: 8, layers: 1}",
+            "training.privacy={noise: 0}"]  # fmt: skip
+    (tmp_path / "text.yaml").write_text(f"extends: {CONFIGS / 'quickstart.yaml'}\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "decentnode", "validate", "text.yaml", *(f"--set={each}" for each in sets)],
+        cwd=tmp_path, capture_output=True, text=True, check=True, timeout=120,
+    )  # fmt: skip
+    assert done.stderr == "note: privacy: none without noise: gradients of samples are only clipped\n"
 
 
 def test_noise_needs_opacus_and_clipping_does_not(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -223,7 +223,10 @@ def _check_private(
         return
     gradients = Gradients(config, FlatModel(module), task, loss, 0, unequal=False)
     with _blame(("training", "privacy"), "computing the gradients of single samples raised", "model"):
-        SampleGradients(module, gradients.batch_loss).compute(*batch)
+        _, losses = SampleGradients(module, gradients.batch_loss).compute(*batch)
+    units = task.parts(batch[1])
+    losses = losses if units is None else losses[units > 0]
+    _check_finite(losses, ("training", "loss"), "with privacy, the loss of each single sample")
 
 
 def _changed_buffer(module: nn.Module, inputs: Tensor) -> str:

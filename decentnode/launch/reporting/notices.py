@@ -51,7 +51,7 @@ def privacy_notice(experiment: Experiment) -> str:
                for made, rate, uid, samples in nodes[-MAX_COMPUTED:]]  # fmt: skip
     epsilon, made, uid, samples = max(reached)
     return (f"epsilon {epsilon:.2f} at delta {privacy.delta:g} after {made:,} steps of node {uid} with {samples:,} "
-            "samples; no node has a larger one")  # fmt: skip
+            f"sample{'s' if samples != 1 else ''}; no node has a larger one")  # fmt: skip
 
 
 def short_timeout_warning(experiment: Experiment) -> str:
