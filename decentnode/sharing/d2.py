@@ -1,15 +1,15 @@
 """D2 and exact diffusion: gossip averaging whose bias on unequal data is corrected by the update of the last round.
 
 Here and in the other rules that correct local steps, u_t is the total update of the local steps of round t: the model
-after them is x_t - u_t. With one step of plain SGD, u_t = lr g_t. Written with u_t, a rule is also valid for changing
-learning rates, several local steps and other optimizers.
+after them is x_t - u_t. With one step of plain SGD, u_t = lr g_t. Written with u_t, a rule is also valid for several
+local steps and other optimizers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -48,13 +48,20 @@ class D2(Tensors, Full):
     def __init__(self, config: component.Config) -> None:
         super().__init__(config)
         self.correction: Tensor | None = None
+        self.lr = 0.0
+        """The last learning rate that was not 0; 0 before the first, and after a checkpoint that lacks it."""
         self._difference: Tensor | None = None
         """d_t, kept from mixing, which may be repeated, until the end of the round."""
 
     def adjust(self, model: Tensor, view: RoundView, loss: float) -> None:  # noqa: ARG002
         """Changes the model from x_t - u_t to z_t."""
+        if not view.lr:
+            return
         if self.correction is not None:
+            if view.lr < self.lr:
+                self.correction.mul_(view.lr / self.lr)
             model.add_(self.correction)
+        self.lr = view.lr
 
     def mix_into(self, out: Tensor, model: Tensor, received: Mapping[int, Payload], view: RoundView) -> None:
         own = received[view.uid].tensors["x"] if view.uid in received else model
@@ -71,6 +78,13 @@ class D2(Tensors, Full):
         return models.add_(self._difference)
 
     def finish(self, model: Tensor, view: RoundView) -> None:  # noqa: ARG002
-        if self._difference is not None:
+        if self._difference is not None and view.lr:
             self.correction = self._difference if self.correction is None else self.correction.add_(self._difference)
         self._difference = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "lr": self.lr}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict({name: each for name, each in state.items() if name != "lr"})
+        self.lr = float(state.get("lr", 0.0))

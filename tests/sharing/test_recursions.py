@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import numpy as np
@@ -97,12 +98,12 @@ def tracking(form: str, b: float) -> Callable[[np.ndarray, list[float]], np.ndar
 
 def d2(w: np.ndarray, lrs: list[float]) -> np.ndarray:
     """The paper's recursion with the updates that were applied, lr times gradient, so that the mean moves with the
-    learning rate of the round."""
+    learning rate of the round; what corrects u falls with the learning rate."""
     old, u = START.copy(), lrs[0] * all_gradients(START)
     x = w @ (old - u)
-    for lr in lrs[1:]:
+    for last, lr in itertools.pairwise(lrs):
         new_u = lr * all_gradients(x)
-        old, x, u = x, w @ (2 * x - old - (new_u - u)), new_u
+        old, x, u = x, w @ (x - new_u + min(1.0, lr / last) * (x - old + u)), new_u
     return x
 
 
