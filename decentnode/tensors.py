@@ -95,6 +95,17 @@ def exact(tensor: Tensor) -> Tensor:
     return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 
+def at_least_float32(tensor: Tensor) -> Tensor:
+    """Returns the tensor in a dtype that holds sums of it over nodes: float32 for float16 and bfloat16, else its own,
+    without a copy. A sum of two float16 models may be larger than the largest float16, 65,504."""
+    return tensor.to(sum_dtype(tensor.dtype))
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype in which tensors of a dtype are summed: float32 for float16 and bfloat16, else their own."""
+    return torch.promote_types(dtype, torch.float32)
+
+
 def squared_norm(tensor: Tensor) -> Tensor:
     """Returns the sum of |x|^2 over the elements, float64 []. tensor: dense, or sparse with coalesced indices or
     not."""
@@ -185,6 +196,12 @@ class FlatModel:
         one."""
         self.parameters = self._bind_parameters(storage, copy=True)
         self.buffers = self._flatten_buffers()
+
+    def values(self) -> Tensor:
+        """Returns a copy [P + B] of the parameters, then the float buffers, at least in float32: buffers of half models
+        are often float32, and may be larger than the largest float16."""
+        parameters = at_least_float32(self.parameters.detach())
+        return torch.cat([parameters, self.buffers.to(parameters.dtype)])
 
     @property
     def trainable(self) -> tuple[nn.Parameter, ...]:

@@ -25,6 +25,7 @@ from decentnode.node.schedules.buffers import BufferExchange
 from decentnode.node.schedules.dumps import Dumps
 from decentnode.node.schedules.fragment_exchange import ExchangeOutcome
 from decentnode.sharing.hooks import Hooks
+from decentnode.tensors import sum_dtype
 from decentnode.training.base import Training
 from decentnode.wire.generation import Generation
 
@@ -145,7 +146,8 @@ class NodeRounds:
         schedule = self._rules.schedule
         known_sum = schedule.update.parameters_sum
         if known_sum is None or any(type(each.rule).adjust is not Hooks.adjust for each in schedule.fragments):
-            return float(self._training.model.parameters.sum())
+            parameters = self._training.model.parameters
+            return float(parameters.sum(dtype=sum_dtype(parameters.dtype)))
         return known_sum
 
     def _account_missing(self, round: int, phase: int, mixed: Sequence[ExchangeOutcome]) -> None:

@@ -10,7 +10,7 @@ from torch.nn import Module
 
 from decentnode.parallel.buckets.bucket import Bucket
 from decentnode.parallel.process_group.collectives import mean_over_ranks
-from decentnode.tensors import distinct, exact, squared_norm
+from decentnode.tensors import distinct, exact, squared_norm, sum_dtype
 
 
 class GlobalAverage:
@@ -44,7 +44,7 @@ class GlobalAverage:
         tensors, before, square = self._tensors(), [], 0.0
         try:
             for number, tensor in enumerate(tensors):
-                mean = mean_of(tensor.detach().clone(memory_format=torch.contiguous_format))
+                mean = mean_of(_copy_to_sum(tensor))
                 if measure and number < len(self._params):
                     square += float(squared_norm(mean - tensor.detach()))
                 before.append(tensor.detach().clone())
@@ -90,8 +90,13 @@ def consensus_distance(
     sums = torch.zeros(2, dtype=torch.float64, device=buckets[0].flat.device)
     for bucket in buckets:
         bucket.gather()
-        mean = mean_of(bucket.flat.clone())
+        mean = mean_of(_copy_to_sum(bucket.flat))
         sums[0] += squared_norm(exact(bucket.flat) - exact(mean))
         sums[1] += squared_norm(mean)
     mean_of(sums)
     return float((sums[0] / sums[1].clamp_min(1e-300)).sqrt())
+
+
+def _copy_to_sum(tensor: Tensor) -> Tensor:
+    """Returns a contiguous copy, at least in float32, in which a sum over ranks neither overflows nor loses digits."""
+    return tensor.detach().to(sum_dtype(tensor.dtype), copy=True, memory_format=torch.contiguous_format)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from decentnode.config.component import Settings
 from decentnode.errors import CheckpointError
-from decentnode.tensors import FlatModel
+from decentnode.tensors import FlatModel, at_least_float32
 
 
 class EMAConfig(Settings):
@@ -45,11 +45,13 @@ class ModelAverage:
             self._buffers.lerp_(self._model.buffers, weight)
 
     def value(self) -> Tensor:
-        """Returns a copy [P + B] of the average, parameters, then float buffers; the current model's values if no model
-        has been added."""
+        """Returns a copy [P + B] of the average, parameters, then float buffers, at least in float32; the current
+        model's values if no model has been added."""
         model = self._model
-        pair = (self._parameters, self._buffers) if self._count else (model.parameters, model.buffers)
-        return torch.cat([pair[0].detach(), pair[1].to(model.dtype)])
+        if not self._count:
+            return model.values()
+        parameters = at_least_float32(self._parameters)
+        return torch.cat([parameters, self._buffers.to(parameters.dtype)])
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state; its tensors are not copies."""

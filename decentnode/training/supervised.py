@@ -20,7 +20,7 @@ from decentnode.metrics.figures import Metric
 from decentnode.metrics.generation_samples import GenerationSamples
 from decentnode.samples import NodeSamples
 from decentnode.tasks.base import EMA, LOSS_SUMS, OWN, TRAIN, Task, Variant
-from decentnode.tensors import FlatModel
+from decentnode.tensors import FlatModel, sum_dtype
 from decentnode.training import statistics
 from decentnode.training.average import ModelAverage
 from decentnode.training.base import Direction, EvaluatedSplit, Evaluation, Training, Update
@@ -189,7 +189,8 @@ class Supervised(Training):
     def _copy_to_host(self, loss: Tensor, norms: Tensor, units: int | Tensor, with_sum: bool) -> list[float]:
         """Returns the values of the arguments and, if `with_sum` is set, the sum of the parameters (else 0). Except
         with fp16, this is the only point of a round where the host waits for the device."""
-        total = self.model.parameters.detach().sum() if with_sum else 0.0
+        dtype = sum_dtype(self.model.dtype)
+        total = self.model.parameters.detach().sum(dtype=dtype) if with_sum else 0.0
         if loss.device.type == "cpu":
             return [float(value) for value in (loss, norms, units, total)]  # takes 1 us, the code below 25
         every = [as_scalar(value, loss.device) for value in (loss, norms, units, total)]

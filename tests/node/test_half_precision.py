@@ -1,25 +1,36 @@
-"""Models of float16 whose sums, or whose buffers, are larger than the largest float16, in a new generation."""
+"""Models of float16 whose sums, or whose buffers, are larger than the largest float16: generations, evaluations."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
 
 from decentnode.communication.inproc import Hub, Inproc
 from decentnode.communication.parts import CommunicationConfig
+from decentnode.experiment import load
+from decentnode.launch.one_process.in_process import run_in_process
 from decentnode.node.checkpoints.handover import give_models
 from decentnode.node.generations.merging import merge_models
 from decentnode.tensors import FlatModel
+from tests.simulate.test_batched import compare_engines
 
 NODES = 3
 LARGE = 60_000.0
 """Below the largest float16, 65,504; the sum of two is not."""
 VARIANCE = 123_456.0
 """Of a float32 buffer; larger than the largest float16, and not one of bfloat16's numbers."""
+
+
+QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
+HALF = ["model={name: 'tests.node.test_half_precision:HalfNet'}", "graph={name: complete, nodes: 4}",
+        "mapping.nodes_per_machine=4", "communication=inproc", "node.rounds=2",
+        "training.optimizer={name: sgd, lr: 0.1}"]  # fmt: skip
 
 
 def make_nodes(dtype: torch.dtype) -> list[Any]:
@@ -52,3 +63,37 @@ def test_a_fresh_member_gets_the_model_and_the_buffers_of_the_others(how: str, d
         model = each.training.model
         assert model.dtype == dtype and torch.equal(model.parameters, torch.full((2,), LARGE, dtype=dtype))
         assert float(model.buffers[0]) == pytest.approx(VARIANCE, rel=1e-6)
+
+
+class HalfNet(nn.Module):
+    """A linear layer of float16, of which one parameter and the buffer are large and never change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 10).half()
+        self.large = nn.Parameter(torch.full((2,), LARGE, dtype=torch.float16))
+        self.register_buffer("variance", torch.tensor([VARIANCE]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = functional.linear(x.flatten(1), self.layer.weight.float(), self.layer.bias.float())
+        return logits + 0 * self.large.float().sum()
+
+
+@pytest.mark.parametrize("training", [[], ["training.ema=0.9"]])
+def test_evaluations_compute_the_mean_without_overflow(training: list[str]) -> None:
+    """When it was summed in float16, the merged model had infinite entries and its loss was NaN. The check for models
+    that diverge summed their entries in float16, too, and stopped the run."""
+    nodes = run_in_process(load(QUICKSTART, [*HALF, *training]))
+    assert nodes[0].training.model.dtype == torch.float16
+    for node in nodes:
+        assert node.merged is not None and bool(node.merged.isfinite().all())
+        assert node.merged[:2].tolist() == pytest.approx([LARGE] * 2, rel=1e-3)
+        assert float(node.merged[-1]) == pytest.approx(VARIANCE, rel=1e-6)
+        if training:
+            average = node.averages[1] if node.averages else None
+            assert average is not None and float(average[-1]) == pytest.approx(VARIANCE, rel=1e-6)
+        assert 0 <= node.evaluation["consensus_distance"] < 1e-3
+
+
+def test_the_batched_engine_computes_the_same_mean() -> None:
+    compare_engines(load(QUICKSTART, HALF), "rows", atol=1e-3)

@@ -25,8 +25,8 @@ class EvaluationResult:
     """The result of one evaluation."""
 
     merged: Tensor
-    """[P + B] mean of all models: parameters, then float buffers. For parameters that are not shared, it contains the
-    node's own values."""
+    """[P + B] mean of all models: parameters, then float buffers, at least in float32, in which it was summed. For
+    parameters that are not shared, it contains the node's own values."""
     figures: dict[str, float]
     """The figures, with the names of metrics/figures.py."""
     average: Tensor | None = None
@@ -70,7 +70,7 @@ class Evaluator:
         if moments.numel() and training.num_samples:
             training.load_statistics(moments)
         average = self._moving_average()
-        own = self._shared_part(torch.cat([model.parameters, model.buffers.to(model.dtype)]))
+        own = self._shared_part(model.values())
         contribution = own if average is None else torch.cat([own, self._shared_part(average)])
         pending = begin_mean(communication, f"{key}/model", self._contribution(contribution), closing)
         # lets the other nodes of this process begin the mean before this one spends time on its local evaluation
@@ -165,8 +165,7 @@ class Evaluator:
             moments = self._measure_statistics()
             if moments.numel() and self._training.num_samples:
                 self._training.load_statistics(moments)
-            model = self._training.model
-            return torch.cat([model.parameters, model.buffers.to(model.dtype)])
+            return self._training.model.values()
 
     def _shared_part(self, whole: Tensor) -> Tensor:
         """Returns the part of a model [P + B] that leaves the node: shared parameters, then float buffers."""
@@ -199,8 +198,7 @@ class Evaluator:
         mean, _ = yield from mean_of(pending, self._phases, self._communication.config.timeout_seconds)
         with self._model_replaced_by(merged):
             self._training.load_statistics(mean)
-            model = self._training.model
-            return torch.cat([model.parameters, model.buffers.to(model.dtype)])
+            return self._training.model.values()
 
     def _evaluate_merged(
         self, merged: Tensor, share: tuple[int, int], splits: Sequence[EvaluatedSplit]

@@ -20,6 +20,7 @@ from decentnode.simulate.engines.forward import Unsuitable
 from decentnode.simulate.engines.population import Population
 from decentnode.simulate.engines.stacked_steps import StackedSteps
 from decentnode.simulate.engines.steps import Local, LocalSteps
+from decentnode.tensors import sum_dtype
 from decentnode.training.supervised import Supervised
 from decentnode.wire.control_tree import ControlTree
 from decentnode.wire.orders import Action
@@ -185,7 +186,8 @@ class Batched:
     def _check_finite(self) -> None:
         if not self.config.check_finite:
             return
-        finite = self.population.rows.sum(1).isfinite()
+        rows = self.population.rows
+        finite = rows.sum(1, dtype=sum_dtype(rows.dtype)).isfinite()
         if not bool(finite.all()):
             uid = int((~finite).nonzero()[0])
             error = Diverged(

@@ -16,6 +16,7 @@ from decentnode.simulate.engines.jobs import evaluation_of
 from decentnode.simulate.engines.population import Population
 from decentnode.simulate.engines.steps import saved_bytes
 from decentnode.tasks.base import LOSS_SUMS
+from decentnode.tensors import sum_dtype
 from decentnode.training.base import EvaluatedSplit, Evaluation
 from decentnode.training.losses import Loss
 from decentnode.training.supervised import evaluation_batch
@@ -32,7 +33,7 @@ class EvaluationResult:
     """The result of one evaluation."""
 
     merged: Tensor
-    """[P + B] mean of all models: parameters, then float buffers."""
+    """[P + B] mean of all models: parameters, then float buffers, at least in float32."""
     figures: list[dict[str, float]]
     """Per node, by the names in metrics/figures.py."""
     sent: int
@@ -65,7 +66,8 @@ class Evaluator:
         population = self._population
         count, size, shared = population.num_nodes, population.num_parameters, self._shared
         parameters, buffers = population.parameters, population.buffers
-        merged = torch.cat([parameters.mean(0), buffers.mean(0).to(parameters.dtype)])
+        wide = sum_dtype(parameters.dtype)
+        merged = torch.cat([parameters.mean(0, dtype=wide), buffers.mean(0).to(wide)])
         local = list(zip(*(self._local(split) for split in self._splits), strict=True))
         of_merged = self._of_merged(merged, [*self._splits])
         centers = merged[:shared]
@@ -85,7 +87,7 @@ class Evaluator:
             found = self._local(EvaluatedSplit("validation", shared=False))
             for each, validation in zip(figures, found, strict=True):
                 each |= {f"validation_{name}": value for name, value in validation.metrics.items()}
-        sent = (shared + buffers.shape[1]) * parameters.element_size() + 8 * len(mean)
+        sent = (shared + buffers.shape[1]) * merged.element_size() + 8 * len(mean)
         population.release()
         return EvaluationResult(merged, figures, sent)
 
