@@ -78,8 +78,9 @@ class Task(Component, abc.ABC):
         return len(targets)
 
     def parts(self, targets: Tensor) -> Tensor | None:  # noqa: ARG002
-        """Returns the number of `units` of each sample, [B]; None if each sample is one unit. Simulations that compute
-        all nodes at once need it if `units` returns a tensor. Does not wait for the targets' device."""
+        """Returns the number of `units` of each sample, [B]; None if all samples have equally many. Private training
+        and simulations that compute all nodes at once need it if `units` returns a tensor. Does not wait for the
+        targets' device."""
         return None
 
     @abc.abstractmethod

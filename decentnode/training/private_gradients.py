@@ -113,7 +113,10 @@ class PrivateGradients:
             gradients, losses = self._each.compute(inputs[part], targets[part])
             self._add_clipped(sums, gradients)
             units = self._task.parts(targets[part])
-            total.add_((losses if units is None else (losses * units).where(units > 0, 0)).sum())
+            if units is None:  # equally many per sample: one, or the numbers of a regression's target
+                total.add_(losses.sum() * (self._task.units(targets[part]) / len(losses)))
+            else:
+                total.add_((losses * units).where(units > 0, 0).sum())
         self._add_noise(sums)
         self.accountant.count(sampler.rate)
         for p, each in zip(self._parameters, sums, strict=True):
