@@ -134,8 +134,10 @@ class Choco(Sharing):
         changes = self._update_copies(received)
         new_pulled = {uid: view.weights[uid] for uid in sorted(received) if uid in self.copies}
         # The pull sum_j W_ij (h_j - h_i) is only recomputed if a weight changed, or a copy changed otherwise than by q.
-        # Otherwise the sparse changes are added to it, which costs K entries per neighbor instead of P.
-        must_recompute = self.pull is None or new_pulled != self.pulled or None in changes.values()
+        # Otherwise the sparse changes are added to it, which costs K entries per neighbor instead of P. In half
+        # precision the rounding errors of these additions would stay in it and move the mean in every later round.
+        is_half = self.public.dtype.itemsize < 4
+        must_recompute = is_half or self.pull is None or new_pulled != self.pulled or None in changes.values()
         if must_recompute:
             self.pull = torch.zeros_like(self.public)
             for uid, weight in new_pulled.items():
