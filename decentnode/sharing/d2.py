@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -19,10 +19,10 @@ from decentnode.graph.base import RoundView
 from decentnode.payload import Payload
 from decentnode.sharing.full import Full, FullConfig
 from decentnode.sharing.hooks import Mixing
-from decentnode.sharing.state import Tensors
+from decentnode.sharing.state import TensorsAndRate
 
 
-class D2(Tensors, Full):
+class D2(TensorsAndRate, Full):
     """x_{t+1} = W (2 x_t - x_{t-1} - (u_t - u_{t-1})): D2 (arXiv 1803.07068, algorithm 1), exact diffusion.
 
     With momentum in the local optimizer it is EDM. It converges to the exact optimum on unequal data, and needs a
@@ -48,8 +48,6 @@ class D2(Tensors, Full):
     def __init__(self, config: component.Config) -> None:
         super().__init__(config)
         self.correction: Tensor | None = None
-        self.lr = 0.0
-        """The last learning rate that was not 0; 0 before the first, and after a checkpoint that lacks it."""
         self._difference: Tensor | None = None
         """d_t, kept from mixing, which may be repeated, until the end of the round."""
 
@@ -81,10 +79,3 @@ class D2(Tensors, Full):
         if self._difference is not None and view.lr:
             self.correction = self._difference if self.correction is None else self.correction.add_(self._difference)
         self._difference = None
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "lr": self.lr}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict({name: each for name, each in state.items() if name != "lr"})
-        self.lr = float(state.get("lr", 0.0))

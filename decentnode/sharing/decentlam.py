@@ -17,7 +17,8 @@ from decentnode.sharing.qg_momentum import QuasiGlobalMomentum
 class DecentLaM(QuasiGlobalMomentum):
     """m <- b m + (x - W (x - u_t)) / lr_t,  x <- x - lr_t m (arXiv 2104.11981, algorithm 2); for static symmetric W.
 
-    The momentum m has the unit of gradients, as in qg_momentum.py. In a round with learning rate 0 nodes only mix.
+    The momentum m has the unit of gradients, and is limited where the rate rises steeply, as in qg_momentum.py. In a
+    round with learning rate 0 nodes only mix.
     """
 
     Config: ClassVar[type[component.Config]] = MildMomentumConfig
@@ -25,7 +26,7 @@ class DecentLaM(QuasiGlobalMomentum):
     STACKED = True
 
     def adjust(self, model: Tensor, view: RoundView, loss: float) -> None:  # noqa: ARG002
-        return
+        self.limit_momentum(view.lr)
 
     def finish(self, model: Tensor, view: RoundView) -> None:
         if self.x is not None and self.momentum is not None and view.lr > 0:

@@ -30,6 +30,20 @@ class Tensors:
             setattr(self, name, state[name].clone() if name in state else None)
 
 
+class TensorsAndRate(Tensors):
+    """A mixin whose state is that of `Tensors` and the last learning rate that was not 0."""
+
+    lr = 0.0
+    """The last learning rate that was not 0; 0 before the first, and after a checkpoint that lacks it."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "lr": self.lr}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict({name: each for name, each in state.items() if name != "lr"})
+        self.lr = float(state.get("lr", 0.0))
+
+
 def left_out(rule: Sharing) -> list[str]:
     """Returns the names, as Class.name, of tensor attributes that checkpoints leave out because the rule does not
     implement `state_dict`. A rule whose tensors are only needed within a round declares this by deriving from `Tensors`
