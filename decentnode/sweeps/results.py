@@ -17,7 +17,7 @@ from decentnode.metrics.figures import Figure, TaskMetrics
 from decentnode.report.compare import ComparedRow, row, simple_table, with_extra_columns
 from decentnode.report.latex import tabular
 from decentnode.report.reading import repeats
-from decentnode.report.reading.measured import DEFAULT_METRICS, columns
+from decentnode.report.reading.measured import DEFAULT_METRICS, columns, metrics_of_summary
 from decentnode.report.reading.reached import ExtraColumn, target_columns
 from decentnode.report.reading.repeats import RunResult
 from decentnode.report.reading.significance import Paired, holm, paired
@@ -113,12 +113,15 @@ def results_of(state: State) -> Results:
     """Returns the results of a sweep, as far as it has run."""
     sweep = state.sweep
     metric = sweep.measured.by_name[sweep.metric]
-    shown = (metric, *(each for each in columns([sweep.measured]) if each.name != metric.name))
     latest = {(each.point.settings, each.point.seed): each for each in state.ended}
     groups: dict[Settings, list[Ended]] = {}
     for each in latest.values():
         groups.setdefault(each.point.settings, []).append(each)
     runs = [run for each in latest.values() if (run := _read_run(each, sweep.measured)) is not None]
+    # A swept key may add a metric that the experiment itself does not have, such as epsilon.
+    own = [metrics_of_summary(each.summary) for each in runs if "task" in each.summary]
+    measured = dict.fromkeys((sweep.measured, *own))
+    shown = (metric, *(each for each in columns(measured) if each.name != metric.name))
     extra = _target_columns(sweep, runs)
     rows = [_row(settings, group, shown, sweep, extra) for settings, group in groups.items()]
     rows.sort(key=lambda each: (-each.rounds, each.mean is None, not each.whole, sweep.sign * (each.mean or 0.0)))

@@ -18,6 +18,7 @@ from rich.console import Console
 
 from decentnode.errors import EnvironmentFault, UsageError
 from decentnode.launch.children.messages import Request
+from decentnode.metrics.figures import TaskMetrics
 from decentnode.report.latex import escaped
 from decentnode.report.reading.measured import DEFAULT_METRICS
 from decentnode.report.reading.significance import holm, paired
@@ -39,6 +40,7 @@ from decentnode.sweeps.results import (
 from decentnode.sweeps.samplers import Listed
 from decentnode.sweeps.space import Settings, axes
 from decentnode.sweeps.store import Outcome, Store, write_outcome
+from decentnode.training.privacy import EPSILON
 from tests.report.test_runs import write_run
 
 VALUES = {(".1", "ring"): [0.90, 0.91, 0.92], (".1", "star"): [0.80, 0.82, 0.81], ("1", "ring"): [0.899, 0.912, 0.917]}
@@ -216,6 +218,17 @@ def test_the_text_table_shows_means_differences_and_p_values(tmp_path: Path) -> 
     assert re.split(r"  +", lines[3])[:4] == [".1", "ring", "3", "91.00 ±1.00"]
     assert "+" not in lines[3] and "[-" in lines[4] and "0 of 1" in lines[6] and len(lines) == 8
     assert "star        3" in lines[5] and "4.00 ±0.00" in lines[3]
+
+
+def test_metrics_that_a_swept_key_adds_have_a_column(tmp_path: Path) -> None:
+    found = [ended_point(tmp_path, Point((("training.privacy.noise", noise),)), 0.5) for noise in ("0", "4")]
+    private = TaskMetrics(DEFAULT_METRICS.task, (*DEFAULT_METRICS.metrics, EPSILON))
+    for each, task, epsilon in zip(found, (DEFAULT_METRICS, private), ({}, {"epsilon_max": 3.3}), strict=True):
+        assert each.run is not None
+        path = each.run / "summary.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | epsilon | {"task": task.plain()}))
+    rows = list(csv.DictReader(io.StringIO(csv_table(results_of(State(make_sweep(tmp_path), 0.0, [], found))))))
+    assert {row["training.privacy.noise"]: row["epsilon_max"] for row in rows} == {"0": "", "4": "3.3"}
 
 
 def test_csv_and_point_rows_hold_exact_numbers_of_all_points(tmp_path: Path) -> None:
