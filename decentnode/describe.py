@@ -202,6 +202,8 @@ def find(path: str) -> ComponentInfo | tuple[ComponentInfo, ConfigKey]:
         module, colon, member = rest.rpartition(":")
         name, _, key = member.partition(".")
         name = f"{module}{colon}{name}"
+        if name not in known and len(known) == 1 and any(each.name == rest for each in describe(kind, known[0]).keys):
+            return find(f"{kind}.{known[0]}.{rest}")  # the path in a file: training.privacy
         if name not in known and ":" not in name:
             raise UsageError(f"{kind} must be one of {', '.join(known)}, got {name!r}{_hint_of_path(rest, known)}")
         component = describe(kind, name)

@@ -146,6 +146,14 @@ def test_the_commands_list_and_explain_show_the_descriptions() -> None:
     assert "has no keys" not in run("explain", "mapping.table")
 
 
+def test_a_section_is_explained_by_its_path_in_a_file_with_its_keys() -> None:
+    done = CliRunner().invoke(main, ["explain", "training.privacy"])
+    assert done.output == CliRunner().invoke(main, ["explain", "training.supervised.privacy"]).output
+    assert done.output.startswith("training.supervised.privacy\n")
+    assert all(f"  privacy.{key}" in done.output for key in ("clip", "noise", "delta", "draws"))
+    assert "batch_size" not in done.output and "evaluate" not in done.output.partition("privacy.clip")[2]
+
+
 def test_a_key_under_its_former_name_is_refused_with_its_present_name() -> None:
     with pytest.raises(UsageError, match=r"node\.mix_behind is called node\.mix_in_background now"):
         find("node.mix_behind")

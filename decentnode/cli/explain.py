@@ -38,7 +38,7 @@ def command(what: str, as_json: bool) -> None:
     if not isinstance(found, ComponentInfo):
         component, key = found
         click.echo(f"{component.path}.{key.name}\n")
-        _show([key])
+        _show([key, *(each for each in component.keys if each.name.startswith(f"{key.name}."))])
         return
     click.echo(f"{found.path}\n\n{found.text or 'Its class has no docstring, which would stand here.'}\n")
     if found.keys:
