@@ -71,7 +71,7 @@ class NamesWithoutOrigin(Membership):
 
 @pytest.mark.parametrize(
     ("membership", "violation"),
-    [(CountsEveryGoodbye, "too few continue"), (ForgetsFailures, "too few go on"),
+    [(CountsEveryGoodbye, "too few continue"), (ForgetsFailures, "too few continue"),
      (NamesWithoutOrigin, "two generations of one name")],
 )
 @pytest.mark.slow

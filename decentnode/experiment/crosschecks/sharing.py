@@ -295,8 +295,8 @@ def check_private_rule(experiment: Experiment) -> Iterator[Problem]:
     except UsageError:  # reported by check_model
         return
     if any(each.dtype.is_floating_point for each in module.buffers()):
-        yield Problem(("node", "buffers"), f": {name} does not protect the model's statistics "
-                      "(batch normalization), which average sends to the neighbors; use local",
+        yield Problem(("node", "buffers"), f"must be local or recompute with {name}, which does not protect the "
+                      "model's statistics (batch normalization), got average, which sends them to neighbors",
                       other=("sharing",))  # fmt: skip
 
 
