@@ -63,6 +63,8 @@ def test_rules_recover_from_one_lost_payload_unless_they_do_not_tolerate_missing
     if name not in NEVER_RECOVER:
         assert error_after <= 1.5 * error + 0.03 and moved_after <= 2 * moved + 0.02
     else:
+        if name in ("d2", "exact_diffusion"):
+            assert max(moved, moved_after) < 1e-6, "with a learning rate of 0, the correction moves the mean"
         assert error_after > error + 0.01, "this rule recovers, so that it need not be refused"
 
 

@@ -135,16 +135,17 @@ def test_the_default_is_safe_where_local_steps_are_corrected(name: str, graph: s
     apart = torch.randn(n, 300, generator=torch.Generator().manual_seed(5))
     models = [torch.zeros(300) for _ in range(n)]
     rules = set_up_rules(rule(**{**COMPRESSORS[name], "step_size": search.default(largest)}), models)
-    for r in range(250):
+    rounds = 400 if (name, graph) == ("lead of three levels", "star") else 250  # its step is small: 0.59 after 250
+    for r in range(rounds):
         run_round(rules, models, topology, r, lr=0.1,
                   step=(lambda uid, model: model.add_(apart[uid])) if r == 0 else lambda *_: None)  # fmt: skip
-    assert distance_from_mean(models) < 0.7 * distance_from_mean(list(apart))  # 0.59 for three levels on a star
-    for r in range(250, 600):
+    assert distance_from_mean(models) < 0.5 * distance_from_mean(list(apart))
+    for r in range(rounds, rounds + 350):
         def toward(uid: int, model: Tensor, r: int = r) -> None:
             model.sub_(model - apart[uid] - 0.01 * r, alpha=0.1)
 
         run_round(rules, models, topology, r, step=toward, lr=0.1)
-    target = apart.mean(0) + 0.01 * 599
+    target = apart.mean(0) + 0.01 * (rounds + 349)
     assert float((torch.stack(models).mean(0) - target).abs().mean()) < 0.2
     assert distance_from_mean(models) < 0.5 * distance_from_mean(list(apart))
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from decentnode.config.problems import Problem
-from decentnode.errors import UsageError
-from decentnode.experiment.crosschecks.parts import graph_of, spec_of
-from decentnode.experiment.initial_model import module_without_values
+from decentnode.experiment.crosschecks.parts import graph_of, has_float_buffers
 from decentnode.experiment.tree import Experiment
 from decentnode.sharing.federated.rounds import FederatedConfig
 from decentnode.sharing.federated.sampling import count_of
@@ -60,14 +58,7 @@ def check_model_fits_server(experiment: Experiment) -> Iterator[Problem]:
     if experiment.parameters is not None and experiment.parameters.fragments is not None:
         yield Problem(("parameters", "fragments"), f": {name} exchanges all shared parameters together, in every round",
                       other=("sharing",))  # fmt: skip
-    spec = spec_of(experiment)
-    if spec is None or experiment.node.buffers == "recompute":
-        return
-    try:
-        module = module_without_values(experiment, spec)
-    except UsageError:  # reported by check_model
-        return
-    if any(each.dtype.is_floating_point for each in module.buffers()):
+    if experiment.node.buffers != "recompute" and has_float_buffers(experiment):
         yield Problem(("node", "buffers"), ": the model has statistics (batch normalization), but the server of "
                                            f"{name} has no samples to measure them on, got {experiment.node.buffers}; "
                                            "use recompute, which measures them on the clients",

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 from decentnode.config.problems import Problem
 from decentnode.errors import UsageError
+from decentnode.experiment.initial_model import module_without_values
 from decentnode.experiment.tree import Experiment
 from decentnode.graph.base import Graph
 from decentnode.mapping.base import Mapping
@@ -40,6 +41,16 @@ def spec_of(experiment: Experiment) -> DataSpec | None:
     with contextlib.suppress(UsageError):
         return experiment.open_data().spec
     return None
+
+
+def has_float_buffers(experiment: Experiment) -> bool:
+    """Returns whether the model has statistics (batch normalization); False if it cannot be made, as check_model
+    reports."""
+    spec = spec_of(experiment)
+    with contextlib.suppress(UsageError):
+        if spec is not None:
+            return any(each.dtype.is_floating_point for each in module_without_values(experiment, spec).buffers())
+    return False
 
 
 def graphs_of(experiment: Experiment) -> list[tuple[int, Graph]]:

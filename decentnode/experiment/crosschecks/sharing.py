@@ -18,11 +18,10 @@ from decentnode.experiment.crosschecks.parts import (
     fragment_path,
     graph_of,
     graphs_of,
+    has_float_buffers,
     mapping_of,
-    spec_of,
 )
 from decentnode.experiment.derived import STEP_SIZE, largest_step_on_all_graphs
-from decentnode.experiment.initial_model import module_without_values
 from decentnode.experiment.tree import Experiment
 from decentnode.graph import build as build_graph
 from decentnode.graph.base import Graph
@@ -71,9 +70,11 @@ def check_plans(experiment: Experiment) -> Iterator[Problem]:
     if rule is None or not own_methods(rule, ["plan"]) or SCHEDULES[experiment.node.schedule].asynchronous:
         return
     for index, graph in graphs_of(experiment):
-        rules = [_rule(experiment, graph.num_nodes) for _ in range(min(graph.num_nodes, MAX_CHECKED_NODES + 1))]
+        if graph.num_nodes > MAX_CHECKED_NODES:
+            continue
+        rules = [_rule(experiment, graph.num_nodes) for _ in range(graph.num_nodes)]
         made = [each for each in rules if each is not None]
-        if len(made) != graph.num_nodes:  # too many nodes, or a rule that cannot be made
+        if len(made) != graph.num_nodes:  # a rule that cannot be made
             continue
         mismatch = plan_mismatch(made, graph, experiment.seed, index)
         if mismatch is not None:
@@ -279,7 +280,7 @@ def check_missing_payloads(experiment: Experiment) -> Iterator[Problem]:
 def check_private_rule(experiment: Experiment) -> Iterator[Problem]:
     """Checks that a rule that hides parameters from neighbors is not used with float buffers that are sent to them, and
     warns about graphs in which sums tell more over the rounds."""
-    spec, name = spec_of(experiment), experiment.sharing.name
+    name = experiment.sharing.name
     if not _requirements(experiment).private:
         return
     for index, graph in graphs_of(experiment):
@@ -288,13 +289,7 @@ def check_private_rule(experiment: Experiment) -> Iterator[Problem]:
                           "over many rounds, in which models change little, such sums tell single models; a static "
                           "graph does not have this weakness", other=fragment_path(experiment, index),
                           is_warning=True)  # fmt: skip
-    if experiment.node.buffers != "average" or spec is None:
-        return
-    try:
-        module = module_without_values(experiment, spec)
-    except UsageError:  # reported by check_model
-        return
-    if any(each.dtype.is_floating_point for each in module.buffers()):
+    if experiment.node.buffers == "average" and has_float_buffers(experiment):
         yield Problem(("node", "buffers"), f"must be local or recompute with {name}, which does not protect the "
                       "model's statistics (batch normalization), got average, which sends them to neighbors",
                       other=("sharing",))  # fmt: skip
