@@ -27,6 +27,8 @@ from decentnode import clock
 from decentnode.parallel.process_group.rank_status import report_end
 
 EXIT_SECONDS = 2.0
+NAMED_THREADS = "2.8"
+"""The first torch which certainly names the threads of gloo, and joins them without the interpreter's lock."""
 SETTLE_SECONDS = 0.3
 """How long the threads of groups get to release their tensors: of groups that the script itself still references, and
 of all groups with torch before 2.8."""
@@ -116,12 +118,14 @@ def let_threads_release_tensors() -> None:
     """Is to be called before a group is dropped. Torch before 2.8 joins the group's threads while it holds the
     interpreter's lock, for which a thread waits for ever that still has to release a tensor. Such threads get
     SETTLE_SECONDS, which blocks this thread; with later versions this returns at once."""
-    if torch.__version__ < "2.8" and _has_gloo_threads():
+    if torch.__version__ < NAMED_THREADS:
         clock.sleep(SETTLE_SECONDS)
 
 
 def _has_gloo_threads() -> bool:
-    """Returns whether the process still has threads of gloo."""
+    """Returns whether the process may still have threads of gloo."""
+    if torch.__version__ < NAMED_THREADS:
+        return True
     try:
         return any(each.read_text().startswith("pt_gloo_run") for each in Path("/proc/self/task").glob("*/comm"))
     except OSError:  # a thread ended meanwhile, or this is not Linux
