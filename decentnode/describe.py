@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping
@@ -202,7 +203,7 @@ def find(path: str) -> ComponentInfo | tuple[ComponentInfo, ConfigKey]:
         module, colon, member = rest.rpartition(":")
         name, _, key = member.partition(".")
         name = f"{module}{colon}{name}"
-        if name not in known and len(known) == 1 and any(each.name == rest for each in describe(kind, known[0]).keys):
+        if name not in known and len(known) == 1 and ":" not in name:
             return find(f"{kind}.{known[0]}.{rest}")  # the path in a file: training.privacy
         if name not in known and ":" not in name:
             raise UsageError(f"{kind} must be one of {', '.join(known)}, got {name!r}{_hint_of_path(rest, known)}")
@@ -212,7 +213,22 @@ def find(path: str) -> ComponentInfo | tuple[ComponentInfo, ConfigKey]:
     for each in component.keys:
         if each.name == key:
             return component, each
-    raise UsageError(f"{component.path} has no key {key!r}{did_you_mean(key, [each.name for each in component.keys])}")
+    raise UsageError(f"{component.path} has no key {key!r}{_hint_of_key(component, key)}")
+
+
+def _hint_of_key(component: ComponentInfo, path: str) -> str:
+    """Returns the hint for an unknown key: its section if that is a component, such as `optimizer`, which takes keys of
+    its own; else a similar key, else the keys whose text or default has its name."""
+    key_names = [each.name for each in component.keys]
+    section = path
+    while section := section.rpartition(".")[0]:
+        if f"{section}.name" in key_names:
+            return f"; `decentnode explain {component.path}.{section}` explains what that section takes"
+    if near := did_you_mean(path, key_names):
+        return near
+    word = re.compile(rf"\b{re.escape(path)}\b")
+    found = [f"{component.path}.{each.name}" for each in component.keys if word.search(f"{each.default} {each.text}")]
+    return f"; see {' or '.join(map(repr, found[:MAX_SUGGESTIONS]))}" if found else ""
 
 
 def _hint_of_path(path: str, known: Iterable[str] = KINDS) -> str:

@@ -154,6 +154,16 @@ def test_a_section_is_explained_by_its_path_in_a_file_with_its_keys() -> None:
     assert "batch_size" not in done.output and "evaluate" not in done.output.partition("privacy.clip")[2]
 
 
+@pytest.mark.parametrize(("path", "hint"), [
+    ("training.lr", "see 'training.supervised.optimizer'"),
+    ("training.optimizer.lr", "`decentnode explain training.supervised.optimizer` explains what that section takes"),
+    ("node.checkpoint.evry", "did you mean 'checkpoint.every'?"),
+])  # fmt: skip
+def test_an_unknown_key_is_refused_with_the_place_that_explains_it(path: str, hint: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(hint) + "$"):
+        find(path)
+
+
 def test_a_key_under_its_former_name_is_refused_with_its_present_name() -> None:
     with pytest.raises(UsageError, match=r"node\.mix_behind is called node\.mix_in_background now"):
         find("node.mix_behind")

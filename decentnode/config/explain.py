@@ -34,6 +34,7 @@ _RULES = {
     "string_too_long": "must have at most {max_length} characters",
     "string_pattern_mismatch": "must match {pattern}",
 }
+_BOUNDS = ("greater_than", "greater_than_equal", "less_than", "less_than_equal", "multiple_of")
 
 
 def explain(error: pydantic.ValidationError, tree: Item, model: type[pydantic.BaseModel], source: str) -> list[str]:
@@ -171,6 +172,8 @@ def _shown(item: Item | None, details: ErrorDetails) -> str:
         return "nothing"
     if isinstance(value, bool | datetime.date) and item is not None and item.raw:
         return item.raw
+    if isinstance(value, str) and details["type"] in _BOUNDS:
+        return value  # a number such as 1e12, which YAML 1.1 reads as text
     text = repr(value) if isinstance(value, str) or not isinstance(value, dict | list) else _flow(value)
     return text if len(text) <= 60 else text[:57] + "..."
 

@@ -37,18 +37,19 @@ def value_hint(
         return f"write [{value}]"
     if isinstance(value, dict) and details["type"] in LISTS:
         return "begin its line with '- ', or put [ ] around it"
-    wants_text = any(d["type"] in ("literal_error", "string_type", "component_name", "path_type") for d in group)
+    options = [option for d in group if d["type"] == "literal_error" for option in allowed(d)]
+    any_text = any(d["type"] in ("string_type", "component_name", "path_type") for d in group)
+    wants_text = any_text or bool(options)
     if item is not None and item.raw and wants_text and not isinstance(value, str) and value is not None:
         shown = str(value).lower() if isinstance(value, bool) else str(value)
         if item.raw.lower() != shown:
             return f"YAML reads a bare {item.raw} as {shown}: quote it"
-        return "quote it if you mean text"
+        return "quote it if you mean text" if any_text or item.raw in options else ""
     if details["type"] == "boolean" and item is not None and item.raw.lower() not in ("true", "false", ""):
         return f"YAML reads a bare {item.raw} as {str(value).lower()}"
     if isinstance(value, str) and details["type"] in ("bool_type", "int_type", "float_type"):
         return "write it without quotes" + (", as true or false" if details["type"] == "bool_type" else "")
     if isinstance(value, str):
-        options = [o for d in group if d["type"] == "literal_error" for o in allowed(d)]
         if details["type"] == "component_name":
             options = details["ctx"]["known"].split(", ")
         found = nearest(value, options)

@@ -168,6 +168,22 @@ CASES = {
                   ^ quote it if you mean text
         """,
     ),
+    "a number that YAML reads as text": (
+        GOOD + "work: {optimizer: {lr: -1e-2}}\n",
+        """
+        a.yaml:2:24: work.optimizer.lr must be > 0, got -1e-2
+            work: {optimizer: {lr: -1e-2}}
+                                   ^
+        """,
+    ),
+    "a number for one of two": (
+        GOOD + "work: {batch: 2.5}\n",
+        """
+        a.yaml:2:15: work.batch must be an integer or 'all', got 2.5
+            work: {batch: 2.5}
+                          ^
+        """,
+    ),
     "either of two": (
         GOOD + "work: {batch: al}\n",
         """
