@@ -109,14 +109,20 @@ def write(folder: Path, snapshot: Snapshot) -> int:
     """Writes a node's checkpoint into `folder` (checkpoints/ of a run). Returns its bytes. Blocking until the disk has
     it. Raises OSError or CheckpointError, and then leaves no file."""
     place = folder / snapshot.cut.folder
-    place.mkdir(parents=True, exist_ok=True)
     path = place / f"{snapshot.uid:03d}.json"
-    path.unlink(missing_ok=True)
-    try:
-        return _write(path, snapshot)
-    except BaseException:
-        remove(folder, snapshot.cut.folder, snapshot.uid)  # on a full disk, this frees space that other nodes need
-        raise
+    others = len(snapshot.cut.members) - 1
+    while True:
+        place.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)
+        try:
+            return _write(path, snapshot)
+        except FileNotFoundError:  # another node, whose own write failed, removed the folder before it had a file here
+            if not others:
+                raise
+            others -= 1
+        except BaseException:
+            remove(folder, snapshot.cut.folder, snapshot.uid)  # on a full disk, this frees space that other nodes need
+            raise
 
 
 def _write(path: Path, snapshot: Snapshot) -> int:

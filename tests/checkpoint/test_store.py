@@ -144,6 +144,22 @@ def test_no_file_is_left_of_a_checkpoint_for_which_the_disk_is_full(
     assert not list(tmp_path.iterdir())
 
 
+def test_a_node_whose_write_fails_does_not_remove_the_folder_of_one_that_is_about_to_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cut = make_cut(10)
+
+    def another_node_fails() -> bool:  # called before this node creates its file
+        if checks.pop():
+            store.remove(tmp_path, cut.folder, 1)
+        return False
+
+    checks = [False, False, True]
+    monkeypatch.setattr(system, "disk_full_checks", [another_node_fails])
+    store.write(tmp_path, make_snapshot(0, cut))
+    assert len(store.scan([tmp_path], 0)[0]) == 1 and not checks
+
+
 def gather_rows(cuts: dict[int, list[Cut]], nodes: int) -> list[list[int]]:
     """Returns the rows that every node gathers when each of them contributes the cuts that it has, by way of a mean."""
     total = sum(agreement.row(agreement.offers(own), uid, nodes, agreement.MAX_CUTS) for uid, own in cuts.items())
