@@ -266,17 +266,17 @@ def test_children_do_not_import_the_callers_script_again() -> None:
 
 
 class DeferredProcess:
-    """A process whose fork server answers once `ready` is set: the process starts or, without `works`, cannot."""
+    """A process whose fork server answers once `ready` is set: the process starts after these failures."""
 
-    def __init__(self, works: bool = True) -> None:
+    def __init__(self, *failures: Exception) -> None:
         self.ready, self.killed = threading.Event(), threading.Event()
-        self.works, self.pid, self.exitcode = works, 7, -9
+        self.failures, self.pid, self.exitcode = [*failures], 7, -9
         self.sentinel, self._end = connection.Pipe(duplex=False)
 
     def start(self) -> None:
         assert self.ready.wait(60.0)
-        if not self.works:
-            raise EOFError("unexpected EOF")
+        if self.failures:
+            raise self.failures.pop(0)
 
     def kill(self) -> None:
         self.killed.set()
@@ -316,10 +316,23 @@ def test_a_node_whose_process_starts_after_it_was_killed_is_killed_then(monkeypa
     assert process.killed.wait(60.0)
 
 
-def test_a_node_that_cannot_be_restarted_counts_as_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    process = DeferredProcess(works=False)
+def test_a_node_that_cannot_be_restarted_counts_as_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = DeferredProcess(OSError("no memory"))
     worker = start_deferred(process, monkeypatch)
     process.ready.set()
     assert connection.wait([worker.process.sentinel], 60.0) == [worker.process.sentinel]
     worker.reap()
-    assert worker.exit_code == -signal.SIGKILL and not [*worker.messages()]
+    assert worker.ending() == "ended with exit code 1 and no message" and not [*worker.messages()]
+
+
+def test_a_node_is_restarted_by_a_new_fork_server_once_the_old_one_is_known_to_have_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A fork server that is killed first closes its sockets, so that its nodes end, and ends some time later."""
+    process = DeferredProcess(ConnectionRefusedError(111, "Connection refused"), EOFError("unexpected EOF"))
+    worker = start_deferred(process, monkeypatch)
+    process.ready.set()
+    assert connection.wait([worker.process.sentinel], 60.0)
+    assert worker.process.sentinel is process.sentinel and worker.process.pid == 7
+    worker.kill()
+    worker.reap(60.0)

@@ -33,6 +33,9 @@ LOAD_SECONDS = 300.0
 """Longest wait until torch is imported (from a cold network disk) and the experiment, with its data, is loaded."""
 REAP_SECONDS = 10.0
 """Longest wait for a killed process to end; only a broken kernel or disk keeps one longer."""
+START_SECONDS, START_AGAIN_SECONDS = 10.0, 0.1
+"""How long, and how often, it is tried again to start a process. The fork server that died a moment ago may have closed
+its files, by which the death of its nodes is noticed, and not be known to have ended yet."""
 
 
 @dataclass
@@ -161,25 +164,37 @@ class DeferredProcess:
         """child_end: the child's end of the pipe, which is closed here once the child has it."""
         self._process, self._child_end = process, child_end
         self._lock = threading.Lock()
-        self._started = self._killed = False
+        self._started = self._killed = self._failed = False
         self._ready, end = connection.Pipe(duplex=False)
         """Becomes readable once the process is started, or could not be."""
         threading.Thread(target=self._start, args=(end,), name="start", daemon=True).start()
 
     def _start(self, end: connection.Connection) -> None:
         try:
-            forkserver.start()
-            with _without_main():
-                self._process.start()
+            self._start_process()
             with self._lock:
                 self._started = True
                 if self._killed:
                     self._process.kill()
         except Exception as error:
+            self._failed = True
             logger.warning("a node could not be started again: %r", error)
         finally:
             self._child_end.close()
             end.close()
+
+    def _start_process(self) -> None:
+        deadline = clock.now() + START_SECONDS
+        while True:
+            forkserver.start()
+            try:
+                with _without_main():
+                    self._process.start()
+                return
+            except (ConnectionError, EOFError):
+                if clock.now() >= deadline:
+                    raise
+                clock.sleep(START_AGAIN_SECONDS)
 
     @property
     def sentinel(self) -> Any:
@@ -193,7 +208,7 @@ class DeferredProcess:
 
     @property
     def exitcode(self) -> int | None:
-        return self._process.exitcode if self._started else None
+        return self._process.exitcode if self._started else 1 if self._failed else None
 
     def kill(self) -> None:
         """Kills the process; one that is not started yet is killed as soon as it is."""
