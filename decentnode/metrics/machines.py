@@ -1,4 +1,4 @@
-"""Reads from a run's folder what software and code its machines ran. Imports no torch.
+"""Reads from a run's folder which machines it had, and what software and code they ran. Imports no torch.
 
 The files of this machine are in the folder itself, and those of other machines, which `decentnode collect` fetched, in
 machines/<number>. Their contents are not trusted.
@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from decentnode.formatting import names
 
@@ -39,6 +41,15 @@ class Machine:
     def versions(self) -> Mapping[str, Any]:
         found = self.environment.get("versions")
         return found if isinstance(found, dict) else {}
+
+
+def mapping_of(run: Path) -> dict[int, int]:
+    """Returns uid -> machine of the run's mapping; empty if it cannot be read."""
+    try:
+        places = yaml.safe_load((run / "mapping.yaml").read_text(encoding="utf-8"))
+        return {int(place["uid"]): int(place["machine"]) for place in places}
+    except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError):
+        return {}
 
 
 def machines_of(run: Path) -> list[Machine]:

@@ -17,13 +17,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-import yaml
-
 from decentnode import entropy
 from decentnode.errors import CheckpointError, EnvironmentFault, UsageError
 from decentnode.launch.collecting.share import MAX_DEPTH, MAX_STATUS_BYTES, RECORDS, STATUS, Parts, Share
 from decentnode.launch.files import supervisor_file
-from decentnode.metrics.machines import FILES, FOLDER
+from decentnode.metrics.machines import FILES, FOLDER, mapping_of
 from decentnode.metrics.run_folder import node_dir
 
 RUN_FILES = (("summary.json",), *(("models", *more, f"{name}.safetensors") for more in ((), ("ema",))
@@ -91,7 +89,7 @@ def collect(run: Path, others: Sequence[Path]) -> Collected:
             except OSError as error:
                 raise EnvironmentFault(f"cannot copy into {run}: {error.strerror or error}") from error
         left_out = [f"{share.path / name}: not a regular file" for share in shares for name in sorted(share.left_out)]
-        return Collected(run, taken, _missing(_mapping(run), own.uids), [*left_out, *copy.problems])
+        return Collected(run, taken, _missing(mapping_of(run), own.uids), [*left_out, *copy.problems])
 
 
 # -- finding the folders of the run -------------------------------------------------------------------------------
@@ -159,15 +157,6 @@ def _folders_with_nodes(top: Path) -> Iterator[Path]:
         if "nodes" in below or depth >= MAX_DEPTH:
             below.clear()
         below.sort()
-
-
-def _mapping(run: Path) -> dict[int, int]:
-    """Returns uid -> machine of the run's mapping; empty if it cannot be read."""
-    try:
-        places = yaml.safe_load((run / "mapping.yaml").read_text(encoding="utf-8"))
-        return {int(place["uid"]): int(place["machine"]) for place in places}
-    except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError):
-        return {}
 
 
 def _missing(machine_of: Mapping[int, int], present: Sequence[int]) -> dict[int, list[int]]:
@@ -267,7 +256,7 @@ class _Copy:
     def __init__(self, run: Path, own: Share, place: Path) -> None:
         """place: an empty temporary folder on the same disk."""
         self._run, self._own, self._temporary_dir = run, own, place
-        self._machine_of = _mapping(run)
+        self._machine_of = mapping_of(run)
         self.problems: list[str] = []
 
     def take(self, share: Share, run_id: str) -> CopiedShare:

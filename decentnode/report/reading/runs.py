@@ -19,6 +19,7 @@ from decentnode.metrics.figures import AXES, VIRTUAL, VIRTUAL_FILE, Curve, TaskM
 from decentnode.metrics.reader import read
 from decentnode.report.reading import repeats
 from decentnode.report.reading.furthest import ValuesByRound, are_out_of_step, by_furthest, virtual_by_round
+from decentnode.report.reading.machine_clocks import clock_errors
 from decentnode.report.reading.measured import DEFAULT_METRICS, metrics_of_run
 from decentnode.report.reading.repeats import RunResult
 from decentnode.similar_words import did_you_mean
@@ -258,11 +259,16 @@ class Line:
 
 
 def load(path: Path) -> RecordedRun:
-    """Reads a run. Raises UsageError if the directory holds no metrics."""
+    """Reads a run; the times of all records are by the clock of its first machine. Raises UsageError if the directory
+    holds no metrics."""
     files = sorted(path.glob("nodes/*/metrics.jsonl"))
     records = {int(file.parent.name): list(read(file)) for file in files if file.parent.name.isdigit()}
     if not any(records.values()):
         raise UsageError(f"{path} holds no metrics: nodes/*/metrics.jsonl must have records")
+    for uid, ahead in clock_errors(path, records).items():
+        for record in records.get(uid, ()):
+            if "time" in record:
+                record["time"] -= ahead
     return RecordedRun(path, records, metrics_of_run(path))
 
 
