@@ -22,11 +22,11 @@ STEP_SECONDS = 0.25
 class Node:
     """One member of a run. Its messages reach the other nodes at their next step."""
 
-    def __init__(self, uid: int, nodes: dict[int, Node], n: int = 3) -> None:
+    def __init__(self, uid: int, nodes: dict[int, Node], n: int = 3, min_nodes: int = 2) -> None:
         """nodes: uid -> every live node of the run, this one included."""
         self.uid, self.nodes, self.inbox = uid, nodes, list[Message]()
         draw = random.Random(uid)
-        membership = Membership(uid, n, Limits(2.0, 20.0, 2), draw=draw.randbytes, digest="d", run=RUN)
+        membership = Membership(uid, n, Limits(2.0, 20.0, min_nodes), draw=draw.randbytes, digest="d", run=RUN)
         self.facts, self.num_woken = RunFacts(), 0
         self.reconfiguration = Reconfiguration(membership, self, self.facts, Counters(), self._wake)  # type: ignore[arg-type]
         self.reconfiguration.begin(RUN)
@@ -94,6 +94,17 @@ def test_a_node_without_other_members_gives_up_after_its_time_out() -> None:
             now += STEP_SECONDS
             nodes[0].step(now)
     assert 160 < now <= 160 + 2 * STEP_SECONDS + 4
+
+
+def test_a_node_that_gives_up_names_the_leader_for_which_it_waited() -> None:
+    """The leader answers, but has too few nodes for a generation."""
+    nodes: dict[int, Node] = {}
+    nodes.update({uid: Node(uid, nodes, min_nodes=3) for uid in range(2)})
+    nodes[1].reconfiguration.suspect([2], "node 2 does not answer", 100.0)
+    with pytest.raises(NoGeneration, match="within 60 s; node 2 does not answer; node 0 had to begin one"):
+        for tick in range(300):
+            for uid in (1, 0):
+                nodes[uid].step(100.0 + STEP_SECONDS * tick)
 
 
 @pytest.mark.parametrize("answers", [False, True])

@@ -369,6 +369,8 @@ class GenerationWait:
         reason = membership.reason
         if outside:
             reason += f"; {membership.why_not_admitted()}"
+        elif membership.stage != "short" and membership.coordinator != membership.uid:
+            reason += f"; {membership.describe(membership.coordinator)} had to begin one"
         if membership.stopping and now - since >= patience:
             raise Interrupted(f"node {membership.uid}: stopped while {reason}")
         raise NoGeneration(
