@@ -316,6 +316,15 @@ def test_a_wrapper_is_loaded_as_part_of_a_larger_module() -> None:
     assert run_ranks(2, ddp_usage.load_as_part_of_module) == [(5, True)] * 2
 
 
+@pytest.mark.parametrize("missing", ["fail", "regroup"])
+def test_a_script_receives_its_own_messages_from_any_rank_and_no_bucket(missing: str) -> None:
+    assert run_ranks(2, ddp_usage.exchange_beside_own_messages, missing) == [7.0, 7.0]
+
+
+def test_wrappers_that_ranks_step_in_different_orders_are_not_mixed_with_each_other() -> None:
+    assert run_ranks(2, ddp_usage.step_two_wrappers_in_another_order) == [[0.0, 0.0]] * 2
+
+
 def test_gradients_are_averaged_where_ranks_use_different_heads() -> None:
     assert max(run_ranks(3, ddp_usage.average_gradients_of_different_heads)) < 1e-6
 

@@ -7,6 +7,7 @@ operations of one communicator from deadlock.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
@@ -24,6 +25,14 @@ from decentnode.parallel.transports.base import Flight
 from decentnode.parallel.transports.host_memory import HostMemory, HostMemoryExchange
 from decentnode.tensors import is_own_fault
 
+FIRST_TAG = 1 << 20
+"""gloo matches point-to-point operations by their tags. Those of exchanges differ from the tag 0 of a script, whose
+`recv` from any rank would otherwise take a bucket."""
+
+_tags = itertools.count(FIRST_TAG)
+"""A tag for each exchange, so that those of two wrappers are not confused where ranks step them in another order. The
+same on all ranks, as they make their exchanges in the same order."""
+
 
 class CollectiveExchange(HostMemoryExchange):
     """`BucketExchange` by point-to-point operations, and in cliques by one all_reduce."""
@@ -31,6 +40,7 @@ class CollectiveExchange(HostMemoryExchange):
     def __init__(self, plan: Plan, timeout_seconds: float, memory: HostMemory) -> None:
         """Makes the process groups of the topology's cliques, on all ranks in the same order. Blocking."""
         super().__init__(plan, timeout_seconds, memory)
+        self._tag = next(_tags)
         self._groups: dict[tuple[int, ...], Any] = {}
         everybody = tuple(range(self.graph.num_nodes))
         timeout = timedelta(seconds=self.timeout_seconds)
@@ -75,10 +85,10 @@ class CollectiveExchange(HostMemoryExchange):
         sent = self._host.send_buffer(bucket, self._step)
         buffers = self._host.receive_buffers(bucket, flight, view.sources)
         for peer in view.sources:  # receives first: gloo's "ready to receive" queues behind data on the connection
-            operations.append(dist.P2POp(dist.irecv, buffers[peer], peer))
+            operations.append(dist.P2POp(dist.irecv, buffers[peer], peer, tag=self._tag))
             peers.append([peer])
         for peer in view.neighbors:
-            operations.append(dist.P2POp(dist.isend, sent, peer))
+            operations.append(dist.P2POp(dist.isend, sent, peer, tag=self._tag))
             peers.append([peer])
             self.bytes_sent += sent.nbytes
         everybody = sorted({*view.neighbors, *view.sources})

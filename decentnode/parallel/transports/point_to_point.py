@@ -26,6 +26,7 @@ from decentnode.parallel.membership.control import ConnectionBroken
 from decentnode.parallel.planning.plan import Plan
 from decentnode.parallel.process_group.collectives import failure_reason
 from decentnode.parallel.transports.base import Flight
+from decentnode.parallel.transports.collective import FIRST_TAG
 from decentnode.parallel.transports.host_memory import HostMemory, HostMemoryExchange
 from decentnode.tensors import is_own_fault
 
@@ -98,9 +99,9 @@ class PointToPointExchange(HostMemoryExchange):
         flight.operations.append(operation)
         try:
             if receives:
-                operation.work = dist.irecv(tensor, peer, group=self._group)
+                operation.work = dist.irecv(tensor, peer, group=self._group, tag=FIRST_TAG)
             else:
-                operation.work = dist.isend(tensor, peer, group=self._group)
+                operation.work = dist.isend(tensor, peer, group=self._group, tag=FIRST_TAG)
         except RuntimeError as error:  # the connection is known to be broken
             if is_own_fault(error):
                 raise

@@ -334,3 +334,33 @@ def join_without_inputs_after_average(rank: int, n: int) -> tuple[int, bool]:
         for t in range(3 * rank):
             train_step(wrapped, rank, t)
     return wrapped.steps, wrapped._average.local is None
+
+
+def exchange_beside_own_messages(rank: int, n: int, missing: Any) -> float:
+    """Receives a message of the script's own from any rank, while that rank is a step ahead. Returns its value."""
+    wrapped = DecentralizedDataParallel(model(), optimizer=SGD, topology="ring", transport="collective",
+                                        missing=missing)  # fmt: skip
+    store = dist.distributed_c10d._get_default_store()
+    own = torch.full((1,), 7.0 * rank)
+    train_step(wrapped, rank, 0)
+    if rank:
+        train_step(wrapped, rank, 1)
+        work = dist.isend(own, 0)
+        store.set("sent", "")
+        work.wait()
+    else:
+        store.wait(["sent"])
+        dist.recv(own)
+        train_step(wrapped, rank, 1)
+    return float(own)
+
+
+def step_two_wrappers_in_another_order(rank: int, n: int) -> list[float]:
+    """Returns how far the parameters of each of two wrappers move without gradients, where they should stay."""
+    both = [DecentralizedDataParallel(model(seed), optimizer=partial(torch.optim.SGD, lr=0.0), topology="ring",
+                                      transport="collective") for seed in range(2)]  # fmt: skip
+    start = [flat(wrapped.module) for wrapped in both]
+    for t in range(4):
+        for wrapped in both if rank else both[::-1]:
+            train_step(wrapped, rank, t)
+    return [float((flat(wrapped.module) - before).abs().max()) for wrapped, before in zip(both, start, strict=True)]
