@@ -27,6 +27,13 @@ class OuterOptimizer(Optimizer):
         self.defaults = optimizer.defaults
         self.__setstate__({})  # makes the hooks, as torch's constructor would
 
+    def __getattr__(self, name: str) -> Any:
+        """Returns what the local optimizer has beyond torch's interface, such as `train` and `eval` of schedule-free
+        optimizers, which frameworks call if they exist."""
+        if name.startswith("_") or "local_optimizer" not in vars(self):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.local_optimizer, name)
+
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         return self.local_optimizer.param_groups

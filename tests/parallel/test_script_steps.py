@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from decentnode.parallel import DecentralizedDataParallel
+from decentnode.parallel import CommOptimizer, DecentralizedDataParallel
 from tests.parallel.ranks import run_ranks
 from tests.parallel.work import stepping
 from tests.parallel.work.models import SGD, batch, flat, model
@@ -119,6 +119,26 @@ def test_the_optimizer_of_the_wrapper_behaves_like_one_of_torch() -> None:
     assert len(wrapped._gossip.local.optimizer.param_groups) == 1 and not wrapped._gossip.local.optimizer.state
     with pytest.raises(TypeError, match="a ScriptOptimizer cannot be copied"):
         copy.deepcopy(optimizer)
+
+
+class WithModes(torch.optim.SGD):
+    """Has modes, as schedule-free optimizers do."""
+
+    mode = "train"
+
+    def eval(self) -> None:
+        self.mode = "eval"
+
+
+@pytest.mark.usefixtures("single_rank_group")
+@pytest.mark.parametrize("kind", ["script", "comm"])
+def test_methods_that_only_the_local_optimizer_has_are_called(kind: str) -> None:
+    local = WithModes(model().parameters(), lr=0.1)
+    wrapped = wrap(optimizer=lambda params: WithModes(params, lr=0.1))
+    optimizer: Any = wrapped.optimizer if kind == "script" else CommOptimizer(local, "EASGD")
+    optimizer.eval()
+    assert optimizer.mode == optimizer.local_optimizer.mode == "eval"
+    assert not hasattr(optimizer, "other") and not hasattr(optimizer, "found_inf")
 
 
 @pytest.mark.usefixtures("single_rank_group")
