@@ -38,6 +38,8 @@ ROW = np.dtype([
 ])  # fmt: skip
 _CONSTANTS = ("lerp", "keep", "share", "step", "root", "eps", "decay", "shrink", "sign", "decays")
 Marks = NDArray[np.uint64]
+_ENTRIES = ("exp_avg", "exp_avg_sq", "step")
+"""The entries of Adam's state of a parameter."""
 
 
 class _Mixing(ctypes.Structure):
@@ -137,9 +139,11 @@ class AdamSteps:
         lanes = vector_length() or 1
         self._rows["whole"] = [size - size % lanes for size in sizes]
         self._states: list[Any] = []
-        """The optimizer's state of each parameter, whose tensors the rows point to."""
-        self._kept: dict[str, list[Tensor]] = {"exp_avg": [], "exp_avg_sq": [], "step": []}
-        """Those tensors, kept alive here; the `step` tensors are views of `_counts`."""
+        """The optimizer's state of each parameter, whose tensors the rows point to; their `step` tensors are views of
+        `_counts`."""
+        self._addresses: list[list[int]] = []
+        """[entry of `_ENTRIES`][parameter]: the address of the values when the rows were last pointed to them. A script
+        may move them without making another tensor (`share_memory_`, `state["exp_avg"].data = ...`)."""
         self._counts = torch.empty(0)
         """[parameters] the number of steps taken, float32 as in torch."""
         self._lists: list[list[Tensor]] = []
@@ -198,12 +202,11 @@ class AdamSteps:
     def _point_to(self, states: list[Any]) -> bool:
         """Points the rows to the moments of these states. Returns False if there are none, or if their layout differs
         from the parameters'."""
-        if len(self._states) == len(states) and all(map(operator.is_, states, self._states)) and all(
-            all(map(operator.is_, map(operator.itemgetter(key), states), kept)) for key, kept in self._kept.items()
-        ):  # fmt: skip
-            return True
         if not all(states):
             return False
+        addresses = [[each[key].data_ptr() for each in states] for key in _ENTRIES]
+        if addresses == self._addresses and all(map(operator.is_, states, self._states)):
+            return True
         for p, state in zip(self.params, states, strict=True):
             moments = (state["exp_avg"], state["exp_avg_sq"])
             if any(m.dtype != p.dtype or m.device != p.device or m.stride() != p.stride() for m in moments):
@@ -215,9 +218,8 @@ class AdamSteps:
         for state, count in zip(states, self._counts, strict=True):
             state["step"] = count
         self._states = states
-        self._kept = {key: [state[key] for state in states] for key in self._kept}
-        for row, key in (("first", "exp_avg"), ("second", "exp_avg_sq")):
-            self._rows[row] = [moment.data_ptr() for moment in self._kept[key]]
+        self._addresses = [[each[key].data_ptr() for each in states] for key in _ENTRIES]
+        self._rows["first"], self._rows["second"], _ = self._addresses
         return True
 
 

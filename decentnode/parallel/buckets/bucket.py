@@ -100,7 +100,6 @@ class Bucket:
         self._addresses = [view.data_ptr() for view in self._param_views]
         self._strides = [view.stride() for view in self._param_views]
         self._hashes = self.flat.device.type == "cpu"
-        self._bytes = self.flat.view(torch.uint8).numpy() if self._hashes else None
         self._loops = loops() if self._hashes else None
         block = BLOCK_BYTES if self._loops is None else -(-BLOCK_BYTES // GRAIN_BYTES) * GRAIN_BYTES
         self._block = block // self.flat.element_size() if self._hashes else max(1, total)
@@ -199,7 +198,7 @@ class Bucket:
             if copy is not None:
                 second.copy_(flat)
             if self._hashes:
-                self._hash_of[where.at] = self._hash(where, flat)
+                self._hash_of[where.at] = self._hash(flat)
 
     def record_sent(self, sent: Tensor) -> None:
         """Records that the neighbors have `sent` [S], which differs from the parameters: mixing keeps the difference,
@@ -310,14 +309,13 @@ class Bucket:
             first = where.part.mark + self._mark_index(where.at - where.part.start)
             return not self._loops.unchanged(flat, self._marks[first:])
         if self._hashes:
-            return self._hash(where, flat) != self._hash_of.get(where.at)
+            return self._hash(flat) != self._hash_of.get(where.at)
         return self._sent_versions is None or (self._versions() != self._sent_versions and not torch.equal(flat, sent))
 
-    def _hash(self, where: _BlockPosition, block: Tensor) -> int:
-        """Returns a 64-bit hash of the bytes of a block of `flat`, on a CPU."""
-        assert self._bytes is not None
-        size = block.element_size()
-        return xxhash.xxh3_64_intdigest(self._bytes[where.at * size : (where.at + block.numel()) * size].data)
+    @staticmethod
+    def _hash(block: Tensor) -> int:
+        """Returns a 64-bit hash of the bytes of a block, on a CPU."""
+        return xxhash.xxh3_64_intdigest(block.view(torch.uint8).numpy().data)
 
     def _versions(self) -> list[int]:
         """Returns torch's version counters, which every change that torch knows of increases."""

@@ -199,7 +199,8 @@ def test_optimizers_that_the_loop_does_not_support_are_left_to_torch() -> None:
 
 @needs_exact
 def test_groups_and_step_counts_that_differ_have_the_bits_of_torchs_adam_step() -> None:
-    """With two learning rates, a parameter that gets gradients later, and states that a script loads or replaces."""
+    """With two learning rates, a parameter that gets gradients later, and states that a script loads, replaces
+    or moves."""
     draw = torch.Generator().manual_seed(2)
     start = torch.randn(40, generator=draw)
     mine, theirs = start.clone(), start.clone()
@@ -224,8 +225,15 @@ def test_groups_and_step_counts_that_differ_have_the_bits_of_torchs_adam_step() 
         if step == 5:
             for optimizer, params in ((a, ours), (b, torchs)):
                 optimizer.state[params[2]]["exp_avg"] = torch.full((17,), 0.5)
+        if step == 6:  # the same tensors, elsewhere in memory
+            for state in a.state.values():
+                state["exp_avg"].share_memory_()
+                for key in ("exp_avg_sq", "step"):
+                    state[key].data = state[key].clone()
     assert taken == 6, "torch takes the first step, and the one in which the second parameter has no state yet"
     assert [float(a.state[p]["step"]) for p in ours] == [8.0, 7.0, 8.0]
+    assert all(torch.equal(a.state[p][key], b.state[q][key]) for key in ("exp_avg", "exp_avg_sq")
+               for p, q in zip(ours, torchs, strict=True))  # fmt: skip
 
 
 SOURCE = Path(advance.__file__).with_suffix(".c")

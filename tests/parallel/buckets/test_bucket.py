@@ -46,7 +46,7 @@ def make_bucket(detection: str, monkeypatch: pytest.MonkeyPatch) -> Bucket:
 
 
 @pytest.mark.parametrize("detection", DETECTIONS)
-@pytest.mark.parametrize("way", ["nothing", "in place", "other memory", "data"])
+@pytest.mark.parametrize("way", ["nothing", "in place", "other memory", "shared memory", "data"])
 @pytest.mark.parametrize("view", [VIEW, PAIR])
 def test_what_a_script_writes_is_not_scaled_by_mixing(
     detection: str, way: str, view: RoundView, monkeypatch: pytest.MonkeyPatch
@@ -58,6 +58,9 @@ def test_what_a_script_writes_is_not_scaled_by_mixing(
             p[2, 3] += 3.0
         elif way == "other memory":
             p.data = p.data + 3.0
+        elif way == "shared memory":
+            p.share_memory_()  # moves all parameters of the bucket
+            p[2, 3] += 3.0
         elif way == "data":
             p.data[2, 3] += 3.0
     written = p.detach() - start[:3000].view(3, 1000)
