@@ -182,7 +182,7 @@ class DecentralizedDataParallel(Module, IdleJoinable):
             local_step = OptimizerStep(params, local_optimizer, schedule, scaler, grad_clip_norm)
         self._gossip = self._make_steps(plan, buckets, exchange, local_step)
         self._script_optimizer = None if step_in_backward else ScriptOptimizer(local_optimizer, self._step_of_script)
-        self._other_updates = ForeignUpdates(params)
+        self._other_updates = ForeignUpdates(params, step_in_backward)
         self._unfrozen = UnfrozenParameters(list(model.named_parameters()), local_optimizer, make)
         self._average = GlobalAverage(model, params, sync_buffer_in_global_avg)
         self._warned_revert = self._warned_no_step = False
@@ -299,7 +299,7 @@ class DecentralizedDataParallel(Module, IdleJoinable):
         if runs_checks:
             refuse_averaged_gradients(self)
             self._find_unfrozen()
-            if self._script_optimizer is not None and self.training and self.steps == 0:
+            if self.training and self.steps == 0:
                 self._other_updates.check()
         output = self.module(*args, **kwargs)
         if runs_checks and self._script_optimizer is None:

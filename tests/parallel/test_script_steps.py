@@ -185,6 +185,19 @@ def test_a_script_that_steps_another_optimizer_gets_a_warning(caplog: pytest.Log
 
 
 @pytest.mark.usefixtures("single_rank_group")
+def test_a_script_whose_gradients_come_from_no_backward_pass_gets_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    wrapped = wrap(step_in_backward=True)
+    for t in range(30):
+        x, y = batch(0, t)
+        loss = (wrapped(x) - y).square().mean()
+        for p, gradient in zip(wrapped.parameters(), torch.autograd.grad(loss, [*wrapped.parameters()]), strict=True):
+            p.grad = gradient
+        wrapped.optimizer.step()
+    (warned,) = caplog.messages
+    assert "took no step" in warned and "torch.autograd.grad" in warned
+
+
+@pytest.mark.usefixtures("single_rank_group")
 def test_a_wrapper_inside_torchs_ddp_is_refused() -> None:
     for enclose in (lambda module: module, lambda module: nn.Sequential(module)):
         twice = nn.parallel.DistributedDataParallel(enclose(wrap()))

@@ -53,10 +53,15 @@ class ScriptOptimizer(OuterOptimizer):
 
 
 class ForeignUpdates:
-    """Detects that another optimizer than the wrapped model's trains the parameters, which ranks would not notice."""
+    """Detects that a script trains the parameters without steps of the wrapped model, which ranks would not notice."""
 
-    def __init__(self, params: Sequence[Tensor]) -> None:
+    def __init__(self, params: Sequence[Tensor], step_in_backward: bool) -> None:
         self._params = list(params)
+        self._advice = (
+            "a backward pass of its loss takes a step, but gradients of torch.autograd.grad and torch.func need "
+            "step_in_backward=False" if step_in_backward else
+            "with step_in_backward=False, the script must step model.optimizer"
+        )  # fmt: skip
         self._version = -1
         self._changes = 0
 
@@ -67,5 +72,5 @@ class ForeignUpdates:
         self._version = version
         if self._changes == WARN_AFTER_CHANGES:
             self._changes += 1
-            logger.warning("the parameters changed but model.optimizer took no step: with step_in_backward=False, the "
-                           "script must step model.optimizer; a rank that steps another optimizer trains alone")
+            logger.warning("the parameters changed but the wrapper took no step, so that this rank trains alone: %s",
+                           self._advice)  # fmt: skip
