@@ -590,4 +590,5 @@ class DecentralizedDataParallel(Module, IdleJoinable):
         return DetachedModel(copy.deepcopy(self.module, memo))
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return DetachedModel, (copy.deepcopy(self.module),)
+        # No copy: a DataLoader pickles file descriptors of the tensors, which must still exist when a worker starts.
+        return DetachedModel, (self.module,)

@@ -14,10 +14,11 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import DataLoader
 
 from decentnode.parallel import CommOptimizer, DecentralizedDataParallel
 from decentnode.parallel.steps import backward
-from tests.parallel.ranks import outcomes_of_ranks, run_ranks
+from tests.parallel.ranks import CONTEXT, outcomes_of_ranks, run_ranks
 from tests.parallel.work import ddp_interface
 from tests.parallel.work.models import SGD, batch, flat, model
 
@@ -120,6 +121,15 @@ def test_copies_and_pickled_wrappers_are_models_that_take_no_part_in_training(
     assert torch.equal(flat(copied), flat(model())), "training must not change the copy"
     (copied(x)).sum().backward()
     assert wrapped.steps == 2
+
+
+def test_workers_of_a_data_loader_get_the_model_of_a_wrapper(single_rank_group: None) -> None:
+    wrapped = wrap()
+    outputs = ddp_interface.ModelOutputs(wrapped)
+    loader = DataLoader(outputs, num_workers=1, batch_size=None, multiprocessing_context=CONTEXT)
+    assert all(torch.equal(output, outputs[t]) for t, output in enumerate(loader))
+    ddp_interface.train_step(wrapped, 0, 0)
+    assert wrapped.steps == 1
 
 
 @pytest.mark.parametrize("size", [25, 0.0002])
