@@ -13,6 +13,7 @@ from decentnode import rng
 from decentnode.config.component import Config, load_class
 from decentnode.data.base import Dataset
 from decentnode.data.partition import PARTITIONS
+from decentnode.data.partition.checks import checked_parts
 from decentnode.errors import DataError
 from decentnode.samples import AnySamples, DataSpec, NodeSamples
 
@@ -205,7 +206,7 @@ class OpenedData:
             labels = np.broadcast_to(np.int64(0), (dataset.num_train(),))
         owner = rng.GLOBAL if not self.private else uids[0]
         generator = rng.stream(self._seed, owner, "partition", epoch if epoch else -1)
-        parts = partition.split(labels, len(uids), generator, keys)
+        parts = checked_parts(partition.split(labels, len(uids), generator, keys), chosen.name, len(uids), len(labels))
         return dict(sorted({**nothing, **dict(zip(uids, parts, strict=True))}.items()))
 
     def shares_among(self, members: Collection[int]) -> dict[int, np.ndarray]:
@@ -236,6 +237,7 @@ class OpenedData:
         try:
             partition = load_class(chosen.name, PARTITIONS, "partition")(chosen)
             parts = partition.split(labels, len(receivers), draw, None if keys is None else keys[orphans])
+            parts = checked_parts(parts, chosen.name, len(receivers), len(orphans))
             if sum(map(len, parts)) < len(orphans):
                 raise DataError(f"partition {chosen.name} assigns some samples to no node")
         except DataError:

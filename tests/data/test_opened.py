@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from decentnode.config.component import load_class
+from decentnode.config.component import Config, load_class
 from decentnode.data import DATASETS
+from decentnode.data.base import Partition
 from decentnode.data.opened import OpenedData
 from decentnode.errors import DataError
 from decentnode.samples import Samples
@@ -186,3 +187,39 @@ def test_movielens_refuses_private_folders(tmp_path: Path) -> None:
         files.write_movielens(tmp_path / f"m{uid}")
     with pytest.raises(DataError, match=r"data\.folder must be the same for all nodes"):
         open_data(tmp_path, [0, 0], name="movielens", folder="m{uid}", cache="cache").check()
+
+
+class Given(Partition):
+    """A partition of a user, which returns what a test sets."""
+
+    parts: Any = None
+
+    def __init__(self, config: Config) -> None:
+        pass
+
+    def split(self, targets: np.ndarray, num_nodes: int, generator: object, keys: object = None) -> Any:
+        return self.parts
+
+
+def deal_as_given(parts: Any, monkeypatch: pytest.MonkeyPatch) -> dict[int, np.ndarray]:
+    monkeypatch.setattr(Given, "parts", parts)
+    return open_digits(2, partition={"name": f"{__name__}:Given"}).shares()
+
+
+def test_a_partition_may_return_plain_lists_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    shares = deal_as_given([[9, 2, 4], (3, 1)], monkeypatch)
+    assert {uid: list(part) for uid, part in shares.items()} == {0: [2, 4, 9], 1: [1, 3]}
+    assert all(part.dtype == np.int64 for part in shares.values())
+
+
+@pytest.mark.parametrize("parts, message", [
+    (None, "Given must return a list of arrays of indices, got NoneType"),
+    ([[1, 2]], "Given must return one array of indices for each of 2 nodes, got 1"),
+    ([[1, 2], []], "Given gave node 1 no training sample"),
+    ([[1, 2], [0.5]], r"must return lists of integers, got float64 \(1,\) for node 1"),
+    ([[-1, 2], [0]], r"must return indices in 0\.\.1436, got -1\.\.2 for node 0"),
+    ([[1, 2], [1437]], r"must return indices in 0\.\.1436, got 1437\.\.1437 for node 1"),
+])  # fmt: skip
+def test_wrong_parts_are_refused(parts: Any, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(DataError, match=message):
+        deal_as_given(parts, monkeypatch)
