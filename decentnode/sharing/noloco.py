@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 from pydantic import Field
@@ -61,7 +61,12 @@ class NoLoCo(Tensors, LocalSGD):
 
     def begin(self, model: Tensor, view: RoundView) -> None:  # noqa: ARG002
         if self.slow is None:
-            self.slow, self.momentum = model.clone(), torch.zeros_like(model)
+            self.slow = model.clone()
+            self.momentum = torch.zeros_like(model) if self.momentum is None else self.momentum
+
+    def succeed(self, former: Self) -> None:
+        """Keeps the momentum. The model may be another one, from which the slow model starts anew."""
+        self.momentum = former.momentum
 
     def outgoing(self, model: Tensor, view: RoundView) -> dict[int, Payload]:
         slow = model if self.slow is None else self.slow

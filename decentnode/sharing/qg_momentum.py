@@ -13,11 +13,7 @@ from decentnode.config import component
 from decentnode.graph.base import RoundView
 from decentnode.sharing.base import SharingConfig
 from decentnode.sharing.full import Full
-from decentnode.sharing.state import TensorsAndRate
-
-MAX_RISE = 2.0
-"""By how much the step along a momentum grows at most from one round to the next: a linear warm-up at most doubles the
-rate, and so remains the paper's."""
+from decentnode.sharing.state import MomentumAndRate
 
 
 class MomentumConfig(SharingConfig):
@@ -25,7 +21,7 @@ class MomentumConfig(SharingConfig):
     """Decay of the rule's own momentum; the local optimizer should have none."""
 
 
-class QuasiGlobalMomentum(TensorsAndRate, Full):
+class QuasiGlobalMomentum(MomentumAndRate, Full):
     """x' = W (x - u_t - lr_t b m),  m <- b m + (1 - b) (x - x') / lr_t (QG-DSGDm, arXiv 2102.04761, algorithm 1).
 
     u_t is the total update of the round's local steps (d2.py), lr_t their learning rate. The momentum m has the unit of
@@ -54,13 +50,6 @@ class QuasiGlobalMomentum(TensorsAndRate, Full):
         assert self.momentum is not None
         self.limit_momentum(view.lr)
         model.sub_(self.momentum, alpha=self.beta * view.lr)
-
-    def limit_momentum(self, lr: float) -> None:
-        """Makes the momentum smaller if its step would grow by more than MAX_RISE, and notes the learning rate."""
-        if lr > 0:
-            if self.momentum is not None and 0 < MAX_RISE * self.lr < lr:
-                self.momentum.mul_(MAX_RISE * self.lr / lr)
-            self.lr = lr
 
     def finish(self, model: Tensor, view: RoundView) -> None:
         if self.x is not None and self.momentum is not None and view.lr > 0:

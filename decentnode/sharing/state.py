@@ -44,6 +44,24 @@ class TensorsAndRate(Tensors):
         self.lr = float(state.get("lr", 0.0))
 
 
+MAX_RISE = 2.0
+"""By how much the step along a momentum grows at most from one round to the next: a linear warm-up at most doubles the
+rate, and so remains the paper's."""
+
+
+class MomentumAndRate(TensorsAndRate):
+    """A mixin for a rule whose tensor `momentum` has the unit of gradients."""
+
+    momentum: Tensor | None
+
+    def limit_momentum(self, lr: float) -> None:
+        """Makes the momentum smaller if its step would grow by more than MAX_RISE, and notes the learning rate."""
+        if lr > 0:
+            if self.momentum is not None and 0 < MAX_RISE * self.lr < lr:
+                self.momentum.mul_(MAX_RISE * self.lr / lr)
+            self.lr = lr
+
+
 def left_out(rule: Sharing) -> list[str]:
     """Returns the names, as Class.name, of tensor attributes that checkpoints leave out because the rule does not
     implement `state_dict`. A rule whose tensors are only needed within a round declares this by deriving from `Tensors`
