@@ -551,9 +551,9 @@ class DecentralizedDataParallel(Module, IdleJoinable):
 
         Accepts states of this class, whatever buckets and number of ranks they were saved with, of torch's
         DistributedDataParallel and of the module alone, compiled or not; if a state has no optimizer state, the
-        optimizer keeps its own. If a rank cannot load its state, or has one of another step, all ranks raise
-        AssemblyError and keep what they have loaded by then. If one does not call this at all, the others raise
-        PeerLost naming it, or it raises naming the others.
+        optimizer keeps its own, and sharing rules begin anew (`GossipSteps.renew_rules`). If a rank cannot load its
+        state, or has one of another step, all ranks raise AssemblyError and keep what they have loaded by then. If one
+        does not call this at all, the others raise PeerLost naming it, or it raises naming the others.
         Parameters that are frozen here and were exchanged in the saved run are exchanged from now on, frozen or not.
         """
         if assign:
@@ -571,10 +571,15 @@ class DecentralizedDataParallel(Module, IdleJoinable):
             what = "load_state_dict", "load the state"
             self._exchange_pending_parameters(what, lambda: self._mark_saved_pending(state_dict))
             self._gossip.exchange.drain()
-        return load_together(
-            self._gossip, lambda: super(DecentralizedDataParallel, self).load_state_dict(
-                self._rename_entries(state_dict), strict=strict, assign=assign)
-        )  # fmt: skip
+
+        def load() -> Any:
+            entries = self._rename_entries(state_dict)
+            result = super(DecentralizedDataParallel, self).load_state_dict(entries, strict=strict, assign=assign)
+            if all(plain_name(name) != EXTRA for name in state_dict):
+                self._gossip.renew_rules()
+            return result
+
+        return load_together(self._gossip, load)
 
     def full_state_dict(self) -> dict[str, Any]:
         """Returns the state from which a run continues bitwise the same: that of `state_dict`."""

@@ -109,6 +109,22 @@ def test_a_training_is_resumed_with_the_same_bits(sharing: Any, options: dict[st
     assert all(run_ranks(2, compressing.resume_and_compare, sharing, options, at))
 
 
+def test_survivors_keep_their_outer_momentum() -> None:
+    with JobProcesses() as job:
+        job.start_founders(3, free_ports(1), members.keep_outer_momentum)
+        results = [job.receive(rank) for rank in (1, 2)]
+    for each in results:
+        assert each["world"] == 2 and each["after"] == each["before"] > 0, each
+
+
+@pytest.mark.sampled(one=["rule", "how"])
+@pytest.mark.parametrize("how", ["wrapper", "module", "later"])
+@pytest.mark.parametrize("rule", ["diloco", "slowmo"])
+def test_a_loaded_model_is_no_outer_gradient(rule: str, how: str) -> None:
+    """diloco took the difference from the initial model for a change by local steps, and went three times as far."""
+    assert max(run_ranks(2, compressing.load_and_coast, rule, how)) < 1e-3
+
+
 @pytest.mark.parametrize(("topology", "sharing", "options", "message"), [
     ("ring", full("int4"), {}, "int4 loses .*choco"),
     ("ring", full("zlib"), {}, "output size that is known in advance, got zlib"),

@@ -158,6 +158,7 @@ class WrapperParticipant:
         agree_on_step_size(steps.plan)
         self._exchange_unfrozen(reports)
         for bucket, rule in zip(steps.buckets, steps.plan.rules(), strict=False):
+            rule.succeed(bucket.rule)
             bucket.rule = rule
         inner = make_exchange(self._transport, steps.plan, steps.buckets, self.exchange.timeout_seconds, self.job)
         self._first_step = max(int(reports[self.job.members[number]]["position"]) for number in old)

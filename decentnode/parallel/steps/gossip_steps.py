@@ -91,6 +91,8 @@ class GossipSteps:
         """The number of steps taken, which is the round of the topology that the next exchange has."""
         self.learning_rate = 1.0
         """The learning rate of the optimizer's last step."""
+        self._initial_versions: list[int] = []
+        """torch's version counters of the parameters when the first exchange began."""
         self.must_restart = False
         """Whether a state was loaded, so that the exchange in flight is of another model."""
         self._interrupted_by: str | None = None
@@ -102,6 +104,26 @@ class GossipSteps:
         for bucket in self.buckets:
             bucket.next_round(self.plan, -1, self.learning_rate)
         self.launch(0)
+        self._initial_versions = self._versions()
+
+    @torch.no_grad()
+    def renew_rules(self) -> None:
+        """Replaces the sharing rules after the script has replaced the model, a change that diloco, for example, must
+        not take for that of its local steps. The new rules keep what `Sharing.succeed` takes over."""
+        for bucket, rule in zip(self.buckets, self.plan.rules(), strict=False):
+            rule.succeed(bucket.rule)
+            bucket.rule = rule
+            bucket.gather()
+            bucket.begin_round(self.plan, self.taken, self.rate())
+            bucket.scatter()
+
+    def _notice_initial_model(self) -> None:
+        """Before the first step, lets the rules begin with the model that the script has loaded since wrapping."""
+        if self.taken == 0 and self._versions() != self._initial_versions:
+            self.renew_rules()
+
+    def _versions(self) -> list[int]:
+        return [p._version for bucket in self.buckets for p in bucket.params]
 
     def add(self, buckets: Sequence[Bucket]) -> None:
         """Adds buckets, which take part from the next step on."""
@@ -132,6 +154,7 @@ class GossipSteps:
     def take(self) -> None:
         """Takes a step. Blocking until the exchange in flight has finished. Raises PeerLost; RuntimeError after a step
         that was interrupted."""
+        self._notice_initial_model()
         if self.local.scaler is None:
             self.local.clip()
         with self._uninterrupted():
@@ -147,6 +170,7 @@ class GossipSteps:
 
     def take_idle(self) -> None:
         """Takes a step without an update: mixes and sends only."""
+        self._notice_initial_model()
         with self._uninterrupted():
             if not self._is_local_step():
                 self.mix()

@@ -151,6 +151,20 @@ def resume_and_compare(rank: int, n: int, sharing: Any, options: dict[str, Any],
     return torch.equal(*ends)
 
 
+def load_and_coast(rank: int, n: int, rule: str, how: str) -> float:
+    """Loads a model, before the first step or with `how` "later" in the middle of a turn, and trains two turns with
+    next to no learning rate. Returns the largest difference from the loaded model."""
+    wrapped = DecentralizedDataParallel(
+        model(), optimizer=functools.partial(torch.optim.SGD, lr=1e-9), sharing={"name": rule, "every": 4})
+    loaded = {name: torch.full_like(value, 5.0) for name, value in model().state_dict().items()}
+    for t in range(12):
+        if t == (6 if how == "later" else 0):
+            (wrapped.module if how == "module" else wrapped).load_state_dict(loaded)
+        x, y = batch(rank, t)
+        (wrapped(x) - y).square().mean().backward()
+    return float((flat(wrapped.module) - 5.0).abs().max())
+
+
 def reason_of_refusal(rank: int, n: int, topology: Any, sharing: Any, options: dict[str, Any]) -> str:
     """Returns the error with which a model with these arguments is refused, "nothing" if it is not."""
     try:

@@ -81,6 +81,21 @@ def mix_while_ranks_die(
             "steps": model.steps}  # fmt: skip
 
 
+def keep_outer_momentum(pipe: Connection) -> dict[str, Any]:
+    """Rank 0 is killed between two exchanges of diloco. Returns the norm of the others' outer momentum before its death
+    and in the first step without it."""
+    rank, _ = initialize_dist(missing="regroup", min_ranks=1, timeout_seconds=300)
+    model = wrap_model(0.01, topology="complete", sharing={"name": "diloco", "every": 4})
+    draw, norms = torch.Generator().manual_seed(rank), []
+    while model.world_size == 3 and model.steps < 1000:
+        if rank == 0 and model.steps == 10:
+            os.kill(os.getpid(), signal.SIGKILL)
+        train_step(model, draw)
+        rules: list[Any] = [bucket.rule for bucket in model._gossip.buckets]
+        norms.append(float(torch.cat([rule.momentum for rule in rules]).norm()))
+    return {"before": norms[9], "after": norms[-1], "world": model.world_size}
+
+
 def die_while_gloo_connects(pipe: Connection) -> dict[str, Any]:
     """Rank 0 is killed, and then rank 3 while gloo connects the survivors. Returns the seconds of the longest step of
     the others, and how many ranks there are in the end."""
