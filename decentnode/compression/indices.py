@@ -4,6 +4,9 @@ The gap before an index is the number of indices left out. Rice's code of a gap 
 zero, and the k low bits (Rice and Plaunt 1971, IEEE Trans. Commun. 19). The ones and zeros form one stream and the low
 bits another, so that both are coded without a loop over gaps. If more than half of all indices are present, the missing
 ones are coded instead. The size is within 5 % of the entropy of random positions for densities .001 to .999.
+
+`encode_fixed` pads the first stream to the most bits that so many indices can need, so that both ends know the size
+(the code of Elias 1974, J. ACM 21, and Fano 1971): .95 bytes per index at density .02, where the entropy is .88.
 """
 
 from __future__ import annotations
@@ -164,3 +167,45 @@ def _from_rice_streams(ends: Tensor, packed_low: Tensor, parameter: int) -> Tens
         where.bitwise_left_shift_(parameter).sub_(ramp[: where.numel()]).add_(sums).add_(total - step * start)
         total = total + sums[-1]
     return ends
+
+
+# -- codes whose size both ends know
+
+
+def _fixed_parameter(count: int, elements: int) -> int:
+    """Returns the Rice parameter with which `count` indices take the fewest bits; 0 is a bitmap."""
+    return min(range(MAX_PARAMETER), key=lambda k: count * (1 + k) + (elements - count >> k))
+
+
+def _unary_bytes(count: int, elements: int, parameter: int) -> int:
+    return -(-(count + (elements - count >> parameter)) // 8)
+
+
+def fixed_bytes(count: int, elements: int) -> int:
+    """Returns how many bytes `encode_fixed` returns for `count` indices below `elements`."""
+    parameter = _fixed_parameter(count, elements)
+    return _unary_bytes(count, elements, parameter) + bits.packed_bytes(count, parameter)
+
+
+def encode_fixed(indices: Tensor, elements: int) -> Tensor:
+    """Encodes indices [K >= 1] int64, strictly ascending, in [0, elements), as uint8 [`fixed_bytes`]. The host does not
+    wait for a GPU."""
+    count = indices.numel()
+    parameter = _fixed_parameter(count, elements)
+    ends, low = _rice_streams(indices, parameter)
+    unary = bits.pack_positions(ends, 8 * _unary_bytes(count, elements, parameter))
+    return torch.cat([unary, bits.pack_numbers(low, parameter)])
+
+
+def decode_fixed(stream: Tensor, count: int, elements: int) -> Tensor:
+    """Returns the `count` indices [K] int64 that `encode_fixed` coded. stream: uint8 [`fixed_bytes`].
+
+    For bytes that it never returns, raises PeerFault("malformed_payload"), or returns any numbers in [0, elements): on
+    a GPU, for which the host does not wait, always the latter.
+    """
+    parameter = _fixed_parameter(count, elements)
+    size = _unary_bytes(count, elements, parameter)
+    ends = bits.positions(bits.unpack(stream[:size], 8 * size), count)
+    if ends.numel() != count:
+        raise PeerFault("malformed_payload", f"{ends.numel()} indices instead of {count}")
+    return _from_rice_streams(ends, stream[size:], parameter).clamp_(0, elements - 1)

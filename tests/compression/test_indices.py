@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,6 +23,39 @@ def test_decode_returns_the_encoded_indices(case: tuple[int, set[int]]) -> None:
     stream = indices.encode(at, elements)
     assert torch.equal(indices.decode(stream, elements), at)
     assert stream.numel() <= indices.largest_bytes(elements)
+
+
+@given(st.integers(1, 300).flatmap(lambda n: st.tuples(st.just(n), st.sets(st.integers(0, n - 1), min_size=1))))
+def test_codes_of_fixed_size_have_that_size_and_are_decoded(case: tuple[int, set[int]]) -> None:
+    elements, chosen = case
+    at = torch.tensor(sorted(chosen), dtype=torch.int64)
+    stream = indices.encode_fixed(at, elements)
+    assert stream.dtype == torch.uint8 and stream.numel() == indices.fixed_bytes(len(at), elements)
+    assert torch.equal(indices.decode_fixed(stream, len(at), elements), at)
+
+
+@pytest.mark.parametrize("place", ["first", "last", "spread"])
+@pytest.mark.parametrize("density", [0.001, 0.01, 0.02, 0.1, 0.3])
+def test_codes_of_fixed_size_take_less_than_half_a_bit_more_than_the_entropy(density: float, place: str) -> None:
+    elements = 1 << 20
+    count = round(density * elements)
+    at = {"first": torch.arange(count), "last": torch.arange(elements - count, elements),
+          "spread": torch.arange(count) * (elements // count)}[place]  # fmt: skip
+    stream = indices.encode_fixed(at, elements)
+    entropy = -(math.log2(density) + (1 - density) / density * math.log2(1 - density)) * count
+    assert 8 * stream.numel() <= entropy + 0.55 * count + 16
+    assert torch.equal(indices.decode_fixed(stream, count, elements), at)
+
+
+@given(st.integers(1, 300).flatmap(lambda n: st.tuples(st.just(n), st.integers(1, n), st.randoms())))
+def test_any_bytes_of_fixed_size_are_refused_or_decode_to_numbers_in_the_range(case: tuple[int, int, Any]) -> None:
+    elements, count, random = case
+    stream = torch.tensor(list(random.randbytes(indices.fixed_bytes(count, elements))), dtype=torch.uint8)
+    try:
+        at = indices.decode_fixed(stream, count, elements)
+    except PeerFault:
+        return
+    assert at.numel() == count and 0 <= int(at.min()) <= int(at.max()) < elements
 
 
 @pytest.mark.parametrize("density", [0.001, 0.003, 0.01, 0.03, 0.1, 0.2, 0.3, 0.36, 0.38, 0.42, 0.45, 0.5,

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from decentnode.compression import select
+from decentnode.compression import indices, select
 from decentnode.parallel.planning.rules import Coding
 from decentnode.payload import TensorSpec
 
@@ -35,7 +35,7 @@ class Packing:
         self._divisor = 1.0 + (self._codec.variance if self._codec is not None and coding.differences else 0.0)
         """The divisor of decoded values, which keeps changes from being too large (sharing/operator.py)."""
         if not self._sends_all:
-            specs = {"at": TensorSpec(torch.int32, self._count), **specs}
+            specs = {"at": TensorSpec(torch.uint8, indices.fixed_bytes(self._count, self._entries)), **specs}
         self._places: dict[str, tuple[int, int, torch.dtype]] = {}
         """Tensor -> its bytes [a:b) and its dtype. The widest dtypes come first, so that all are aligned."""
         end = 0
@@ -50,7 +50,7 @@ class Packing:
         coded: dict[str, Tensor] = {}
         if not self._sends_all:
             at = select.largest(values.abs(), self._count)
-            coded["at"], values = at, values.index_select(0, at)
+            coded["at"], values = indices.encode_fixed(at, self._entries), values.index_select(0, at)
         coded.update({"values": values} if self._codec is None else self._codec.encode(values, draws))
         for name, tensor in self._tensors(out):
             tensor.copy_(coded[name])
@@ -62,7 +62,7 @@ class Packing:
         if self._sends_all:
             copy.add_(values)
         else:
-            copy.index_add_(0, found["at"].clamp(0, self._entries - 1), values)  # indices of a peer may be out of range
+            copy.index_add_(0, indices.decode_fixed(found["at"], self._count, self._entries), values)
 
     def decode(self, packed: Tensor, out: Tensor) -> None:
         """Writes the decoded values to `out` [S], if all entries were encoded. Raises as `add_to`."""
