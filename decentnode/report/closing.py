@@ -109,7 +109,7 @@ def _main_metric(summary: Mapping[str, Any]) -> str:
     low, high = min(values, key=values.__getitem__), max(values, key=values.__getitem__)
     departed = {*summary.get("lost", {}), *summary.get("left", {})}
     num_known = len({*summary["nodes"], *departed})
-    is_partial = summary.get("status") == "finished" and num_known < summary.get("num_nodes", num_known)
+    is_partial = num_known < summary.get("num_nodes", num_known)
     scope = f" of the {plural(len(values), 'node')} here" if is_partial else ""  # on machines other than 0
     return (
         f": {when}mean test {main.text}{scope} {summary[f'{main.name}_mean']:.3f} (min {values[low]:.3f} node {low}, "

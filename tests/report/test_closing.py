@@ -87,8 +87,9 @@ def test_closing_names_only_nodes_with_fewer_checkpoints_than_others() -> None:
 
 def test_closing_says_how_many_nodes_of_this_machine_the_mean_is_over() -> None:
     nodes = {"2": {"accuracy": 0.7, "rounds": 10}, "3": {"accuracy": 0.8, "rounds": 10}}
-    first_line = closing(make_summary(nodes=nodes, num_nodes=4))[0]
-    assert ": mean test accuracy of the 2 nodes here 0.750 (min 0.700 node 2" in first_line
+    for status in ("finished", "interrupted", "failed"):
+        first_line = closing(make_summary(nodes=nodes, num_nodes=4, status=status))[0]
+        assert "mean test accuracy of the 2 nodes here 0.750 (min 0.700 node 2" in first_line
     assert ": mean test accuracy 0.750 " in closing(make_summary(nodes=nodes, num_nodes=2))[0]
     lost = {"0": "was killed", "1": "was killed"}
     assert ": mean test accuracy 0.750 " in closing(make_summary(nodes=nodes, num_nodes=4, lost=lost))[0]
