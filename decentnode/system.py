@@ -1,5 +1,5 @@
-"""Operating-system helpers: atomic file replacement, the identity of boots and processes, and a block in which the
-Hugging Face hub is offline."""
+"""Operating-system helpers: atomic file replacement, the limit of open files, the identity of boots and processes, and
+a block in which the Hugging Face hub is offline."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import contextlib
 import errno
 import importlib
 import os
+import resource
 import sys
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
@@ -76,6 +77,16 @@ def write_atomic(path: Path, text: str, *, durable: bool = False) -> None:
             os.fsync(folder)
         finally:
             os.close(folder)
+
+
+def raise_open_files_limit() -> None:
+    """Raises this process's limit of open files, which include pipes and sockets, to the hard limit: many systems start
+    with 1,024, some with 256. A node has about 30, plus one per connection that a stranger opens to it; a supervisor
+    has three per process."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def boot_id() -> str:

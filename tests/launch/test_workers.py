@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import signal
 import sys
 import threading
+from dataclasses import replace
 from multiprocessing import connection
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -21,10 +23,11 @@ from decentnode.launch.children.messages import ChildMessage, Failed, Finished, 
 from decentnode.launch.children.pipe import Pipe
 from decentnode.launch.children.signals import StopSignals
 from decentnode.launch.reporting.observer import Observer
-from decentnode.launch.supervising import workers
+from decentnode.launch.supervising import local_nodes, workers
 from decentnode.launch.supervising.local_nodes import LocalNodes
 from decentnode.launch.supervising.workers import LOAD_SECONDS, Loader, LoadError, Worker, end_all, late_nodes
 from decentnode.system import replacing
+from tests.commands import ROOT, started
 from tests.launch.facts import FACTS
 from tests.launch.stand_ins import RecordingObserver
 
@@ -263,6 +266,30 @@ def test_children_do_not_import_the_callers_script_again() -> None:
     with workers._without_main():
         assert sys.modules["__main__"] is not main and not hasattr(sys.modules["__main__"], "__file__")
     assert sys.modules["__main__"] is main
+
+
+def test_processes_that_the_system_does_not_start_are_an_error_that_names_the_limits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def start(*_: object) -> Any:
+        if nodes.workers:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return SimpleNamespace()
+
+    monkeypatch.setattr(local_nodes, "start_node", start)
+    nodes = LocalNodes(Request(""), replace(FACTS, processes=[[0], [1]]), None)
+    with pytest.raises(EnvironmentFault, match=r"only 1 of 2 processes .* Too many open files; raise the limits"):
+        nodes.start(ForkServerContext())
+
+
+@pytest.mark.slow
+def test_a_run_raises_the_limit_of_open_files_for_its_supervisor(tmp_path: Path) -> None:
+    """A supervisor has three files per process; some systems start with a limit of 256."""
+    limits = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (56, 4096))"
+    words = ["run", "configs/quickstart.yaml", "--set", "node.rounds=1", "--run-dir", str(tmp_path), "--plain"]
+    with started(ROOT, *words, merged=True, before=limits) as process:
+        output, _ = process.communicate()
+        assert process.wait() == 0, output
 
 
 class DeferredProcess:

@@ -19,6 +19,7 @@ from multiprocessing.util import Finalize
 from decentnode.launch.children.messages import Request
 from decentnode.launch.children.signals import signals_blocked
 from decentnode.launch.children.sockets import SocketDir
+from decentnode.system import raise_open_files_limit
 
 PRELOAD = ["decentnode.launch.children.server_cleanup", "decentnode.launch.children.preload"]
 
@@ -105,6 +106,7 @@ def start(request: Request | None = None) -> ForkServerContext:
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
+    raise_open_files_limit()  # the server and its children inherit it
     _use_private_folder()
     resource_tracker.ensure_running()  # before signals are blocked below, because starting it unblocks them
     guesses = {} if request is None else {COMPILES: may_compile(request), PRIVATE: may_be_private(request)}

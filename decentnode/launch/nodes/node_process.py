@@ -9,7 +9,6 @@ import faulthandler
 import logging
 import os
 import queue
-import resource
 import sys
 import threading
 import traceback
@@ -66,6 +65,7 @@ from decentnode.mapping.hosts import endpoint
 from decentnode.mapping.newcomer import Newcomer, machine_of
 from decentnode.node.faults import NodeFaults
 from decentnode.node.node import Node
+from decentnode.system import raise_open_files_limit
 from decentnode.tensors import keep_freed_memory
 from decentnode.training.cudnn import apply_cudnn_settings
 from decentnode.wire.messages import MAX_CONFIG_BYTES
@@ -327,15 +327,6 @@ def set_up(task: Task, uid: int) -> None:
     faulthandler.enable(sys.__stderr__ or 2)
     if task.run_dir:
         logs.set_up(f"node {uid:03d}", node_dir(task.run_dir, uid) / "log.txt")
-
-
-def raise_open_files_limit() -> None:
-    """Raises this process's limit of open files, which include sockets, to the hard limit: many systems start with
-    1,024. A node has about 30, plus one per connection that a stranger opens to it."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def release_freed_memory() -> None:

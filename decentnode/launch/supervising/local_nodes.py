@@ -6,11 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from decentnode import clock, entropy
+from decentnode.errors import EnvironmentFault
 from decentnode.launch.children.messages import ChildMessage, Facts, Request, Task
 from decentnode.launch.children.sockets import SocketDir
 from decentnode.launch.files.provenance import usable_cores
 from decentnode.launch.supervising.workers import Context, Worker, end_all, start_deferred, start_node
-from decentnode.system import remove_temporaries
+from decentnode.system import raise_open_files_limit, remove_temporaries
 
 
 class LocalNodes:
@@ -31,11 +32,19 @@ class LocalNodes:
         self.phase_since = clock.now()
 
     def start(self, context: Context) -> None:
-        """Forks the processes of all nodes. Returns before they are ready."""
+        """Forks the processes of all nodes. Returns before they are ready. Raises EnvironmentFault if the system does
+        not start that many."""
         self._context = context
         self._run_id = entropy.word(8) if 0 in self._facts.local and not self._request.join else ""
+        raise_open_files_limit()
         for uids in self._facts.processes:
-            self.workers.append(start_node(context, self._task(uids, self._request.join, None)))
+            try:
+                self.workers.append(start_node(context, self._task(uids, self._request.join, None)))
+            except (OSError, EOFError) as error:  # EOFError: the fork server could not fork, and has ended
+                raise EnvironmentFault(
+                    f"only {len(self.workers)} of {len(self._facts.processes)} processes for nodes could be started: "
+                    f"{error}; raise the limits (ulimit -n, ulimit -u) or set mapping.nodes_per_process: auto"
+                ) from error
         self.enter("joining" if self._facts.in_process else "starting")
 
     def restart(self, uids: list[int], began: float | None) -> Worker:
