@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from decentnode.config.yaml_source import load_plain
 from decentnode.errors import EnvironmentFault, UsageError
 from decentnode.formatting import duration, plural
 from decentnode.launch.files.run_dir import resolve
@@ -63,7 +64,7 @@ class Run:
     def config(self) -> dict[str, Any]:
         """All values of the experiment, including defaults. Raises UsageError if the folder has no readable config."""
         try:
-            found = yaml.safe_load((self.path / "config.resolved.yaml").read_text(encoding="utf-8"))
+            found = load_plain((self.path / "config.resolved.yaml").read_text(encoding="utf-8"))
         except (OSError, ValueError, yaml.YAMLError) as error:
             raise UsageError(f"{self.path} holds no readable config.resolved.yaml: {error}") from error
         return {key: value for key, value in found.items() if key != "derived"}

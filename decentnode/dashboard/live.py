@@ -13,6 +13,7 @@ import psutil
 import yaml
 
 from decentnode import clock
+from decentnode.config.yaml_source import load_plain
 from decentnode.launch.files.supervisor_file import died
 from decentnode.metrics import summary as summaries
 from decentnode.report.reading.run_status import state_of
@@ -136,7 +137,7 @@ class Machines:
     def _read_mapping(self) -> list[dict[str, Any]]:
         try:
             with open(self._path / "mapping.yaml", "rb") as file:
-                places = yaml.load(file, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+                places = load_plain(file.read())
             found: dict[int, dict[str, Any]] = {}
             for place in places:
                 machine = found.setdefault(int(place["machine"]), {

@@ -14,8 +14,6 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from decentnode import clock
 from decentnode.config.run_files import CODE
 from decentnode.errors import DecentnodeError, EnvironmentFault, UsageError
@@ -221,9 +219,10 @@ def _recorded_graph(path: Path) -> Graph:
     """Returns the graph of a run, built from the config's graph section alone: the components that other sections name
     import torch. Raises whatever reading or building it raises."""
     from decentnode.config.component import add_module_folder, section
+    from decentnode.config.yaml_source import load_plain
     from decentnode.graph import GRAPHS, build
 
-    resolved = yaml.safe_load((path / "config.resolved.yaml").read_text(encoding="utf-8"))
+    resolved = load_plain((path / "config.resolved.yaml").read_text(encoding="utf-8"))
     if ":" in resolved["graph"]["name"] and (path / CODE).is_dir():
         add_module_folder(path / CODE, first=True)
     return build(section(GRAPHS, "graph").validate(resolved["graph"]), None, resolved["seed"], path)

@@ -13,6 +13,7 @@ import yaml
 
 from decentnode.config.file_digest import content_digest
 from decentnode.config.run_files import DERIVED
+from decentnode.config.yaml_source import load_plain
 from decentnode.errors import UsageError
 from decentnode.metrics import summary as summaries
 from decentnode.metrics.figures import TaskMetrics
@@ -59,7 +60,7 @@ class RunResult:
 def read(path: Path) -> RunResult:
     """Reads a run. Raises UsageError if the directory has no config."""
     try:
-        resolved = yaml.safe_load((path / "config.resolved.yaml").read_text(encoding="utf-8"))
+        resolved = load_plain((path / "config.resolved.yaml").read_text(encoding="utf-8"))
         config = {key: value for key, value in _flat(resolved, "") if key.split(".")[0] not in IGNORED_KEYS}
         name, seed = str(resolved.get("name", path.parent.name)), resolved.get("seed")
         derived = tuple(resolved.get(DERIVED) or ())
