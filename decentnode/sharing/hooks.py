@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Protocol, Self
 import torch
 from torch import Tensor
 
-from decentnode.graph.base import EQUAL, RoundView
+from decentnode.graph.base import EQUAL, Graph, RoundView
 from decentnode.mixing import mix_into
 from decentnode.payload import Payload
 from decentnode.sharing.requirements import Requirements
@@ -54,6 +54,11 @@ class Hooks:
         """Returns how the default of the key `step_size` is searched (step_size.py); None for rules without this
         key."""
         return None
+
+    def objection(self, graph: Graph) -> str:  # noqa: ARG002
+        """Returns why this rule, with its config, cannot run on a graph that meets its requirements, and what to use
+        instead; "" if it can. Called before a run starts."""
+        return ""
 
     def set_machines(self, machines: Sequence[Sequence[int]]) -> None:
         """Called once, before all other methods. machines: the uids on each machine, ascending."""

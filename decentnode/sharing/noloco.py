@@ -24,7 +24,7 @@ class NoLoCoConfig(LocalSGDConfig):
     every: int = Field(3, ge=1)
     """Number of rounds per exchange; nodes exchange in the last of these rounds."""
     momentum: float = Field(0.5, ge=0, lt=1)
-    """Momentum b of the outer optimizer."""
+    """Momentum b of the outer optimizer. With 0.8 or more, slow models drift apart, the sooner the more nodes."""
     pull: float = Field(0.7, gt=0, le=1)
     """Weight of the pair's mean change (a) and of the pull toward the pair's mean slow model (g)."""
 

@@ -5,14 +5,20 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import ClassVar, Self
 
+import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor
 
 from decentnode.config import component
-from decentnode.graph.base import RoundView
+from decentnode.graph.base import Graph, RoundView
 from decentnode.sharing.local_sgd import LocalSGD, LocalSGDConfig
 from decentnode.sharing.state import MomentumAndRate
+
+MAX_CHECKED_NODES = 128
+"""Graphs of more nodes are not checked for outer steps that drive models apart: it would take seconds."""
+CHECKED_EXCHANGES = 32
+"""The number of exchanges that are checked on a graph without a period, or with a longer one."""
 
 
 class OuterConfig(LocalSGDConfig):
@@ -45,6 +51,28 @@ class SlowMo(MomentumAndRate, LocalSGD):
         self.outer_lr, self.beta = config.outer_lr, config.outer_momentum
         self.start: Tensor | None = None
         self.momentum: Tensor | None = None
+
+    def growth(self, graph: Graph, momentum: float) -> float:
+        """Returns the factor by which differences between models grow per exchange without local steps: the spectral
+        radius of (x0, v) -> (x0', v') over a period of the graph, without the mean of all models."""
+        n, exchanges = graph.num_nodes, min(graph.period or CHECKED_EXCHANGES, CHECKED_EXCHANGES)
+        same, zero = np.eye(n), np.zeros((n, n))
+        product = np.kron(np.eye(2), same - 1 / n)
+        for number in range(exchanges):
+            change = np.hstack([same - graph.matrix(number), zero])
+            velocity = change + np.hstack([zero, momentum * same])
+            step = change + momentum * velocity if self.nesterov else velocity
+            product = np.vstack([np.hstack([same, zero]) - self.outer_lr * step, velocity]) @ product
+        return float(abs(np.linalg.eigvals(product)).max() ** (1 / exchanges))
+
+    def objection(self, graph: Graph) -> str:
+        if graph.num_nodes > MAX_CHECKED_NODES or (growth := self.growth(graph, self.beta)) <= 1 + 1e-6:
+            return ""
+        stable = next((b for b in np.arange(9, -1, -1) / 10 if b < self.beta and self.growth(graph, b) < 1), None)
+        instead = "a smaller outer_lr" if stable is None else f"outer_momentum: {stable:g} or less"
+        return (f"drives the models apart on this graph with outer_lr {self.outer_lr:g} and outer_momentum "
+                f"{self.beta:g}: without any training, their differences grow by {growth - 1:.1%} per exchange; use "
+                f"{instead}, or a complete graph")  # fmt: skip
 
     def begin(self, model: Tensor, view: RoundView) -> None:  # noqa: ARG002
         if self.start is None:

@@ -8,7 +8,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from decentnode.graph.base import RoundView
+from decentnode.graph.base import Graph, RoundView
 from decentnode.payload import Payload, TensorSpec
 from decentnode.sharing.base import Sharing
 from decentnode.sharing.hooks import Mixing
@@ -28,6 +28,9 @@ class Wrapper(Sharing):
     def changed(self, inner: Requirements) -> Requirements:
         """Returns the wrapper's requirements: `dataclasses.replace(inner, ...)` with the differing fields."""
         return inner
+
+    def objection(self, graph: Graph) -> str:
+        return self.rule.objection(graph)
 
     def set_machines(self, machines: Sequence[Sequence[int]]) -> None:
         self.rule.set_machines(machines)

@@ -132,7 +132,7 @@ def test_a_loaded_model_is_no_outer_gradient(rule: str, how: str) -> None:
     ({"name": "random_matching"}, "choco", {}, "topology must repeat after"),
     ("ring", {"name": "choco", "choose": "random"}, {}, "choose must be largest or all"),
     ("ring", "full", {"delayed": True}, "does not exchange in every step"),
-    ("ring", {"name": "slowmo"}, {"delayed": True}, "does not exchange in every step"),
+    ("ring", {"name": "diloco"}, {"delayed": True}, "DiLoCo, which needs the mixed model before the next step"),
 ])  # fmt: skip
 def test_combinations_that_cannot_work_are_refused(
     topology: Any, sharing: Any, options: dict[str, Any], message: str

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
 
+from decentnode.errors import ConfigError
+from decentnode.experiment import load
+from decentnode.parallel.planning.plan import Plan
 from decentnode.sharing.base import Sharing
+from decentnode.sharing.slowmo import SlowMo
 from tests.graph.contract import make
 from tests.sharing.contract import random_models, rule, run_round, set_up_rules
 from tests.sharing.helpers import Quadratics
 
 NAMES = pytest.mark.parametrize("name", ["qg_momentum", "decentlam"])
 RING = make("ring", nodes=16)
+QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 
 
 def distances(name: str, schedule: list[float]) -> list[float]:
@@ -106,3 +113,37 @@ def test_outer_momentum_outlives_a_generation_which_may_have_another_model(
     assert momentum.abs().min() > 0.1
     for model in new_models:
         torch.testing.assert_close(model, expected, atol=1e-9, rtol=0)
+
+
+@pytest.mark.parametrize(("name", "momentum", "family", "nodes", "diverges"), [
+    ("diloco", 0.9, "one_peer_exponential", 16, True), ("diloco", 0.8, "one_peer_exponential", 16, False),
+    ("diloco", 0.9, "base_k_plus_1", 7, True), ("diloco", 0.9, "ring", 16, False),
+    ("slowmo", 0.9, "one_peer_exponential", 8, True), ("slowmo", 0.5, "one_peer_exponential", 16, False),
+])  # fmt: skip
+def test_outer_steps_that_drive_models_apart_are_refused(
+    name: str, momentum: float, family: str, nodes: int, diverges: bool
+) -> None:
+    """Without local steps, differences between models grow by the factor that the refusal names."""
+    graph, models = make(family, nodes=nodes), random_models(nodes, 6, torch.float64)
+    make_rule = rule(name, every=1, outer_momentum=momentum)
+    rules, period = set_up_rules(make_rule, models), graph.period or 1
+    distances = []
+    for r in range(100 * period + 1):
+        run_round(rules, models, graph, r, pull=0.0)
+        stacked = torch.stack(models)
+        distances.append(float((stacked - stacked.mean(0)).norm()))
+    slow = rules[0]
+    assert isinstance(slow, SlowMo)
+    growth, measured = slow.growth(graph, momentum), (distances[-1] / distances[-1 - 50 * period]) ** (0.02 / period)
+    assert growth == pytest.approx(measured, rel=0.02) and (growth > 1) == diverges
+    assert (f"grow by {growth - 1:.1%} per exchange; use outer_momentum" in slow.objection(graph)) == diverges
+    plan = nullcontext() if not diverges else pytest.raises(ValueError, match="drives the models apart on this graph")
+    with plan:
+        Plan(graph, make_rule(), 0)
+
+
+def test_runs_whose_outer_steps_drive_models_apart_are_refused() -> None:
+    sets = ["sharing={name: diloco}", "graph={name: one_peer_exponential, nodes: 16}"]
+    with pytest.raises(ConfigError, match=r"sharing: diloco drives .* use outer_momentum: 0.8 or less, or a complete"):
+        load(QUICKSTART, sets)
+    load(QUICKSTART, [*sets, "sharing.outer_momentum=0.8"])

@@ -126,7 +126,11 @@ def check_sharing_fits_graph(experiment: Experiment) -> Iterator[Problem]:
         message = f": {name} works with schedule: sequential only, got {experiment.node.schedule}"
         yield Problem(("node", "schedule"), message, other=("sharing",))
     for index, graph in graphs_of(experiment):
-        for message in unmet_requirements(needs, graph):
+        messages = list(unmet_requirements(needs, graph))
+        rule = None if messages else _rule(experiment, graph.num_nodes)
+        if rule is not None and (objection := rule.objection(graph)):
+            messages.append(objection)
+        for message in messages:
             yield Problem(("sharing",), f": {name} {message}", other=fragment_path(experiment, index))
 
 

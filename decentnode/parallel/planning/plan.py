@@ -59,6 +59,8 @@ class Plan:
         ):
             if needed and not good:
                 raise ValueError(f"topology must be {word} for {type(rule).__name__}")
+        if objection := rule.objection(graph):
+            raise ValueError(f"sharing: {type(rule).__name__} {objection}")
         alone = find_unreached_pair(rule, graph) if graph.num_nodes <= CHECKED_RANKS else None
         if alone is not None:
             raise ValueError(f"topology must connect all ranks over the steps in which {type(rule).__name__} "
@@ -69,8 +71,9 @@ class Plan:
             raise ValueError(f"sharing: every rank must send to the ranks that wait for it, but by the plans of "
                              f"{type(rule).__name__} {mismatch.replace('node', 'rank')}")  # fmt: skip
         if self.delayed and (needs.sequential or all(map(self.exchanges_after, range(2)))):
+            lacks = ", which needs the mixed model before the next step" if needs.sequential else ""
             raise ValueError('delayed=True needs a rule that does not exchange in every step, such as {"name": '
-                             f'"local_sgd", "every": 8}}, got {type(rule).__name__}')  # fmt: skip
+                             f'"local_sgd", "every": 8}}, got {type(rule).__name__}{lacks}')  # fmt: skip
         if isinstance(rule, Differences) and (graph.period is None or graph.period > MAX_PHASES):
             raise ValueError(f"topology must repeat after {MAX_PHASES} steps at most for choco, which keeps a copy of "
                              "the model for each of them and for each neighbor")  # fmt: skip
