@@ -193,7 +193,9 @@ def shared_model(experiment: Experiment, module: torch.nn.Module, run_graph: Gra
         if quorum is not None and quorum.weights != "neighbors":
             rules = [WeightedByTraining(rule, quorum.weights) for rule in rules]
         if experiment.attack is not None:
-            rules = [Attacked(rule, make_attack(experiment), experiment.attackers()) for rule in rules]
+            over = [fragment.graph for fragment in fragments] or [run_graph]
+            rules = [Attacked(rule, make_attack(experiment), experiment.attackers(), graph)
+                     for rule, graph in zip(rules, over, strict=True)]  # fmt: skip
         for rule, each in zip(rules, shapes, strict=True):
             rule.set_parameter_shapes(each)
         return rules

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
 from decentnode.config.component import load_class
 from decentnode.config.problems import Problem
 from decentnode.errors import EnvironmentFault, UsageError
-from decentnode.experiment.crosschecks.parts import graph_of, spec_of
+from decentnode.experiment.crosschecks.parts import graph_of, mapping_of, spec_of
 from decentnode.experiment.tree import Experiment
 from decentnode.node.schedules.schedules import SCHEDULES
 from decentnode.sharing.attacks import ATTACKS
-from decentnode.sharing.attacks.attacked import sends_models
+from decentnode.sharing.attacks.attacked import may_differ_by_neighbor, sends_models
 from decentnode.sharing.attacks.base import Attack, AttackConfig
+from decentnode.sharing.base import Sharing
 from decentnode.sharing.compressed import make_sharing
 
 ELEMENTS = 64
@@ -63,7 +64,9 @@ def check_attack(experiment: Experiment) -> Iterator[Problem]:
     if SCHEDULES[schedule].asynchronous:
         yield Problem(("attack",), f": needs nodes that are in the same round, got schedule {schedule}; use schedule: "
                       "sequential or overlapped", other=("node", "schedule"))  # fmt: skip
-    if kind.NEEDS_MODELS and not _models_are_sent(experiment):
+    if kind.OMNISCIENT or kind.forged_by_neighbor is not Attack.forged_by_neighbor:
+        yield from _check_that_neighbors_may_differ(experiment, config.name)
+    elif kind.NEEDS_MODELS and not _holds_of_rule(experiment, _sends_models):
         yield Problem(("attack",), f": {config.name} uses the models that an attacker receives, but with this section "
                       "sharing nodes do not send whole models; use full, clipped_gossip or trimmed_mean without "
                       "compression", other=("sharing",))  # fmt: skip
@@ -96,12 +99,31 @@ def check_attack_is_of_use(experiment: Experiment) -> Iterator[Problem]:
                       f"neighbors in round {-r}", other=("attack",), is_warning=True)  # fmt: skip
 
 
-def _models_are_sent(experiment: Experiment) -> bool:
-    """Returns whether payloads are whole models; True if the rule cannot be made, which another check reports."""
+def _check_that_neighbors_may_differ(experiment: Experiment, name: str) -> Iterator[Problem]:
+    """Checks that an attacker may send each neighbor another model, with weights that it knows."""
+    quorum = experiment.node.quorum
+    if not _holds_of_rule(experiment, lambda rule: may_differ_by_neighbor(rule, ELEMENTS)):
+        yield Problem(("attack",), f": {name} tells each neighbor something else, but with this section sharing a node "
+                      "does not just send its model to all neighbors, once per round; use full, ac, local_sgd, "
+                      "clipped_gossip or trimmed_mean", other=("sharing",))  # fmt: skip
+    if quorum is not None and quorum.weights != "neighbors":
+        yield Problem(("attack",), f": {name} needs weights that all nodes know, got {quorum.weights}; use weights: "
+                      "neighbors", other=("node", "quorum", "weights"))  # fmt: skip
+
+
+def _sends_models(rule: Sharing) -> bool:
+    return sends_models(rule.payload_schema(ELEMENTS, torch.float32), ELEMENTS)
+
+
+def _holds_of_rule(experiment: Experiment, condition: Callable[[Sharing], bool]) -> bool:
+    """Returns whether a condition holds of the sharing rule; True if it cannot be made, which another check reports."""
+    mapping = mapping_of(experiment)
+    if mapping is None:
+        return True
     try:
-        rule = make_sharing(experiment.sharing)
+        rule = make_sharing(experiment.sharing, mapping.nodes_by_machine())
         rule.set_parameter_shapes([(ELEMENTS,)])
-        return sends_models(rule.payload_schema(ELEMENTS, torch.float32), ELEMENTS)
+        return condition(rule)
     except (UsageError, ValueError, EnvironmentFault):
         return True
 

@@ -1,8 +1,9 @@
-"""The contract of an attack: the model that an attacker sends in place of its own, or the labels that it trains on."""
+"""The contract of an attack: the models that an attacker sends in place of its own, or the labels that it trains on."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -32,16 +33,31 @@ class AttackConfig(Config):
         return self
 
 
+@dataclass(frozen=True)
+class Knowledge:
+    """What an attacker knows of other nodes when it sends."""
+
+    models: Mapping[int, Tensor]
+    """uid -> model [P], ascending. With OMNISCIENT, the models that all honest nodes send in this round; otherwise
+    those of neighbors that the attacker mixed last, if NEEDS_MODELS is True."""
+    attackers: frozenset[int]
+    weights_of: Callable[[int], Mapping[int, float]]
+    """Returns the row of W of a node in this round, the node itself included."""
+
+
 class Attack(Component):
     """One attacker. Its model is trained and mixed as that of an honest node; what it sends may be something else.
 
-    A class of one's own overrides `forged`, or `labels`, or both. Attackers know the sharing rule and the models that
-    they receive, and nothing else of other nodes.
+    A class of one's own overrides `forged`, or `forged_by_neighbor` to tell each neighbor something else, or `labels`.
+    Attackers know the graph, the sharing rule, who the attackers are, and the models that they receive.
     """
 
     Config: ClassVar[type[component.Config]] = AttackConfig
     NEEDS_MODELS: ClassVar[bool] = False
-    """Whether `forged` uses the models of neighbors. The sharing rule must then send whole models."""
+    """Whether the attack uses the models of neighbors. The sharing rule must then send whole models."""
+    OMNISCIENT: ClassVar[bool] = False
+    """Whether the attack uses the models that all honest nodes send in the same round. Every honest node then sends its
+    model to all attackers first, and the exchange with the neighbors follows as a second phase."""
 
     def __init__(self, config: Any) -> None:
         self.config = config
@@ -51,9 +67,19 @@ class Attack(Component):
 
         Called once per exchange with neighbors, in each of its phases. model: [P] the attacker's own, or a fragment of
         it, which must not be modified. received: models [P] that the attacker mixed in the last round in which any
-        arrived, in ascending order of uid; empty before the first, and if NEEDS_MODELS is False.
+        arrived, in ascending order of uid; empty before the first, and if NEEDS_MODELS is False. With OMNISCIENT, the
+        models that honest nodes send in this round.
         """
         return model
+
+    def forged_by_neighbor(self, model: Tensor, known: Knowledge, view: RoundView) -> Mapping[int, Tensor]:  # noqa: ARG002
+        """Returns uid -> the model [P] that this neighbor of `view` receives; neighbors that are left out receive the
+        result of `forged`.
+
+        Called as `forged` is; `model` and `known` must not be modified. The sharing rule must send the model itself,
+        the same to all neighbors, in one exchange per round.
+        """
+        return {}
 
     def labels(self, labels: np.ndarray, num_classes: int) -> np.ndarray:  # noqa: ARG002
         """Returns the labels [N] int64 that the attacker trains on in place of `labels`, which must not be modified."""

@@ -118,9 +118,9 @@ def test_an_attacker_sends_the_forged_model_and_mixes_into_its_own(name: str, ki
         return torch.stack(models)
 
     honest = models_after_round(RULES[name])
-    without_attackers = models_after_round(lambda: Attacked(RULES[name](), make_attack(kind), []))
+    without_attackers = models_after_round(lambda: Attacked(RULES[name](), make_attack(kind), [], graph))
     torch.testing.assert_close(without_attackers, honest, atol=1e-5, rtol=1e-5)
-    attacked = models_after_round(lambda: Attacked(RULES[name](), make_attack(kind), [attacker]))
+    attacked = models_after_round(lambda: Attacked(RULES[name](), make_attack(kind), [attacker], graph))
     torch.testing.assert_close(attacked, models_after_round(RULES[name], forges=True), atol=1e-5, rtol=1e-5)
     assert bool(attacked.isfinite().all())
     has_effect = not torch.allclose(attacked[:attacker], honest[:attacker], atol=1e-4)
@@ -129,21 +129,22 @@ def test_an_attacker_sends_the_forged_model_and_mixes_into_its_own(name: str, ki
 
 @pytest.mark.parametrize("first_round", [0, 2])
 def test_an_attack_begins_in_its_first_round(first_round: int) -> None:
-    attacked = Attacked(RULES["full"](), make_attack("sign_flip", first_round=first_round), [1])
+    graph = make("complete", nodes=3)
+    attacked = Attacked(RULES["full"](), make_attack("sign_flip", first_round=first_round), [1], graph)
     model = random_models(1, 9)[0]
     for round in range(4):
         for uid in (0, 1):
-            sent = attacked.outgoing(model, view(make("complete", nodes=3), uid, round))
+            sent = attacked.outgoing(model, view(graph, uid, round))
             factor = -1 if uid == 1 and round >= first_round else 1
             assert all(torch.equal(payload.tensors["x"], factor * model) for payload in sent.values())
 
 
 def test_the_checkpoint_state_of_an_attacker_has_the_models_that_it_received() -> None:
-    models = random_models(3, 8)
-    round_view = view(make("complete", nodes=3), 0, 0)
-    attacked = set_up_rules(lambda: Attacked(RULES["full"](), make_attack("alie"), [0]), models)[0]
+    models, graph = random_models(3, 8), make("complete", nodes=3)
+    round_view = view(graph, 0, 0)
+    attacked = set_up_rules(lambda: Attacked(RULES["full"](), make_attack("alie"), [0], graph), models)[0]
     attacked.mix(models[0].clone(), {uid: Payload({"x": models[uid]}) for uid in (1, 2)}, round_view)
-    restored = set_up_rules(lambda: Attacked(RULES["full"](), make_attack("alie"), [0]), models)[0]
+    restored = set_up_rules(lambda: Attacked(RULES["full"](), make_attack("alie"), [0], graph), models)[0]
     restored.load_state_dict(attacked.state_dict())
     next_view = view(make("complete", nodes=3), 0, 1)
     expected = torch.stack(models).mean(0) - 1.5 * torch.stack(models).std(0, correction=0)
@@ -173,8 +174,9 @@ def test_with_periodic_rules_an_attacker_forges_from_the_models_of_the_last_exch
 
 
 def test_an_attacker_keeps_its_state_in_a_new_generation() -> None:
-    models, round_view = random_models(3, 8), view(make("complete", nodes=3), 0, 0)
-    former, later = (set_up_rules(lambda: Attacked(RULES["full"](), make_attack("ipm"), [0]), models)[0]
+    models, graph = random_models(3, 8), make("complete", nodes=3)
+    round_view = view(graph, 0, 0)
+    former, later = (set_up_rules(lambda: Attacked(RULES["full"](), make_attack("ipm"), [0], graph), models)[0]
                      for _ in range(2))  # fmt: skip
     for _ in range(2):
         former.mix(models[0].clone(), {uid: Payload({"x": models[uid]}) for uid in (1, 2)}, round_view)
@@ -307,6 +309,8 @@ def test_labels_that_are_read_with_each_batch_cannot_be_flipped() -> None:
     (["attack={name: sign_flip, nodes: [1, 6]}"], r"attack.nodes\[1\] must be uids below 6, got 6"),
     (["attack={name: sign_flip, count: 6}"], "all 6 nodes would be attackers"),
     (["attack={name: alie, count: 1}", "sharing=topk"], "do not send whole models; use full"),
+    (["attack={name: alie, count: 1}", "sharing={name: hierarchical, groups: [[0, 1, 2], [3, 4, 5]], "
+                                       "compression: {name: int8}}"], "do not send whole models"),
     (["attack={name: ipm, count: 1}", "sharing={name: full, compression: {name: int8}}"], "do not send whole models"),
     (["attack={name: noise, count: 1}", "node.schedule=gossip_async"], "needs nodes that are in the same round"),
     (["attack={name: noise, nodes: [0]}", "graph={name: star, nodes: 6}", "sharing=fedavg"], "node 0 is a server"),
