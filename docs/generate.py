@@ -19,6 +19,7 @@ from decentnode.cli.graph import describe as describe_graph
 from decentnode.cli.graph import family
 from decentnode.config.component import load_class
 from decentnode.describe import GROUPS, KINDS, ComponentInfo, describe, names
+from decentnode.graph.equitopo import best_offsets
 from decentnode.graph.spectrum import contraction
 from decentnode.metrics.events import EVENTS, PER_KIND
 from decentnode.metrics.figures import FIGURES, PURPOSES, Figure, Metric
@@ -196,7 +197,8 @@ PARAMETERS = 89834
 """Of GN-LeNet, whose bytes the table of graphs counts."""
 SHOWN: dict[str, dict[str, int]] = {
     "ring": {}, "torus": {}, "regular": {"degree": 4}, "exponential": {}, "hypercube": {}, "one_peer_exponential": {},
-    "base_k_plus_1": {"peers": 1}, "complete": {},
+    "base_k_plus_1": {"peers": 1}, "d_equistatic": {}, "u_equistatic": {}, "od_equidyn": {}, "ou_equidyn": {},
+    "complete": {},
 }  # fmt: skip
 """Graphs of the tables, with their keys."""
 
@@ -227,6 +229,20 @@ def rates() -> str:
     return "\n".join(table(["graph", *(f"n = {n}" for n in sizes)], rows, [40, 15, 15, 15, 15])) + "\n"
 
 
+def equitopo_degrees() -> str:
+    """Degrees and contraction per round of the static EquiTopo graphs."""
+    sizes = (16, 64, 256, 1024, 4096)
+    made = {name: [equitopo(name, n) for n in sizes] for name in ("d_equistatic", "u_equistatic")}
+    rows = [[f"``{name}``", *(f"{degree} ({rate:.2f})" for degree, rate in found)] for name, found in made.items()]
+    return "\n".join(table(["degree (rate)", *(f"n = {n:,}" for n in sizes)], rows, [20, *[16] * len(sizes)])) + "\n"
+
+
+def equitopo(name: str, nodes: int) -> tuple[int, float]:
+    """Returns the default degree of a static EquiTopo graph, and the rate."""
+    degree = len(family(name, {"nodes": nodes}, 1).neighbors(0, 0))
+    return degree, best_offsets(nodes, degree, name == "u_equistatic", 1)[0]
+
+
 def base_lengths() -> str:
     """Periods of base_k_plus_1."""
     sizes = (3, 5, 6, 7, 9, 10, 12, 15, 16, 20, 25, 33, 50)
@@ -241,7 +257,8 @@ def write_all(folder: Path) -> None:
     pages = {f"{kind}.rst": kind_page(kind) for kind in KINDS}
     pages |= {"cli.rst": command_page(), "exit_codes.rst": exit_codes(), "figures.rst": figures_page()}
     pages["events.rst"] = events_page()
-    pages |= {"graph_facts.txt": graph_facts(), "rates.txt": rates(), "base_lengths.txt": base_lengths()}
+    pages |= {"graph_facts.txt": graph_facts(), "rates.txt": rates(), "base_lengths.txt": base_lengths(),
+              "equitopo.txt": equitopo_degrees()}
     for path in folder.iterdir():
         if path.name not in pages:
             path.unlink()

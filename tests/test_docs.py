@@ -285,6 +285,7 @@ def test_the_reference_has_every_component_and_key(pages: dict[str, str]) -> Non
     assert all(name in pages["figures"] for name in ("``perplexity``", "``rmse``", "``top5_accuracy_merged``"))
     codes = [int(code) for code in re.findall(r"\* - (\d+)$", pages["exit_codes"], re.M)]
     assert "0.949" in pages["rates"] and "718,672" in pages["graph_facts"] and "k = 2" in pages["base_lengths"]
+    assert "29 (0.49)" in pages["equitopo"]
     assert codes == [0, 2, 3, 4, 5, 6, 7, 8, 130, 143]
 
 

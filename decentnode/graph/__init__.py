@@ -21,6 +21,8 @@ STATIC: dict[str, str] = {
     "erdos_renyi": "decentnode.graph.families:ErdosRenyi",
     "hypercube": "decentnode.graph.families:Hypercube",
     "exponential": "decentnode.graph.families:Exponential",
+    "d_equistatic": "decentnode.graph.equitopo:DEquiStatic",
+    "u_equistatic": "decentnode.graph.equitopo:UEquiStatic",
     "file": "decentnode.graph.file:FileGraph",
 }
 """Graphs with the same edges in all rounds."""
@@ -33,13 +35,19 @@ AMONG_EQUALS: dict[str, str] = {
     "random_matching": "decentnode.graph.schedules:RandomMatching",
     "random_regular": "decentnode.graph.epidemic:RandomRegular",
     "el_local": "decentnode.graph.epidemic:EpidemicLocal",
+    "od_equidyn": "decentnode.graph.equitopo:ODEquiDyn",
+    "ou_equidyn": "decentnode.graph.equitopo:OUEquiDyn",
     "base_k_plus_1": "decentnode.graph.schedules:Base",
 }
 """Graphs without servers that are not composed of other graphs."""
+EXACT = {name: AMONG_EQUALS[name]
+         for name in ("complete", "one_peer_exponential", "alternating_exponential_ring", "base_k_plus_1")}  # fmt: skip
+"""Undirected graphs that average exactly within a period."""
 FAMILIES: dict[str, str] = {**AMONG_EQUALS, "star": "decentnode.graph.star:Star"}
 """Graphs of which other graphs may be composed."""
 GRAPHS: dict[str, str] = {**FAMILIES, "grouped": "decentnode.graph.grouped:Grouped",
-                          "matcha": "decentnode.graph.matcha:Matcha"}  # fmt: skip
+                          "matcha": "decentnode.graph.matcha:Matcha",
+                          "gossip_pga": "decentnode.graph.gossip_pga:GossipPGA"}  # fmt: skip
 
 WEIGHTS: dict[str, str] = {
     "metropolis_hastings": "decentnode.graph.weights:MetropolisHastings",

@@ -13,10 +13,11 @@ from decentnode.graph import GRAPHS
 BOUNDS: dict[str, tuple[list[Any], list[Any]]] = {
     "nodes": ([1, 1 << 20], [0, (1 << 20) + 1]), "seed": ([None, 0, 7], [-1]), "rows": ([None, 1], [0]),
     "branching": ([1], [0]), "k_over_2": ([1], [0]), "beta": ([0, 1], [-0.001, 1.001]),
-    "probability": ([0, 1], [-0.001, 1.001]), "peers": ([1], [0]),
+    "probability": ([0, 1], [-0.001, 1.001]), "peers": ([1], [0]), "offsets": ([None, 1], [0]),
+    "rate": ([None, 0.001, 0.999], [0, 1]),
 }  # fmt: skip
 """Setting -> (accepted values, refused values), for every graph that has it."""
-SETTINGS = [(name, key) for name in GRAPHS if name not in ("grouped", "matcha") for key in BOUNDS
+SETTINGS = [(name, key) for name in GRAPHS if name not in ("grouped", "matcha", "gossip_pga") for key in BOUNDS
             if key in load_class(name, GRAPHS, "graph").Config.model_fields]  # fmt: skip
 
 

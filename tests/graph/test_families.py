@@ -30,7 +30,8 @@ def test_every_family_has_a_case_in_the_contract() -> None:
     assert {name for name, _ in contract.CASES} == set(GRAPHS) - {"file"}
 
 
-@pytest.mark.parametrize("name", ["regular", "small_world", "erdos_renyi", "random_matching", "random_regular"])
+@pytest.mark.parametrize("name", ["regular", "small_world", "erdos_renyi", "random_matching", "random_regular",
+                                  "d_equistatic", "u_equistatic", "od_equidyn", "ou_equidyn"])
 def test_a_seed_gives_the_same_graph_again_and_another_seed_another_graph(name: str) -> None:
     lists = [contract.make(name, seed=seed, nodes=16).lists(3) for seed in (1, 1, 2, 3)]
     assert lists[0] == lists[1] and (lists[0] != lists[2] or lists[0] != lists[3])

@@ -60,7 +60,8 @@ def reference(graph: Topology, rounds: int, lr: float, elements: int = 40, overl
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("schedule", ["sequential", "overlapped"])
-@pytest.mark.parametrize("family", ["ring", "regular", "one_peer_exponential", "exponential", "random_matching"])
+@pytest.mark.parametrize("family", ["ring", "regular", "one_peer_exponential", "exponential", "random_matching",
+                                    "d_equistatic", "od_equidyn"])
 def test_rounds_follow_the_formula_of_their_schedule(schedule: str, family: str) -> None:
     graph = make(family, nodes=8)
     built = run(graph, 8, schedule=schedule)

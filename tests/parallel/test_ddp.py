@@ -16,7 +16,8 @@ CASES = [
     (1, "complete"), (2, "complete"), (2, "ring"), (2, "exp"), (3, "ring"), (3, "one-peer-exp"), (4, "complete"),
     (4, "alternating-exp-ring"), (4, {"name": "ring"}), (4, "one-peer-exp"),
     (4, {"name": "directed_one_peer_exponential"}), (4, {"name": "random_matching"}),
-    (5, {"name": "base_k_plus_1"}),
+    (5, {"name": "base_k_plus_1"}), (4, {"name": "d_equistatic", "degree": 2}), (4, {"name": "od_equidyn"}),
+    (3, {"name": "ou_equidyn"}), (4, {"name": "gossip_pga", "every": 3, "base": {"name": "ring", "nodes": 4}}),
 ]  # fmt: skip
 
 

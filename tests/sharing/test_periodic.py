@@ -29,6 +29,8 @@ CHANGING_GRAPHS = {
     "one_peer_exponential": {"nodes": 8}, "directed_one_peer_exponential": {"nodes": 8},
     "alternating_ring": {"nodes": 8}, "alternating_exponential_ring": {"nodes": 8, "nodes_per_machine": 2},
     "base_k_plus_1": {"nodes": 7}, "random_matching": {"nodes": 8}, "random_regular": {"nodes": 8, "degree": 2},
+    "od_equidyn": {"nodes": 7}, "ou_equidyn": {"nodes": 8},
+    "gossip_pga": {"nodes": 8, "base": {"name": "ring", "nodes": 8}, "every": 3},
     "grouped": {"nodes": 8, "between": {"name": "one_peer_exponential", "nodes": 4}},
     "matcha": {"nodes": 8, "base": {"name": "regular", "nodes": 8, "degree": 3}},
 }  # fmt: skip

@@ -65,6 +65,9 @@ OPTIONS = {
     "push-sum on a graph drawn anew": [
         "graph={name: el_local, nodes: 5, degree: 2}", "weights=null", "sharing=push_sum"],
     "undirected graph drawn anew": ["graph={name: random_regular, nodes: 6, degree: 3}", "mapping.nodes_per_machine=6"],
+    "random offsets": ["graph={name: od_equidyn, nodes: 5}", "weights=null"],
+    "exact averages between rounds of pairs": [
+        "graph={name: gossip_pga, nodes: 5, every: 3, base: {name: ou_equidyn, nodes: 5}}"],
     "compressed": ["sharing={name: full, compression: qsgd}"],
     "two phases of rows": ["sharing={name: hierarchical, groups: [[0, 1], [2, 3]]}", "graph={name: complete, nodes: 4}",
                            "mapping.nodes_per_machine=4"],

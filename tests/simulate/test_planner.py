@@ -30,6 +30,7 @@ def graph_of(text: str, *more: str) -> Any:
 @pytest.mark.parametrize("text", [
     "{name: ring, nodes: 9}", "{name: complete, nodes: 6}", "{name: base_k_plus_1, nodes: 6}",
     "{name: one_peer_exponential, nodes: 16}", "{name: alternating_ring, nodes: 8}",
+    "{name: d_equistatic, nodes: 17}", "{name: gossip_pga, nodes: 8, every: 3, base: {name: ring, nodes: 8}}",
 ])  # fmt: skip
 def test_the_consensus_rate_of_a_graph_is_that_of_the_product_of_its_matrices(
     text: str, monkeypatch: pytest.MonkeyPatch
