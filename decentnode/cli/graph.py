@@ -89,15 +89,15 @@ def family_options(function: Any) -> Any:
     for option in reversed(
         [
             click.option("-n", "--nodes", type=int, help="Number of nodes."),
-            click.option("-d", "--degree", type=int, help="Degree (regular, random_regular, el_local, d_equistatic, u_equistatic)."),
+            click.option("-d", "--degree", type=int, help="Degree (regular, random_regular, el_local, *_equistatic)."),
             click.option("-k", "--k-over-2", type=int, help="Half the lattice degree (small_world)."),
             click.option("-b", "--beta", type=float, help="Probability of rewiring (small_world)."),
             click.option("-p", "--probability", type=float, help="Probability of an edge (erdos_renyi)."),
             click.option("--rows", type=int, help="Rows of the grid (torus)."),
             click.option("--branching", type=int, help="Children per node (tree)."),
             click.option("--peers", type=int, help="Peers per round (base_k_plus_1)."),
-            click.option("--rate", type=float, help="Largest rate (d_equistatic, u_equistatic)."),
-            click.option("--offsets", type=int, help="Number of offsets (od_equidyn, ou_equidyn)."),
+            click.option("--rate", type=float, help="Largest rate (*_equistatic)."),
+            click.option("--offsets", type=int, help="Number of offsets (*_equidyn)."),
             click.option("--nodes-per-machine", type=int, help="Nodes per machine (alternating_exponential_ring)."),
             click.option("-s", "--seed", type=int,
                          help=f"Seed of random graphs. Default: {DEFAULT_SEED}, or that of the experiment."),

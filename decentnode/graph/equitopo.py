@@ -9,6 +9,7 @@ others one of them per round.
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -56,7 +57,7 @@ def best_offsets(n: int, degree: int, symmetric: bool, seed: int) -> tuple[float
         half = np.full((DRAWS, degree % 2), n // 2)
         sets = np.concatenate([sets, n - sets, half], axis=1).astype(np.int64)
     found = rates(n, sets)
-    best = int(found.argmin())
+    best = min(range(DRAWS), key=lambda k: (found[k], math.gcd(n, *sets[k].tolist())))
     return float(found[best]), sorted(sets[best].tolist())
 
 
@@ -110,8 +111,8 @@ class EquiStatic(Topology):
         if degree is None:
             degrees = self._degrees()  # the largest has rate 0
             degree = degrees[bisect.bisect_left(degrees, True, hi=len(degrees) - 1, key=is_reached)]
-        rate, offsets = best_offsets(n, degree, not self.directed, seed)
-        if rate == 1:
+        offsets = best_offsets(n, degree, not self.directed, seed)[1]
+        if math.gcd(n, *offsets) > 1:
             raise GraphError(f"{self.config.name}: no connected graph of {n} nodes and degree {degree} in {DRAWS} "
                              "draws; try a higher degree or another seed")  # fmt: skip
         return [*map(float, offsets)]

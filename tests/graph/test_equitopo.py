@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -27,7 +28,7 @@ def basis(n: int, offset: int) -> np.ndarray:
 
 
 def matching(n: int, offset: int, start: int) -> np.ndarray:
-    """Returns the permutation of OU-EquiDyn (algorithm 4): i and i + u are exchanged if neither is yet."""
+    """Returns the permutation of OU-EquiDyn: i and i + u are exchanged if neither is yet."""
     found = np.eye(n)
     for i in [*range(start, n), *range(start)]:
         j = (i + offset) % n
@@ -93,8 +94,14 @@ def test_a_given_degree_has_the_same_edges_as_one_that_was_found() -> None:
         assert static(name, nodes=64, degree=len(found.offsets)).offsets == found.offsets
 
 
+@pytest.mark.parametrize(("name", "degree"), [("d_equistatic", 1), ("u_equistatic", 2)])
+def test_graphs_of_the_lowest_degree_are_connected_also_where_their_rate_is_nearly_one(name: str, degree: int) -> None:
+    for n in (60, 4096):
+        assert math.gcd(n, *static(name, nodes=n, degree=degree).offsets) == 1
+
+
 def test_most_random_sets_of_the_size_in_the_papers_theorem_have_the_rate() -> None:
-    """Theorem 1: with M = 8 ln(2 n / p) / (3 rho^2) offsets the rate is at most rho with probability 1 - p."""
+    """With M = 8 ln(2 n / p) / (3 rho^2) offsets the rate is at most rho with probability 1 - p."""
     n, rho, p = 1024, 0.5, 0.1
     count = math.ceil(8 * math.log(2 * n / p) / (3 * rho**2))
     worse = 0
@@ -107,23 +114,27 @@ def test_most_random_sets_of_the_size_in_the_papers_theorem_have_the_rate() -> N
     assert len(static("d_equistatic", nodes=n).offsets) < count / 4, "the best of some sets needs far fewer"
 
 
-def expected_rate(name: str, n: int) -> float:
-    """Returns the factor of the expected squared distance per round, with all offsets: ||E[W^T W] - J||."""
+def expected_rate(name: str, n: int, offsets: Sequence[int]) -> float:
+    """Returns the factor of the expected squared distance per round: ||E[W^T W] - J||."""
     eye, eta = np.eye(n), n / 2 / (n - 1)
     if name == "od_equidyn":
-        steps = [basis(n, u) for u in range(1, n)]
+        steps = [basis(n, u) for u in offsets]
     else:
-        steps = [eye / n + (n - 1) / n * matching(n, u, s) for u in range(1, n) for s in range(n)]
+        steps = [eye / n + (n - 1) / n * matching(n, u, s) for u in offsets for s in range(n)]
     each = [(1 - eta) * eye + eta * step for step in steps]
     return distance(np.mean([w.T @ w for w in each], axis=0))
 
 
 @pytest.mark.parametrize("n", [3, 8, 16, 17, 24])
 def test_the_expected_rate_of_a_round_is_below_the_papers_bounds(n: int) -> None:
-    """1 - 2 eta (1 - eta) (1 - rho) and 1 - 4/3 eta (1 - eta) (1 - rho), rho = 0 for all offsets, at their best eta 1/2
-    (theorems 3 and 5); docs/explanation/graphs.rst, "Rates"."""
-    assert expected_rate("od_equidyn", n) == pytest.approx(0.5 * (1 - 1 / (n - 1)))
-    assert expected_rate("ou_equidyn", n) < 2 / 3
+    """1 - 2 eta (1 - eta) (1 - rho) and 1 - 4/3 eta (1 - eta) (1 - rho) at their best eta, 1/2; with all offsets rho is
+    zero (docs/explanation/graphs.rst, "Rates")."""
+    assert expected_rate("od_equidyn", n, range(1, n)) == pytest.approx(0.5 * (1 - 1 / (n - 1)))
+    assert expected_rate("ou_equidyn", n, range(1, n)) < 2 / 3
+    for count in range(1, n - 1, 3):
+        rho, offsets = best_offsets(n, count, False, 1)
+        assert expected_rate("od_equidyn", n, offsets) <= (1 + rho) / 2
+        assert expected_rate("ou_equidyn", n, offsets) <= (2 + rho) / 3
 
 
 @pytest.mark.parametrize("name", ["od_equidyn", "ou_equidyn"])
