@@ -95,5 +95,13 @@ def test_evaluations_compute_the_mean_without_overflow(training: list[str]) -> N
         assert 0 <= node.evaluation["consensus_distance"] < 1e-3
 
 
+def test_pairs_average_buffers_in_their_own_precision() -> None:
+    """ad_psgd cast the buffers of a float16 model to float16, in which this one is infinite."""
+    changes = ["node.schedule=ad_psgd", "node.rounds=6"]
+    for node in run_in_process(load(QUICKSTART, [*HALF, *changes])):
+        assert node.training.model.dtype == torch.float16 and node.schedule.report()["averaged_pairs"] > 0
+        assert node.training.model.buffers.tolist() == [VARIANCE]
+
+
 def test_the_batched_engine_computes_the_same_mean() -> None:
     compare_engines(load(QUICKSTART, HALF), "rows", atol=1e-3)

@@ -17,6 +17,7 @@ from decentnode.graph.base import RoundView
 from decentnode.node.schedules.asynchronous.base import Asynchronous
 from decentnode.node.schedules.schedule import Schedule
 from decentnode.payload import Payload, TensorSpec
+from decentnode.tensors import sum_dtype
 from decentnode.wire.generation import Generation
 
 MAILBOX_CAPACITY = 8
@@ -98,15 +99,13 @@ class ADPSGD(Asynchronous):
     def _vector(self) -> Tensor:
         """Returns a copy [P + B] of the model: parameters, then float buffers if they are averaged."""
         model = self.model
-        if not self.averages_buffers or not model.buffers.numel():
-            return model.parameters.clone()
-        return torch.cat([model.parameters, model.buffers.to(model.dtype)])
+        return model.values()[: self._elements] if model.buffers.numel() else model.parameters.clone()
 
     def _add(self, change: Tensor, sign: float) -> None:
         model, count = self.model, self.model.num_parameters
         model.parameters.add_(change[:count], alpha=sign)
         if change.numel() > count:
-            model.buffers.add_(change[count:].to(model.buffers.dtype), alpha=sign)
+            model.buffers.add_(change[count:], alpha=sign)
 
     # -- a round
 
@@ -125,8 +124,10 @@ class ADPSGD(Asynchronous):
     def _send_message(self, uid: int, kind: str, number: int, model: Tensor | None = None) -> bool:
         """Send a message to a neighbor. Returns whether it was sent."""
         self._messages += 1
-        tensor = torch.empty(0, dtype=self.model.dtype, device=self.model.device) if model is None else model
-        payload = Payload({"x": tensor}, {kind: number})
+        if model is None:
+            dtype = _vector_dtype(self.model.dtype, self.model.buffers.numel())
+            model = torch.empty(0, dtype=dtype, device=self.model.device)
+        payload = Payload({"x": model}, {kind: number})
         return not self.publish(self._messages, {uid: payload})
 
     def _process_messages(self, found: list[Collected]) -> None:
@@ -299,9 +300,17 @@ def _parse_message(payload: Payload, elements: int) -> tuple[str, int] | None:
     return (kind, number) if payload.tensors["x"].numel() == carries else None
 
 
+def _vector_dtype(model: torch.dtype, num_buffers: int) -> torch.dtype:
+    """Returns the dtype of the vector that is averaged: that of the model, or at least float32 if the model has float
+    buffers, which need not be numbers of float16 or bfloat16."""
+    return sum_dtype(model) if num_buffers else model
+
+
 def pair_schemas(schemas: tuple[Schema, ...]) -> tuple[Schema, ...]:
     """Returns the schema of the single channel for messages between pairs, which carry a model with its float buffers
     or nothing. schemas: that of the model, then that of its buffers if it has any."""
-    elements = sum(schema.elements for schema in schemas)
-    (spec,) = schemas[0].tensors.values()
-    return (Schema(elements, {"x": TensorSpec(spec.dtype, elements, exact=False)}, False, mailbox=MAILBOX_CAPACITY),)
+    of_model, *of_buffers = schemas
+    num_buffers = sum(schema.elements for schema in of_buffers)
+    elements, (spec,) = of_model.elements + num_buffers, of_model.tensors.values()
+    dtype = _vector_dtype(spec.dtype, num_buffers)
+    return (Schema(elements, {"x": TensorSpec(dtype, elements, exact=False)}, False, mailbox=MAILBOX_CAPACITY),)
