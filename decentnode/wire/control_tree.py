@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -34,7 +35,10 @@ class ControlTree:
     @classmethod
     def among(cls, uid: int, members: Sequence[int], fan_out: int = FAN_OUT) -> ControlTree:
         """Returns the place of `uid` in the tree over `members` (ascending); the lowest member is the root."""
-        place = cls.of(members.index(uid), len(members), fan_out)
+        index = bisect.bisect_left(members, uid)
+        if index == len(members) or members[index] != uid:
+            raise ValueError(f"uid must be a member, got {uid}")
+        place = cls.of(index, len(members), fan_out)
         parent = None if place.parent is None else members[place.parent]
         return cls(parent, tuple(members[child] for child in place.children), place.levels_below, place.links_around)
 

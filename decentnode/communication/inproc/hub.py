@@ -32,6 +32,7 @@ class Hub:
         """By (channel, receiver), then by source, then by round: the newest payloads that were not taken yet."""
         self.means: dict[str, dict[int, Tensor]] = {}
         self.taken: dict[str, int] = {}
+        self._computed_means: dict[str, tuple[Tensor, int]] = {}
         self.reports: dict[int, dict[str, float | int | str]] = {}
         self.stopping = False
         self.departed: dict[int, int] = {}
@@ -66,6 +67,7 @@ class Hub:
         self.mailboxes.clear()
         self.means.clear()
         self.taken.clear()
+        self._computed_means.clear()
 
     def post(self, channel: int, target: int, source: int, round: int, payload: Payload, kept: int) -> None:
         """Puts a payload into a mailbox, which keeps the newest `kept` payloads of each source."""
@@ -82,9 +84,20 @@ class Hub:
         """See `Communication.computed`."""
         return None
 
-    def tree_mean(self, key: str) -> tuple[Tensor, int]:
-        """Returns (mean, number of contributors), added up along the control tree exactly as the networked transports
-        do."""
+    def take_mean(self, key: str) -> tuple[Tensor, int]:
+        """Returns (mean, number of contributors) for one member, which may change the tensor. Every member has
+        contributed. Once all have taken it, it is forgotten."""
+        if key not in self._computed_means:
+            self._computed_means[key] = self._tree_mean(key)
+        mean, count = self._computed_means[key]
+        self.taken[key] = self.taken.get(key, 0) + 1
+        if self.taken[key] < len(self.generation.members):
+            return mean.clone(), count
+        del self.means[key], self.taken[key], self._computed_means[key]
+        return mean, count
+
+    def _tree_mean(self, key: str) -> tuple[Tensor, int]:
+        """Returns the mean, added up along the control tree exactly as the networked transports do."""
         tensors, members = self.means[key], self.generation.members
 
         def total(uid: int) -> tuple[Tensor, int]:

@@ -89,15 +89,12 @@ class InprocPending(Pending):
         self._owner.raise_if_over()
         if hub.stopping and not self._closing:
             raise Interrupted(f"{self._key} given up: the run is stopping")
-        missing = sorted(set(hub.generation.members) - hub.means[self._key].keys())
-        if missing:
+        if not self.arrived:
+            missing = sorted(set(hub.generation.members) - hub.means[self._key].keys())
             raise PeerLost(f"node {self._owner.uid}: nothing from node {missing} for {self._key!r}", missing)
-        mean, count = hub.tree_mean(self._key)
-        mean = mean.to(hub.means[self._key][self._owner.uid].device)
-        hub.taken[self._key] = hub.taken.get(self._key, 0) + 1
-        if hub.taken[self._key] == len(hub.generation.members):
-            del hub.means[self._key], hub.taken[self._key]
-        return mean, count
+        device = hub.means[self._key][self._owner.uid].device
+        mean, count = hub.take_mean(self._key)
+        return mean.to(device), count
 
 
 class InprocGeneration(PendingGeneration):
