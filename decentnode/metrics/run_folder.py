@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 from collections.abc import Callable, Iterable
@@ -16,6 +17,7 @@ SCRIPT = "script"
 """The task's name in task.json for runs of a script (`decentnode.parallel.train`)."""
 
 
+@functools.lru_cache(maxsize=1 << 14)
 def node_dir(run_dir: str | Path, uid: int) -> Path:
     """Returns the folder that a node writes to: nodes/<uid>, with three digits."""
     return Path(run_dir) / "nodes" / f"{uid:03d}"

@@ -112,12 +112,18 @@ class Gradients:
 
     def batch_loss(self, forward: Forward, inputs: Tensor, targets: Tensor) -> Tensor:
         """Returns the mean loss of a batch in training."""
+        if self._config.amp is None:
+            return self._batch_loss(forward, inputs, targets)
         with autocast(self._config.amp, self._model.device):
-            (outputs, wanted), *others = self._all_aligned("train", forward, inputs, targets)
-            loss: Tensor = self._loss.mean(outputs, wanted)
-            for other in others:
-                loss = loss + self._model.module.auxiliary_weight * self._loss.mean(*other)
-        return loss.float() if self._config.amp else loss
+            loss = self._batch_loss(forward, inputs, targets)
+        return loss.float()
+
+    def _batch_loss(self, forward: Forward, inputs: Tensor, targets: Tensor) -> Tensor:
+        (outputs, wanted), *others = self._all_aligned("train", forward, inputs, targets)
+        loss: Tensor = self._loss.quick_mean(outputs, wanted)
+        for other in others:
+            loss = loss + self._model.module.auxiliary_weight * self._loss.quick_mean(*other)
+        return loss
 
     def aligned(self, use: str, forward: Forward, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the model's outputs and the targets as `Task.align` returns them. The first batch of every `use` is

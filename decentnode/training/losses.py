@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from typing import Any
 
@@ -44,13 +45,15 @@ class Loss:
     def __init__(self, config: LossConfig, label_smoothing: float = 0.0, device: torch.device = CPU) -> None:
         """label_smoothing: label smoothing of the cross entropy in training; evaluation only has that of `config`.
         device: the device of outputs and targets."""
-        kind = class_named(config.name, LOSSES, "loss")
+        kind: Any = class_named(config.name, LOSSES, "loss")
 
         def create(**overrides: Any) -> Any:
             found = kind(**{**config.arguments(), **overrides})
             return found.to(device) if isinstance(found, nn.Module) else found  # the loss may have tensors
 
         self.mean = create(**({"label_smoothing": label_smoothing} if label_smoothing else {}))
+        # without the overhead of calling a module, a quarter of the time of a small batch's loss
+        self.quick_mean = self.mean.forward if config.name in LOSSES else self.mean
         self._plain = create()
         self._summed = create(reduction="sum") if _can_sum(kind) else None
 
@@ -63,6 +66,7 @@ class Loss:
         return mean * units
 
 
-def _can_sum(loss_class: type[Any]) -> bool:
+@functools.cache
+def _can_sum(loss_class: Any) -> bool:
     """Returns whether a loss class can sum over a batch (has `reduction`); other classes return the mean."""
     return "reduction" in inspect.signature(loss_class).parameters

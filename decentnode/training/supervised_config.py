@@ -3,6 +3,7 @@ schedule."""
 
 from __future__ import annotations
 
+import functools
 from typing import Annotated, Any, Literal
 
 import pydantic
@@ -41,6 +42,13 @@ class ValidationConfig(Settings):
     def aside(self, samples: int) -> int:
         """Returns how many of `samples` samples are set aside."""
         return max(1, round(self.fraction * samples))
+
+
+@functools.cache
+def _default_loss(name: str) -> LossConfig:
+    """Returns the config of a task's loss. Checking it anew for each of many nodes takes as long as the rest of making
+    a node."""
+    return LossConfig(name=name)
 
 
 class SupervisedConfig(Config):
@@ -169,7 +177,7 @@ class SupervisedConfig(Config):
     def loss_for(self, default: str) -> LossConfig:
         """Returns the configured loss, or the task's default loss. Raises UsageError if label smoothing is configured
         and this loss has none."""
-        found = self.loss or LossConfig(name=default)
+        found = self.loss or _default_loss(default)
         if self.label_smoothing and found.name != "cross_entropy":
             raise UsageError(f"training.label_smoothing must be 0 with loss {found.name}, got {self.label_smoothing:g}")
         return found

@@ -27,6 +27,7 @@ def test_the_evaluated_sum_is_the_mean_training_loss_times_the_units(name: str) 
     wanted = targets if name in ("cross_entropy", "nll") else torch.randn(6, 4)
     units = len(targets) if wanted is targets else wanted.numel()
     summed, mean = float(loss.summed(outputs, wanted, units)), float(loss.mean(outputs, wanted))
+    assert float(loss.quick_mean(outputs, wanted)) == mean
     assert summed == pytest.approx(units * mean, rel=1e-5)
 
 
