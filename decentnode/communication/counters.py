@@ -130,7 +130,7 @@ class Counters:
         found: dict[Purpose, int] = {
             "data": data, "metadata": metadata, "protocol": protocol, "evaluation": evaluation, "control": control,
         }
-        return {purpose: found[purpose] + self.earlier.get(purpose, 0) for purpose in PURPOSES}
+        return {each: found[each] + self.earlier.get(each, 0) for each in PURPOSES} if self.earlier else found
 
     def totals(self) -> dict[str, int]:
         """Returns what a checkpoint stores: bytes by purpose, saved bytes, and the number of faults."""

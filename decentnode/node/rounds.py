@@ -125,7 +125,7 @@ class NodeRounds:
             "wait_seconds": times.wait, "mix_seconds": times.mix, "overlap": times.overlap,
             "loss": update.loss, "steps": update.steps, "samples": update.samples, **update.report,
             **{f"{purpose}_bytes_sent": sent for purpose, sent in counters.bytes_sent().items()},
-            "edges": self.totals.edge_deltas(), **self.totals.slowest(), **self.totals.late(),
+            **self.totals.edge_changes(),
             **({"missing": sorted(self._missing)} if self._missing else {}),
             **({"lost": sorted(self._lost)} if self._lost else {}),
             **({"fragments": schedule.due} if len(self._rules.fragments) > 1 else {}), **schedule.report(),

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pydantic
 import torch
 from torch import Tensor, nn
+from torch.optim import optimizer as torch_optimizer
 
 from decentnode.optim.accum_adam import AccumAdam, AccumAdamW
 from decentnode.training.arguments import ArgumentsConfig, check_arguments, class_named, numbers_in, problem_at
@@ -25,6 +26,7 @@ LARGE_ARGUMENT = 1e9
 RESERVED = ("params", "capturable", "differentiable")
 
 
+@functools.cache
 def _optimizers() -> dict[str, type[torch.optim.Optimizer]]:
     base = torch.optim.Optimizer
     classes = [cls for cls in vars(torch.optim).values() if isinstance(cls, type) and issubclass(cls, base)]
@@ -80,14 +82,31 @@ def _without_compiler(cls: Any) -> Any:
         method: Any = getattr(cls, name)
         if getattr(method, "__globals__", {}).get("__name__") == "torch._compile":
             methods[name] = method.__wrapped__
-    # their steps need no autograd graph, as `differentiable` is not allowed
     if cls.__module__.startswith("torch.optim."):
-        methods["step"] = torch.no_grad()(inspect.unwrap(cls.step))
+        methods["step"] = _observed_on_demand(inspect.unwrap(cls.step))
     try:
         attributes = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, **methods}
         return type(cls)(cls.__name__, (cls,), attributes)
     except Exception:  # a user's class that cannot be subclassed
         return cls
+
+
+def _observed_on_demand(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the method `step` without an autograd graph, which it does not need, as `differentiable` is not allowed.
+    torch's label for profilers, 40 Python calls per step, is left out while there are no profilers and no hooks."""
+    plain = torch.no_grad()(step)
+    observed = torch.optim.Optimizer.profile_hook_step(plain)
+
+    @functools.wraps(plain)
+    def method(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        hooks = (self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks,
+                 torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks)  # fmt: skip
+        if any(hooks) or torch.autograd._profiler_enabled():
+            return observed(self, *args, **kwargs)
+        return plain(self, *args, **kwargs)
+
+    method.hooked = True  # type: ignore[attr-defined]  # or torch's constructor adds the label to the method
+    return method
 
 
 def trial_of(config: OptimizerConfig) -> torch.optim.Optimizer:
@@ -148,12 +167,18 @@ def make_optimizer(config: OptimizerConfig, parameters: Sequence[nn.Parameter]) 
     return _make_fused_if_supported(_class_of(config.name), parameters, config.arguments())
 
 
+@functools.cache
+def _arguments_of(cls: type[Any]) -> frozenset[str]:
+    """Returns the names of the constructor's arguments. Reading a signature takes as long as making an optimizer."""
+    return frozenset(inspect.signature(cls).parameters)
+
+
 def _make_fused_if_supported(
     found: Any, parameters: Sequence[nn.Parameter], arguments: dict[str, Any]
 ) -> torch.optim.Optimizer:
     arguments = _as_tuples(arguments)
     optimizer: torch.optim.Optimizer
-    supported = inspect.signature(found).parameters
+    supported = _arguments_of(found)
     if not {"fused", "foreach"} & set(arguments):
         if "fused" in supported:
             try:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from decentnode.training.optimizers import OptimizerConfig, _optimizers, load_state, make_optimizer
 
@@ -110,3 +111,25 @@ def test_a_run_does_not_import_the_compiler(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", RUN], cwd=tmp_path, check=False, capture_output=True, text=True,
                           timeout=100)  # fmt: skip
     assert done.returncode == 0, done.stderr
+
+
+def test_hooks_and_profilers_see_the_steps_of_torch_optimizers() -> None:
+    optimizer = make_optimizer(OptimizerConfig(name="sgd"), parameters())
+    label, seen = "Optimizer.step#SGD.step", []
+    handle = optimizer.register_step_post_hook(lambda *_: seen.append("own"))
+    run_steps(optimizer, 1)
+    handle.remove()
+    handle = register_optimizer_step_pre_hook(lambda *_: seen.append("global"))
+    run_steps(optimizer, 1)
+    handle.remove()
+    assert seen == ["own", "global"]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        run_steps(optimizer, 2)
+    assert [each.count for each in profiler.key_averages() if each.key == label] == [2]
+
+
+def test_without_hooks_and_profilers_a_step_makes_no_label(monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer, labels = make_optimizer(OptimizerConfig(name="adam"), parameters()), []
+    monkeypatch.setattr(torch.autograd.profiler, "record_function", labels.append)
+    run_steps(optimizer, 2)
+    assert not labels

@@ -103,7 +103,7 @@ class ArrivalWait:
 
     __slots__ = (
         "_began", "_chunk", "_deadlines", "_has_left_out_sources", "_inbox", "_key", "_sources", "_timeout_seconds",
-        "_tolerated", "arrived", "deadline", "missing",
+        "_tolerated", "_used_seconds", "arrived", "deadline", "missing",
     )  # fmt: skip
 
     def __init__(
@@ -116,6 +116,8 @@ class ArrivalWait:
         self._inbox, self._key, self._chunk, self._sources = inbox, key, chunk, sources
         self._timeout_seconds, self._tolerated = timeout_seconds, tolerated
         self._began = -math.inf
+        self._used_seconds = 0.0
+        """Seconds of the time-out that earlier waits of the round have used."""
         self._deadlines: WaitDeadlines | None = None
         self._has_left_out_sources = False
         """Whether the wait ends without sources that have not delivered."""
@@ -156,7 +158,7 @@ class ArrivalWait:
             if deadlines is None:
                 if self._is_over_without_deadlines(now):
                     return True
-                deadlines = self._new_deadlines(0.0, self._began)
+                deadlines = self._new_deadlines(self._used_seconds, self._began)
             if now - self.deadline > STALL_FRACTION * self._timeout_seconds:
                 deadlines.restart(now)
             self._note_arrivals(deadlines)
@@ -173,11 +175,13 @@ class ArrivalWait:
         """Begins the wait without a `WaitDeadlines` if only the time-out matters. Returns whether it could. Most waits
         are like this, and are over at the next step."""
         inbox, facts = self._inbox, self._inbox.facts
-        if (self._tolerated or facts.waited_seconds or facts.timed_out or facts.departed or facts.broken
-                or inbox.absences.skips or facts.regrouping or facts.stopping
+        used_seconds, interval = facts.waited_seconds, self._timeout_seconds / ASKS_PER_TIMEOUT
+        if (self._tolerated or (used_seconds and used_seconds >= interval) or facts.timed_out or facts.departed
+                or facts.broken or inbox.absences.skips or facts.regrouping or facts.stopping
                 or facts.failure is not None):  # fmt: skip
             return False
-        self.missing, self._began, self.deadline = missing, now, now + self._timeout_seconds / ASKS_PER_TIMEOUT
+        self.missing, self._began, self._used_seconds = missing, now, used_seconds
+        self.deadline = now - used_seconds + interval
         inbox.set_wanted(missing, self._key, self._chunk)
         if facts.blocked_since <= now:
             facts.wait_for(inbox.absences.nodes_of(self._key, missing), now)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -21,7 +22,7 @@ from decentnode.launch.files.run_dir import APART, node_dir
 from decentnode.metrics.events import EventLog
 from decentnode.metrics.history import History
 from decentnode.metrics.reader import read
-from decentnode.metrics.writer import MetricsWriter, finite
+from decentnode.metrics.writer import MetricsWriter, encode
 from decentnode.models.lora import adapter_names, folded
 from decentnode.node.measuring.trace import NodeTrace
 from decentnode.node.node import Node
@@ -53,22 +54,23 @@ class Reporter:
         self._send = send
         self._progress_seconds = progress_seconds
         self._sent = 0.0
-        self._unsent: dict[str, Any] | None = None
+        self._unsent: bytes | None = None
 
     def record(self, record: dict[str, Any]) -> None:
         """Writes one record, and sends it, unless it is a round less than `progress_seconds` after the last record
         sent. The last such round is sent before the next record of another kind."""
+        line = encode(record)
         if self._writer is not None:
-            self._writer.write(record)
+            self._writer.append(line)
         now = clock.now()
         if record.get("kind") == "round" and now - self._sent < self._progress_seconds:
-            self._unsent = record
+            self._unsent = line
             return
         self._sent = now
         with contextlib.suppress(OSError):
-            for each in (self._unsent, record) if record.get("kind") != "round" else (record,):
+            for each in (self._unsent, line) if record.get("kind") != "round" else (line,):
                 if each is not None:
-                    self._send(Progress(self.uid, finite(each)))
+                    self._send(Progress(self.uid, json.loads(each)))
         self._unsent = None
 
     def import_earlier(self, path: Path, round: int) -> None:

@@ -13,6 +13,8 @@ from decentnode.communication.counters import Counters
 from decentnode.metrics.figures import packed_counts
 from decentnode.node.schedules.fragment_exchange import RoundTimes
 
+_NOTHING = (0, 0, 0, 0, 0.0, 0)
+
 
 class RoundTotals:
     """The totals (seconds, overlap, missing neighbors) of one node's rounds so far, and its edges' counters at the last
@@ -27,9 +29,8 @@ class RoundTotals:
         self._rounds_without = 0
         self._without: Counter[int] = Counter()
         """uid -> the number of rounds that continued without it."""
-        self._edges: dict[int, tuple[int, int, int, int, float]] = {}
-        self._waits: dict[int, float] = {}
-        self._late: dict[int, int] = {}
+        self._edges: dict[int, tuple[int, int, int, int, float, int]] = {}
+        """uid -> its counters at the last record; the last one counts late payloads."""
 
     def add(self, seconds: float, times: RoundTimes, lost: Collection[int]) -> None:
         """Count a round. seconds: the duration of the whole round. lost: the neighbors without which it continued."""
@@ -40,38 +41,32 @@ class RoundTotals:
         self._rounds_without += bool(lost)
         self._without.update(lost)
 
-    def edge_deltas(self) -> dict[str, list[float]]:
-        """Returns peer -> [bytes of payloads sent, received, chunks sent, resends, seconds waited] since the last
-        call."""
-        found = {}
-        for uid, edge in self._counters.known():
-            total = (edge.payload_bytes_sent, edge.payload_bytes_received, edge.frames_sent, edge.resends,
-                     edge.wait_seconds)  # fmt: skip
-            last = self._edges.get(uid, (0, 0, 0, 0, 0.0))
-            if total != last:
-                self._edges[uid] = total
-                found[str(uid)] = [round(now - then, 6) for now, then in zip(total, last, strict=True)]
-        return found
-
-    def late(self) -> dict[str, dict[str, int]]:
-        """Returns {"late": {uid: number of payloads that arrived too late since the last call}}; empty if there were
-        none."""
-        found = {uid: edge.late_payloads - self._late.get(uid, 0) for uid, edge in self._counters.known()
-                 if edge.late_payloads != self._late.get(uid, 0)}  # fmt: skip
-        for uid, count in found.items():
-            self._late[uid] = self._late.get(uid, 0) + count
-        return {"late": {str(uid): count for uid, count in found.items()}} if found else {}
-
-    def slowest(self) -> dict[str, float]:
-        """Returns the neighbor that this node waited longest for since the last call, and for how many seconds; empty
-        if it did not wait."""
+    def edge_changes(self) -> dict[str, Any]:
+        """Returns what happened on the edges since the last call, as entries of a round's record: `edges`, peer ->
+        [bytes of payloads sent, received, chunks sent, resends, seconds waited]; `waited_for` and `waited_seconds`, the
+        neighbor that this node waited longest for, if it waited; `late`, uid -> number of payloads that arrived too
+        late, if there were any."""
+        changes: dict[str, list[float]] = {}
+        late: dict[str, int] = {}
         longest, whom = 0.0, -1
-        for uid, edge in self._counters.known():
-            waited = edge.wait_seconds - self._waits.get(uid, 0.0)
-            self._waits[uid] = edge.wait_seconds
+        for uid, edge in self._counters.known():  # one pass, and few calls: every round's record calls this
+            sent = edge.data_bytes_sent + edge.metadata_bytes_sent
+            received, frames, resends, seconds = (edge.payload_bytes_received, edge.frames_sent, edge.resends,
+                                                  edge.wait_seconds)  # fmt: skip
+            last = self._edges.get(uid, _NOTHING)
+            now = self._edges[uid] = sent, received, frames, resends, seconds, edge.late_payloads
+            waited = seconds - last[4]
             if waited > longest:
                 longest, whom = waited, uid
-        return {"waited_for": whom, "waited_seconds": longest} if whom >= 0 else {}
+            if now[:5] != last[:5]:
+                changes[str(uid)] = [sent - last[0], received - last[1], frames - last[2], resends - last[3],
+                                     round(waited, 6)]  # fmt: skip
+            if now[5] != last[5]:
+                late[str(uid)] = now[5] - last[5]
+        return {
+            "edges": changes, **({"waited_for": whom, "waited_seconds": longest} if whom >= 0 else {}),
+            **({"late": late} if late else {}),
+        }
 
     def figures(self) -> dict[str, float | int | str]:
         """Returns the closing figures about rounds, with the names of summary.json."""
