@@ -21,7 +21,7 @@ import psutil
 import zmq
 
 from decentnode import clock
-from decentnode.build import schemas_of, shared_model, threads_of
+from decentnode.build import processes_of, schemas_of, shared_model, threads_of
 from decentnode.communication.shared_memory.layout import Layout
 from decentnode.communication.shared_memory.segment import FOLDER
 from decentnode.communication.zeromq.sockets.connections import listen
@@ -36,6 +36,7 @@ ASK_SECONDS = 2.0
 MAX_PAYLOAD = 1 << 20
 PINGS, BLOCKS = 20, 8
 SOCKETS_PER_PEER, DESCRIPTORS_PER_SOCKET, DESCRIPTORS_OF_A_NODE = 2, 3, 60
+DESCRIPTORS_PER_PROCESS, DESCRIPTORS_OF_A_SUPERVISOR = 3, 20
 MAX_SKEW_SECONDS = 1.0
 
 
@@ -63,7 +64,7 @@ def local(experiment: Experiment, machine: int) -> Iterator[Finding]:
                                          f"{size(free)} are free")  # fmt: skip
     schemas = schemas_of(shared.make_rules(), model, shared.fragments, experiment.node.schedule)
     yield from _check_shared_memory(experiment, schemas, len(uids))
-    yield _check_descriptors(experiment, uids)
+    yield _check_descriptors(experiment, machine)
     yield from _check_keys(experiment, uids)
 
 
@@ -91,14 +92,17 @@ def _check_shared_memory(experiment: Experiment, schemas: Any, nodes: int) -> It
     yield Finding("shared memory", enough, f"{FOLDER}: {nodes} nodes need {size(need)}, {size(free)} are free")
 
 
-def _check_descriptors(experiment: Experiment, uids: Any) -> Finding:
+def _check_descriptors(experiment: Experiment, machine: int) -> Finding:
+    processes = processes_of(experiment, machine)
+    uids = [uid for each in processes for uid in each]
     graphs = {id(graph): graph for graph in experiment.make_fragment_graphs()}.values()
     met = [(graph, r) for graph in graphs for r in range(min(graph.period or 64, 64))]
     peers = max(len({v for graph, r in met for v in graph.neighbors(u, r)}) for u in uids)
     need = DESCRIPTORS_OF_A_NODE + peers * SOCKETS_PER_PEER * DESCRIPTORS_PER_SOCKET
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # which nodes take, whatever they begin with
-    return Finding("open files", need <= most, f"a node with {peers} neighbors needs about {need}, the limit is "
-                                               f"{most} (ulimit -Hn)")  # fmt: skip
+    supervisor = DESCRIPTORS_OF_A_SUPERVISOR + len(processes) * DESCRIPTORS_PER_PROCESS
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # which all processes take, whatever they begin with
+    text = f"a node with {peers} neighbors needs {need}, the supervisor of {len(processes)} processes {supervisor}"
+    return Finding("open files", max(need, supervisor) <= most, f"{text}, the limit is {most} (ulimit -Hn)")
 
 
 def _check_keys(experiment: Experiment, uids: Any) -> Iterator[Finding]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import resource
 import socket
 from pathlib import Path
 
@@ -36,6 +37,18 @@ def test_doctor_examines_one_machine() -> None:
     result = CliRunner().invoke(main, ["doctor", str(ROOT / "configs" / "quickstart.yaml"), "--json"])
     assert result.exit_code == 0, result.output
     assert {"cores", "memory", "shared memory", "open files", "ports"} <= parse_findings(result.output).keys()
+
+
+@pytest.mark.parametrize(("processes", "fits"), [(4, True), (64, False)])
+def test_the_files_of_the_supervisor_of_many_processes_are_counted(
+    processes: int, fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (200, 200))
+    nodes = ["-s", "graph={name: ring, nodes: 64}", "-s",
+             f"mapping={{nodes_per_machine: 64, nodes_per_process: {64 // processes}}}"]  # fmt: skip
+    result = CliRunner().invoke(main, ["doctor", str(ROOT / "configs" / "quickstart.yaml"), "--json", *nodes])
+    json_lines = "\n".join(line for line in result.output.splitlines() if line.startswith("{"))
+    assert parse_findings(json_lines)["open files"]["ok"] is fits
 
 
 def test_a_port_in_use_is_an_error() -> None:
