@@ -22,11 +22,10 @@ RULES: dict[str, dict[str, Any]] = {
     "clipped_gossip": {"name": "clipped_gossip", "byzantine": 2},
     "  form: he": {"name": "clipped_gossip", "byzantine": 2, "form": "he"},
     "  form: nearest": {"name": "clipped_gossip", "byzantine": 2, "form": "nearest"},
+    "  radius: 5": {"name": "clipped_gossip", "radius": 5.0},  # too large; only for attacks by neighbor
     "trimmed_mean": {"name": "trimmed_mean", "byzantine": 2},
     "  byzantine: most": {"name": "trimmed_mean", "byzantine": "most"},
 }
-TOO_LARGE: dict[str, dict[str, Any]] = {"  radius: 5": {"name": "clipped_gossip", "radius": 5.0}}
-"""A radius that is some times the distances of honest nodes without attackers, for attacks by neighbor."""
 TO_ALL: dict[str, dict[str, Any] | None] = {
     "none": None,
     "sign_flip": {"name": "sign_flip", "count": 2},
@@ -59,7 +58,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=60)
     given = parser.parse_args()
-    rules, attacks = (RULES | TOO_LARGE, BY_NEIGHBOR) if given.by_neighbor else (RULES, TO_ALL)
+    rules = {rule: each for rule, each in RULES.items() if given.by_neighbor or "radius" not in each}
+    attacks = BY_NEIGHBOR if given.by_neighbor else TO_ALL
     data = {"name": "digits", "partition": {"name": "dirichlet", "alpha": given.alpha}}
     grid = {"sharing": list(rules.values()), "attack": list(attacks.values())}
     name = f"attacks_{'by_neighbor_' if given.by_neighbor else ''}{given.alpha:g}"

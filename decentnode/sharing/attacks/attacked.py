@@ -153,8 +153,9 @@ class Attacked(Wrapper):
 
     def state_dict(self) -> dict[str, Any]:
         found: dict[str, Any] = {"rule": self.rule.state_dict(), "attack": self.attack.state_dict()}
-        received = {"received": torch.stack([*self._received.values()]), "sources": [*self._received]}
-        return found | (received if self._received else {})
+        if self._received:
+            found |= {"received": torch.stack([*self._received.values()]), "sources": [*self._received]}
+        return found
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.rule.load_state_dict(state["rule"])

@@ -192,6 +192,7 @@ def test_an_own_attack_knows_what_it_received_and_the_weights_also_after_a_resum
     neighbors = graph.neighbors(2, 0)
     attack = LiesByUid(AttackConfig.model_validate({"name": "own", "count": 1}))
     attacked = set_up_rules(lambda: Attacked(RULES["full"](), attack, [2], graph), models)[2]
+    attacked.load_state_dict(attacked.state_dict())  # knows nothing yet
     round_view = view(graph, 2, 0)
     attacked.mix(models[2].clone(), {uid: Payload({"x": models[uid]}) for uid in neighbors}, round_view)
     again = LiesByUid(attack.config)
