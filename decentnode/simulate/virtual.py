@@ -121,6 +121,10 @@ class VirtualTime:
             self._ends.append(self._clock.step()[3])
         return self._ends[round]
 
+    def all_finished(self, rounds: int) -> np.ndarray:
+        """Returns when each node finished its first `rounds` rounds, at least one."""
+        return self._end(rounds - 1)
+
     def finished(self, rounds: int, uid: int | None = None) -> float:
         """Returns when a node finished its first `rounds` rounds; without `uid`, when all nodes had."""
         if not rounds:

@@ -18,6 +18,7 @@ from decentnode.launch.one_process.batched_records import lines_of
 from decentnode.launch.one_process.batched_run import BatchedOutput
 from decentnode.simulate.engines.batched import PopulationRound
 from decentnode.simulate.engines.steps import Local
+from decentnode.simulate.virtual import VirtualTime
 
 LOSSES = np.array([0.1234567890123, 12345.678901234, 1e-30])
 
@@ -52,6 +53,16 @@ def test_every_node_has_a_line_per_round_with_its_own_figures(reports: bool, une
                 "protocol_bytes_sent": 0, "evaluation_bytes_sent": 24, "control_bytes_sent": 0,
                 "edges": {"2": [uid, 7, 0, 0, 0.0]},
             }  # fmt: skip
+
+
+@pytest.mark.parametrize("reports", [False, True])
+def test_virtual_times_follow_the_other_figures_of_a_node(reports: bool) -> None:
+    ends = iter([np.array([1.5, 2.0, 0.1]), np.array([3.0, np.inf, 4.25])])
+    virtual = VirtualTime(SimpleNamespace(step=lambda: (None, None, None, next(ends))))  # type: ignore[arg-type]
+    texts = lines_of([make_round(round, reports) for round in range(2)], virtual)
+    found = [[json.loads(line) for line in text.splitlines()] for text in texts]
+    assert [[each["virtual_seconds"] for each in lines] for lines in found] == [[1.5, 3.0], [2.0, None], [0.1, 4.25]]
+    assert all(("gradient_norm" in each) == reports for lines in found for each in lines)
 
 
 def test_no_rounds_give_no_lines() -> None:

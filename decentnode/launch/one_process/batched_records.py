@@ -4,6 +4,7 @@ write."""
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -74,11 +75,13 @@ def _as_strings(values: np.ndarray) -> str | list[str]:
 
 
 def _reports(record: PopulationRound, virtual: VirtualTime | None) -> list[Sequence[str]]:
-    """Returns a piece with training's additional reports and the virtual time; empty if there is neither."""
-    count, reports = len(record.edges), record.local.reports
+    """Returns a piece with training's additional reports and one with the virtual time, as far as there are any."""
+    pieces: list[Sequence[str]] = []
+    if record.local.reports:
+        pieces.append(["".join(f',"{key}":{json.dumps(finite(value))}' for key, value in each.items())
+                       for each in record.local.reports])  # fmt: skip
     if virtual is not None:
-        ends = [{"virtual_seconds": virtual.finished(record.round + 1, uid)} for uid in range(count)]
-        reports = [report | end for report, end in zip(reports or [{}] * count, ends, strict=True)]
-    if not reports:
-        return []
-    return [["".join(f',"{key}":{json.dumps(finite(value))}' for key, value in each.items()) for each in reports]]
+        ends = virtual.all_finished(record.round + 1).tolist()
+        pieces.append([f',"virtual_seconds":{end!r}' if math.isfinite(end) else ',"virtual_seconds":null'
+                       for end in ends])  # fmt: skip
+    return pieces
