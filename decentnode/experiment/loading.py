@@ -97,6 +97,14 @@ def load(
     return experiment
 
 
+def parse_ahead(path: str, overrides: Sequence[str]) -> None:
+    """Parses the text of an experiment, of which nothing is imported, so that `load` need not parse it again, in this
+    process or its forks. path: "" if the experiment has no file. Raises ConfigError as `load` does."""
+    assignments(overrides, {})
+    if path:
+        _read(Path(path), path, (), [], {})
+
+
 def _read(path: Path, shown: str, children: tuple[Path, ...], files: list[str], seen: dict[str, Any]) -> Item:
     """Returns the tree of a file laid over those of the files it extends.
 

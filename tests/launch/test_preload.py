@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from decentnode.launch.children.forkserver import COMPILES, PRIVATE, may_be_private, may_compile
+from decentnode.launch.children.forkserver import COMPILES, EXPERIMENT, PRIVATE, may_be_private, may_compile
 from decentnode.launch.children.messages import Request
 
 REPORT_IMPORTS = """
@@ -68,3 +68,30 @@ def test_private_nodes_are_foreseen() -> None:
     for section, expected in (("{noise: 1}", True), ("null", False)):
         assert may_be_private(Request("", [f"training.privacy={section}"])) is expected
         assert not may_compile(Request("", [f"training.privacy={section}"]))
+
+
+REPORT_PARSED = """
+import os, sys
+from decentnode.launch.children import preload
+from decentnode.config.yaml_source import parse
+from decentnode.experiment import load
+before = parse.cache_info()
+found = load(sys.argv[1], ["node.rounds=3"], {}, check=False)
+after = parse.cache_info()
+hits, misses = after.hits - before.hits, after.misses - before.misses
+print(found.node.rounds, found.name, hits, misses, os.environ.get(sys.argv[2]))
+"""
+
+
+@pytest.mark.slow
+def test_children_find_the_text_of_the_experiment_parsed(tmp_path: Path) -> None:
+    """Parsing it was a quarter of a node's CPU time before its first round."""
+    base, child = tmp_path / "base.yaml", tmp_path / "child.yaml"
+    base.write_text((Path(__file__).parents[2] / "configs" / "quickstart.yaml").read_text())
+    child.write_text("extends: base.yaml\nname: child\n")
+    for given, misses in (([str(child), ["node.rounds=3"]], 0), (["none.yaml", ["=1"]], 3)):
+        environ = {**os.environ, EXPERIMENT: json.dumps(given)}
+        found = subprocess.run([sys.executable, "-c", REPORT_PARSED, str(child), EXPERIMENT], capture_output=True,
+                               text=True, timeout=300, check=False, env=environ)  # fmt: skip
+        assert found.returncode == 0, found.stderr
+        assert found.stdout.split() == ["3", "child", str(3 - misses), str(misses), "None"]

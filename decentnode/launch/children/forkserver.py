@@ -7,6 +7,7 @@ Measured on two cores for the quickstart's 16 nodes: 2.1 s from the command unti
 from __future__ import annotations
 
 import contextlib
+import json
 import multiprocessing
 import multiprocessing.forkserver
 import os
@@ -68,6 +69,22 @@ PRIVATE = "DECENTNODE_PRELOAD_PRIVACY"
 """Environment variable that makes the server import what private training needs, too."""
 
 
+EXPERIMENT = "DECENTNODE_PRELOAD_EXPERIMENT"
+"""Environment variable with the file and the overrides of the experiment, as JSON: the server parses them once, and not
+every node for itself."""
+MAX_EXPERIMENT = 1 << 16
+"""The most characters of EXPERIMENT; Linux takes half as many bytes again."""
+
+
+def _guessed(request: Request) -> dict[str, str]:
+    """Returns the environment variables that tell the server what the request's nodes will need."""
+    guesses = {COMPILES: may_compile(request), PRIVATE: may_be_private(request)}
+    text = json.dumps([request.config, request.overrides])
+    return {name: "1" for name, wanted in guesses.items() if wanted} | (
+        {EXPERIMENT: text} if len(text) <= MAX_EXPERIMENT else {}
+    )
+
+
 def may_compile(request: Request) -> bool:
     """Returns whether the request's text looks as if nodes compile their models (`training.compile`). It is a guess,
     because the experiment is not loaded yet; a wrong one only costs the time or the memory of an import."""
@@ -109,8 +126,7 @@ def start(request: Request | None = None) -> ForkServerContext:
     raise_open_files_limit()  # the server and its children inherit it
     _use_private_folder()
     resource_tracker.ensure_running()  # before signals are blocked below, because starting it unblocks them
-    guesses = {} if request is None else {COMPILES: may_compile(request), PRIVATE: may_be_private(request)}
-    extra = {name: "1" for name, wanted in guesses.items() if wanted}
+    extra = {} if request is None else _guessed(request)
     with _environment(MALLOC | THREADS | extra), signals_blocked():
         multiprocessing.forkserver.ensure_running()
     if not _server_environment:

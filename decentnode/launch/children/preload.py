@@ -6,6 +6,7 @@ Nothing here may start a thread, run a tensor operation or touch a GPU: forks in
 import contextlib
 import gc
 import importlib
+import json
 import os
 from importlib.resources import files
 
@@ -14,7 +15,7 @@ from decentnode.compression import CODECS
 from decentnode.data import DATASETS
 from decentnode.data.partition import PARTITIONS
 from decentnode.graph import GRAPHS, WEIGHTS
-from decentnode.launch.children.forkserver import COMPILES, PRIVATE
+from decentnode.launch.children.forkserver import COMPILES, EXPERIMENT, PRIVATE
 from decentnode.launch.children.own_modules import local_modules
 from decentnode.mapping import MAPPINGS
 from decentnode.mixing import cpu
@@ -79,6 +80,12 @@ with contextlib.suppress(Exception):  # warm-up: a first load imports modules an
     _example = load(files("decentnode").joinpath("quickstart.yaml"), environ={}, check=False)  # type: ignore[arg-type]
     _example.open_data().shares()
     _example.make_fragment_graphs()
+
+with contextlib.suppress(Exception):  # a child that loads the experiment reports its errors
+    from decentnode.experiment.loading import parse_ahead
+
+    if _given := os.environ.pop(EXPERIMENT, ""):
+        parse_ahead(*json.loads(_given))
 
 local_modules()  # finds none, but marks these modules as examined: children then look only at later ones
 cpu.library()  # compiled here the first time, rather than by every child
