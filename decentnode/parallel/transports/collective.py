@@ -21,13 +21,10 @@ from decentnode.errors import PeerLost
 from decentnode.parallel.buckets.bucket import Bucket, BucketPart
 from decentnode.parallel.planning.plan import Plan
 from decentnode.parallel.process_group.collectives import failure_reason
+from decentnode.parallel.process_group.default_group import FIRST_TAG
 from decentnode.parallel.transports.base import Flight
 from decentnode.parallel.transports.host_memory import HostMemory, HostMemoryExchange
 from decentnode.tensors import is_own_fault
-
-FIRST_TAG = 1 << 20
-"""gloo matches point-to-point operations by their tags. Those of exchanges differ from the tag 0 of a script, whose
-`recv` from any rank would otherwise take a bucket."""
 
 _tags = itertools.count(FIRST_TAG)
 """A tag for each exchange, so that those of two wrappers are not confused where ranks step them in another order. The
