@@ -15,7 +15,7 @@ from decentnode.errors import UsageError
 from decentnode.experiment import load
 from decentnode.graph.spectrum import contraction, rounds_to_consensus
 from decentnode.simulate.planner import consensus
-from decentnode.simulate.planner.candidates import Choices, Plan, pareto, ranked
+from decentnode.simulate.planner.candidates import Choices, Plan, _label, pareto, ranked
 from decentnode.simulate.planner.consensus import graph_consensus, rule_consensus
 
 ROOT = Path(__file__).parents[2]
@@ -112,6 +112,12 @@ def test_candidates_that_cannot_run_are_skipped_with_the_reason() -> None:
     assert not found and "graph.name must be one of" in skipped[0].reason  # and not the hint below it alone
     with pytest.raises(UsageError, match="not valid YAML"):
         plan.predictions(Choices(("{name: ringx",)))  # its last letter is no bracket
+
+
+def test_a_graph_within_a_graph_keeps_its_braces_in_the_table() -> None:
+    assert _label("{name: gossip_pga, base: {name: ring}}", "own") == "gossip_pga, base: {name: ring}"
+    assert (_label("ring", "own"), _label(" {name: torus} ", "own"), _label("own", "regular")) == (
+        "ring", "torus", "regular")  # fmt: skip
 
 
 @pytest.mark.slow

@@ -78,7 +78,7 @@ def _section(text: str, more: str = "") -> str:
 def _label(text: str, own: str) -> str:
     if text == OWN:
         return own
-    return text.strip("{} ").removeprefix("name:").strip()
+    return text.strip().removeprefix("{").removesuffix("}").strip().removeprefix("name:").strip()
 
 
 class Plan:
