@@ -16,6 +16,7 @@ from decentnode.formatting import names
 from decentnode.parallel.membership import founding, startup
 from decentnode.parallel.membership import job as jobs
 from decentnode.parallel.membership.founding import JobSettings
+from decentnode.parallel.process_group.attempts import attempt_store
 from decentnode.parallel.process_group.default_group import local_device
 from decentnode.parallel.process_group.rank_status import missing_ranks, publish_process
 from decentnode.parallel.process_group.shutdown import leave_at_exit
@@ -78,6 +79,10 @@ def _join_group(backend: str | None, timeout_seconds: float) -> None:
     own = dist.PrefixStore("default_pg", store)
     own.set_timeout(limit)
     try:
+        publish_process(own, rank)
+        store = attempt_store(store, rank, world_size, timeout_seconds)
+        own = dist.PrefixStore("default_pg", store)
+        own.set_timeout(limit)
         publish_process(own, rank)
         if device is not None and dist.is_nccl_available():  # where NCCL is missing, init_process_group says so
             _check_gpus(dist.PrefixStore("gpus", store), rank, world_size, device)

@@ -16,6 +16,7 @@ from decentnode.parallel.membership import job as jobs
 from decentnode.parallel.membership.addresses import Address, format_endpoint, parse_endpoint
 from decentnode.parallel.membership.founding import JobSettings
 from decentnode.parallel.membership.keys import KEYS_HINT, Access
+from decentnode.parallel.process_group.attempts import attempt_store
 
 KEY = "decentnode/member"
 """Key prefix in the store at which ranks meet: for each rank, the attempt of torchrun that its process belongs to, and
@@ -47,6 +48,7 @@ def start(join: str | None, settings: JobSettings) -> None:
         job = founding.join_job(running, settings)
         raw.set(f"{KEY}/{rank}", f"{attempt} joined {job.address}")
         return
+    store = attempt_store(store, rank, world, settings.timeout_seconds)
     _check_keys(store, rank, world, access)
     if access.has_keys:
         job = founding.found_job_with_keys(store, rank, world, settings)

@@ -43,14 +43,14 @@ def report_end() -> None:
     """Reports the error that this script has just ended with, or that it has ended without one, unless another rank has
     reported before. Blocking for STORE_SECONDS at most. To be called as the interpreter ends."""
     error = getattr(sys, "last_value", None)  # set before an uncaught exception is printed
-    if hasattr(sys, "ps1") or not _is_store_usable() or (error is None and not _store_outlives_ranks()):
+    if hasattr(sys, "ps1") or not _is_store_usable() or (error is None and not store_outlives_ranks()):
         return
     message = "" if error is None else describe_error(error)
     text = f"{dist.get_rank()} {message}".encode(errors="replace")[:MAX_BYTES].decode(errors="ignore")
     _with_timeout(lambda store: store.compare_set(END_KEY, "", text))
 
 
-def _store_outlives_ranks() -> bool:
+def store_outlives_ranks() -> bool:
     """Returns whether the store belongs to torchrun's agent. A store of rank 0 may be gone when all ranks end, of which
     torch prints a warning."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -72,7 +72,7 @@ def publish_process(store: Any, rank: int) -> None:
     """Publishes the identity of this rank's process before there is a process group. store: of the future group. Raises
     RuntimeError if the store is gone."""
     global _rank_0_has_store
-    _rank_0_has_store = not _store_outlives_ranks()
+    _rank_0_has_store = not store_outlives_ranks()
     store.set(f"{ENTRY_KEY}/{rank}", _own_entry())
 
 
