@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -18,6 +19,7 @@ from decentnode.experiment.crosschecks.sharing import unmet_requirements
 from decentnode.graph.base import view
 from decentnode.payload import Payload
 from decentnode.sharing.clipped_gossip import ClippedGossipConfig, clipped_weights, distances_from
+from decentnode.sharing.trimmed_mean import _ranked
 from tests.graph.contract import make
 from tests.sharing.contract import random_models, rule, run_round, set_up_rules
 from tests.sharing.test_requirements import QUICKSTART
@@ -183,3 +185,24 @@ def test_graphs_with_too_few_neighbors_are_refused() -> None:
                           "node.missing=return_weight"])  # fmt: skip
     with pytest.raises(ConfigError, match="has 1 in round 0"):
         load(QUICKSTART, ["sharing=clipped_gossip", "graph={name: one_peer_exponential, nodes: 16}"])
+
+
+@pytest.mark.parametrize("count", range(1, 11))
+def test_values_are_ranked_by_minima_and_maxima_alone(count: int) -> None:
+    """A network that sorts all columns of zeros and ones sorts everything (Knuth 3, 5.3.4, theorem Z)."""
+    columns = torch.tensor(list(itertools.product([0.0, 1.0], repeat=count))).T
+    for first, last in itertools.combinations(range(count + 1), 2):
+        ranked = _ranked(list(columns.unbind()), first, last)
+        assert torch.equal(ranked, columns.sort(0).values[first:last]), (first, last)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+def test_nan_and_infinity_are_ranked_as_sort_does(dtype: torch.dtype) -> None:
+    rows = torch.randn(7, 500, generator=torch.Generator().manual_seed(1)).to(dtype)
+    rows[2, 5] = rows[3, 5] = rows[6, 8] = math.nan
+    rows[0, 7], rows[1, 7] = math.inf, -math.inf
+    before = rows.clone()
+    for changed in (rows, rows.nan_to_num(0)):
+        expected = changed.sort(0).values[1:6]
+        assert torch.allclose(_ranked(list(changed.unbind()), 1, 6), expected, rtol=0, atol=0, equal_nan=True)
+    assert torch.allclose(rows, before, rtol=0, atol=0, equal_nan=True)
