@@ -18,6 +18,7 @@
 #                                        and without regroup; AccumAdam, slow links, stragglers
 # bash eval/bench.sh slow_links          four machines on cables of 100 Mbit/s and 1 Gbit/s: time to learn, beside PyTorch DDP
 #                                        with fp16, PowerSGD and model averaging; --latency MS (needs root)
+# bash eval/bench.sh outer_steps         loss of a small GPT by bytes: rules that exchange every few steps, beside SparseLoCo
 # bash eval/bench.sh collective          torch.distributed's gloo through decentnode, beside gloo alone and other transports
 # bash eval/bench.sh simulate [CASE...]  node-updates per second of simulated runs, beside bare loops; --gossipy PATH
 # bash eval/bench.sh scale [CONFIG...]   memory and speed of simulations of 1,000 and 10,000 nodes
@@ -30,7 +31,7 @@ script=$root/eval/benchmarks/$what.py
 if [ ! -f "$script" ] || [ "$what" = common ] || [ "$what" = floor ] || [ "$what" = delayed ] || [ "$what" = paced ] ||
   [ "$what" = ddp_paced ] ||
   [ "$what" = digits_reference ] || [ "$what" = beside_gossipy ]; then
-  echo "unknown benchmark '$what'; there is: asynchronous, calls, collective, ddp, digits_table, effect_of_n, link, overlap, pairs, processes, rounds, scale, secure_aggregation, sharing, simulate, slow_links, start, virtual" >&2
+  echo "unknown benchmark '$what'; there is: asynchronous, calls, collective, ddp, digits_table, effect_of_n, link, outer_steps, overlap, pairs, processes, rounds, scale, secure_aggregation, sharing, simulate, slow_links, start, virtual" >&2
   exit 2
 fi
 exec "$venv/bin/python" "$script" "$@"
