@@ -56,15 +56,18 @@ def command(
     drawn up to its last round, and its label says so. Without -o, the figure is written to RUN/plots/ of the first run.
     """
     from decentnode.launch.files.run_dir import resolve, resolve_all
-    from decentnode.report.pictures.plots import draw_side_by_side, plot, write
+    from decentnode.report.pictures.plots import check_name, draw_side_by_side, plot, write
     from decentnode.report.reading.runs import axes_of, curves_of, lines, overview
 
     if dumps:
         _print_result([], _dumps(runs, output))
         return
-    paths = [path for run in runs for path in (resolve_all(run, Path("runs")) if all_runs else [resolve(run)])]
-    if panel is not None and (preset != "curves" or (output is not None and output.suffix == ".csv")):
+    as_csv = output is not None and output.suffix == ".csv"
+    if panel is not None and (preset != "curves" or as_csv):
         raise click.UsageError("--panel needs --preset curves")
+    if output is not None and not (as_csv and preset == "curves"):
+        check_name(output, paper)
+    paths = [path for run in runs for path in (resolve_all(run, Path("runs")) if all_runs else [resolve(run)])]
     drawn, notes = lines(paths, labels, seeds_once=all_runs, panel=panel)
     if preset != "curves":
         _print_result(notes, _preset(preset, drawn, metric, axes, paper, output, paths[0]))
@@ -78,7 +81,7 @@ def command(
         _print_result(notes, target)
         return
     metrics = overview(drawn) if metric == "all" else [metric]
-    if output is not None and output.suffix == ".csv":
+    if output is not None and as_csv:
         from decentnode.report.series_table import csv_of
         from decentnode.system import write_atomic
 

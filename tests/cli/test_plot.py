@@ -48,3 +48,13 @@ def test_a_missing_run_is_refused(tmp_path: Path) -> None:
     result = CliRunner().invoke(main, ["plot", str(tmp_path / "none")])
     assert result.exit_code == 2
     assert "no run in" in result.output
+
+
+@pytest.mark.parametrize("options, message", [
+    (["-o", "x.gif"], "must end in .png, .pdf, .svg, got x.gif"),
+    (["--paper", "-o", "x.png"], "must end in .pdf, .svg with --paper, got x.png"),
+    (["--preset", "merged", "-o", "x.csv"], "must end in .png, .pdf, .svg, got x.csv"),
+])  # fmt: skip
+def test_a_wrong_name_is_refused_before_runs_are_read(tmp_path: Path, options: list[str], message: str) -> None:
+    result = CliRunner().invoke(main, ["plot", str(tmp_path / "none"), *options])
+    assert result.exit_code == 2 and message in result.output, result.output

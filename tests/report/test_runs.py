@@ -317,7 +317,7 @@ def test_a_figure_for_a_paper_is_one_column_wide_without_serifs_or_bitmaps(
     fonts = set(re.findall(rb"/BaseFont /(?:[A-Z]{6}\+)?([\w-]+)", pdf))
     assert fonts and not any(b"Serif" in font or b"Times" in font for font in fonts), fonts
     assert b"/Subtype /Type3" not in pdf and b"/Subtype /Image" not in pdf
-    with pytest.raises(UsageError, match=r"must end in \.pdf, \.svg"):
+    with pytest.raises(UsageError, match=r"must end in \.pdf, \.svg with --paper"):
         plot(found, ["accuracy"], ["rounds"], tmp_path / "p.png", paper=True)
     with pytest.raises(UsageError, match="one panel, got 2 x 1"):
         plot(found, ["accuracy", "loss"], ["rounds"], tmp_path / "p.pdf", paper=True)

@@ -75,14 +75,21 @@ def plot(
 def write(make_figure: Callable[[], Figure], path: Path, paper: bool = False) -> None:
     """Draws a figure, for papers in their style, and writes it to a file. Raises UsageError for an unknown suffix,
     EnvironmentFault if the file cannot be written."""
-    suffixes = PAPER_SUFFIXES if paper else SUFFIXES
-    if path.suffix not in suffixes:
-        raise UsageError(f"the picture's name must end in {', '.join(suffixes)}, got {path.name}")
+    check_name(path, paper)
     import matplotlib
 
     style: Any = PAPER if paper else {}
     with matplotlib.rc_context(style):
         save(make_figure(), path, "; choose another place with -o")
+
+
+def check_name(path: Path, paper: bool = False) -> None:
+    """Raises UsageError unless the suffix of a picture's file is that of a known format, for papers of vector graphics.
+    """
+    suffixes = PAPER_SUFFIXES if paper else SUFFIXES
+    if path.suffix not in suffixes:
+        where = " with --paper" if paper else ""
+        raise UsageError(f"the picture's name must end in {', '.join(suffixes)}{where}, got {path.name}")
 
 
 def save(figure: Figure, path: Path, remedy: str = "") -> None:
