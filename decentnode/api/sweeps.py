@@ -45,17 +45,18 @@ class Sweep:
     def table(self) -> DataFrame:
         """Returns a row per combination, the best first: mean and standard deviation (`..._std`) of every figure over
         the seeds, and a paired t-test against the best combination, with `within` against the best of its group
-        (`minus_best` with its 95 % interval, `p`). Raises EnvironmentFault without pandas."""
+        (`minus_best` with its 95 % interval, `p`). A column per key has its values; of sections, the short text of
+        printed tables. Raises EnvironmentFault without pandas."""
         from decentnode.sweeps.results import frame_rows
 
-        return pandas().DataFrame(_with_numbers(frame_rows(self._results), self._results))
+        return pandas().DataFrame(_with_values(frame_rows(self._results), self._results))
 
     def points(self) -> DataFrame:
         """Returns a row per combination and seed: how it ended, its figures, the folder of its run. Raises as `table`
         does."""
         from decentnode.sweeps.results import point_rows
 
-        return pandas().DataFrame(_with_numbers(point_rows(self._results), self._results))
+        return pandas().DataFrame(_with_values(point_rows(self._results), self._results))
 
     def evaluations(self) -> DataFrame:
         """Returns a row per combination, seed and evaluation: the figures of summary.json after that round (`round`),
@@ -63,7 +64,7 @@ class Sweep:
         the round before. Raises as `table` does."""
         from decentnode.sweeps.evaluations import evaluation_rows
 
-        return pandas().DataFrame(_with_numbers(evaluation_rows(self._results), self._results))
+        return pandas().DataFrame(_with_values(evaluation_rows(self._results), self._results))
 
     @property
     def best(self) -> dict[str, Any]:
@@ -180,9 +181,16 @@ def _parsed(text: str) -> Any:
     return value
 
 
-def _with_numbers(rows: Iterable[Mapping[str, Any]], results: Results) -> list[dict[str, Any]]:
-    """Returns the rows with the values of swept keys, which are strings, converted to numbers where they are numbers.
-    """
-    keys = {key for each in results.rows for key, _ in each.settings}
-    return [{name: _parsed(value) if name in keys and isinstance(value, str) else value for name, value in row.items()}
+def _with_values(rows: Iterable[Mapping[str, Any]], results: Results) -> list[dict[str, Any]]:
+    """Returns the rows with the values of swept keys, which are texts, converted such that tables can be grouped by
+    them: numbers and other scalars as such, sections to their short text in printed tables, lists unchanged."""
+    from decentnode.sweeps.space import short_values
+
+    rows, keys = list(rows), {key for each in results.rows for key, _ in each.settings}
+    values: dict[tuple[str, str], Any] = {}
+    for key in keys:
+        for text, short in short_values(row[key] for row in rows if isinstance(row.get(key), str)).items():
+            value = _parsed(text)
+            values[key, text] = short if isinstance(value, dict | list) else value
+    return [{name: values.get((name, value), value) if isinstance(value, str) else value for name, value in row.items()}
             for row in rows]  # fmt: skip

@@ -54,6 +54,19 @@ def test_a_sweep_returns_tables_and_does_not_repeat_points(tmp_path: Path, capsy
 
 
 @pytest.mark.slow
+def test_tables_can_be_grouped_by_swept_sections(tmp_path: Path) -> None:
+    pytest.importorskip("pandas")
+    rules = [{"name": "full"}, {"name": "topk", "fraction": 0.5}, {"name": "topk", "fraction": 0.1}]
+    found = decentnode.sweep(experiment(**QUICK), {("sharing", "model.hidden"): [(rule, [8]) for rule in rules]},
+                             run_dir=tmp_path, progress=False, model={"name": "mlp"})  # fmt: skip
+    names = {"full", "topk fraction=0.5", "topk fraction=0.1"}
+    for frame in (found.table(), found.points(), found.evaluations()):
+        assert set(frame.groupby(["sharing", "model.hidden"])["accuracy_mean"].mean().index) == {
+            (name, "[8]") for name in names}  # fmt: skip
+    assert found.best["sharing"] in rules and found.best["model.hidden"] == [8]
+
+
+@pytest.mark.slow
 def test_settings_of_points_override_the_sections_of_the_call(tmp_path: Path) -> None:
     """These sections in turn override those of the config."""
     found = decentnode.sweep(experiment(**QUICK), {"graph.name": ["star"]}, run_dir=tmp_path, progress=False,
