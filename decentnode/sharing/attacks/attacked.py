@@ -46,11 +46,20 @@ class Attacked(Wrapper):
     def payload_schema(self, elements: int, dtype: torch.dtype) -> dict[str, TensorSpec]:
         schema = super().payload_schema(elements, dtype)
         assert sends_models(schema, elements) or not self.attack.NEEDS_MODELS  # a check of the experiment says so
+        self._payload_bytes = sum(spec.max_elements * spec.dtype.itemsize for spec in schema.values())
         return schema
 
+    def phase_bytes(self, view: RoundView, elements: int) -> tuple[float, ...] | None:
+        if self.attack.OMNISCIENT:  # models in both phases; in the first, nothing may be sent in the first rounds
+            return self._payload_bytes, self._payload_bytes
+        return self.rule.phase_bytes(view, elements)
+
     def plan(self, view: RoundView) -> RoundView:
-        return self._learning(view) if self._learns_in(view) else replace(self.rule.plan(self._inner(view)),
-                                                                          phase=view.phase)  # fmt: skip
+        if not self.attack.OMNISCIENT:
+            return self.rule.plan(view)
+        if self._learns_in(view):
+            return self._learning(view)
+        return replace(self.rule.plan(self._inner(view)), phase=view.phase)
 
     def plan_buffers(self, view: RoundView) -> RoundView:
         return self.rule.plan(view) if self.attack.OMNISCIENT else self.rule.plan_buffers(view)
@@ -116,7 +125,7 @@ class Attacked(Wrapper):
 
     def _inner(self, view: RoundView) -> RoundView:
         """Returns a view of the rule's own phase as the rule expects it."""
-        return replace(view, phase=view.phase - 1) if self.attack.OMNISCIENT else view
+        return replace(view, phase=0) if self.attack.OMNISCIENT else view
 
     def _learning(self, view: RoundView) -> RoundView:
         """Returns the view of the phase in which honest nodes send their models to all attackers. Nothing is sent in

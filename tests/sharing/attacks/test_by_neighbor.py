@@ -19,6 +19,7 @@ from decentnode.sharing.attacks.base import Attack, AttackConfig, Knowledge
 from decentnode.sharing.attacks.spectral import slowest_direction
 from decentnode.sharing.base import Sharing
 from decentnode.sharing.rounds import plan_mismatch
+from decentnode.simulate.traffic import Traffic
 from tests.graph.contract import make
 from tests.sharing.attacks.test_attacks import last_evaluation, make_attack, run_and_record, small_experiment
 from tests.sharing.contract import RULES, random_models, rule, run_round, set_up_rules
@@ -239,6 +240,14 @@ def test_weights_that_an_attacker_does_not_know_are_refused() -> None:
     with pytest.raises(ConfigError, match="dissensus needs weights that all nodes know, got samples"):
         small_experiment("attack={name: dissensus, count: 1}", "node.quorum={share: 0.5, weights: samples}",
                          "node.missing=return_weight")  # fmt: skip
+
+
+def test_predicted_bytes_are_those_of_models_also_before_the_attack_begins() -> None:
+    experiment = small_experiment("attack={name: dissensus, nodes: [1, 4], first_round: 2}")
+    traffic = Traffic(experiment)
+    assert set(traffic.exchanged[0].phase_bytes) == {traffic.model_bytes}
+    sent = [[float(transfers.sizes.sum()) / traffic.model_bytes for transfers in traffic(round)] for round in (1, 2)]
+    assert sent == [[0, 30], [8, 30]]
 
 
 @pytest.mark.parametrize("schedule", ["sequential", "overlapped"])
