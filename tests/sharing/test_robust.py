@@ -33,7 +33,7 @@ def distance(x: Tensor, y: Tensor) -> float:
     return distances_from(x, [y])[0]
 
 
-ARBITRARY_VALUES = st.sampled_from([0.0, 1.0, -3.0, 1e30, -1e38, math.inf, -math.inf, math.nan])
+ARBITRARY_VALUES = st.sampled_from([0.0, 1.0, -3.0, 6e4, 1e30, -1e38, math.inf, -math.inf, math.nan])
 N, SIZE = 7, 5
 
 
@@ -48,14 +48,16 @@ def mixed_by_node_0(options: dict[str, Any], models: list[Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize("options", ROBUST, ids=str)
-@given(sent=st.lists(ARBITRARY_VALUES, min_size=2 * SIZE, max_size=2 * SIZE), seed=st.integers(0, 9))
+@given(sent=st.lists(ARBITRARY_VALUES, min_size=2 * SIZE, max_size=2 * SIZE), seed=st.integers(0, 9),
+       dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16, torch.float64]))  # fmt: skip
 def test_two_attackers_move_a_model_by_no_more_than_twice_the_distances_between_honest_models(
-    options: dict[str, Any], sent: list[float], seed: int
+    options: dict[str, Any], sent: list[float], seed: int, dtype: torch.dtype
 ) -> None:
     """Whatever two of six neighbors send."""
     draws = torch.Generator().manual_seed(seed)
     models = [torch.randn(SIZE, generator=draws) for _ in range(N - 2)]
     models += [torch.tensor(sent[:SIZE]), torch.tensor(sent[SIZE:])]
+    models = [model.to(dtype) for model in models]
     mixed = mixed_by_node_0({**options, "byzantine": 2}, models)
     farthest = max(distance(models[0], model) for model in models[: N - 2])
     assert bool(mixed.isfinite().all())
