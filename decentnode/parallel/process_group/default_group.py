@@ -8,10 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-FIRST_TAG = 1 << 20
-"""gloo matches point-to-point operations by their tags. Those of exchanges differ from the tag 0 of a script, whose
-`recv` from any rank would otherwise take a bucket."""
-
 
 def num_ranks() -> int:
     """Returns the number of ranks of the default process group; 1 without one."""

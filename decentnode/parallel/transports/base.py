@@ -21,6 +21,10 @@ from decentnode.parallel.process_group.default_group import device_of_group, num
 
 T = TypeVar("T")
 
+FIRST_TAG = 1 << 20
+"""gloo matches point-to-point operations by their tags. Those of exchanges differ from the tag 0 of a script, whose
+`recv` from any rank would otherwise take a bucket."""
+
 
 def _keep_waiting(peer: int, since: float, now: float) -> None:
     """Continues the wait for a rank: the default of `BucketExchange.interrupt`."""

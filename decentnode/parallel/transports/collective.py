@@ -21,8 +21,7 @@ from decentnode.errors import PeerLost
 from decentnode.parallel.buckets.bucket import Bucket, BucketPart
 from decentnode.parallel.planning.plan import Plan
 from decentnode.parallel.process_group.collectives import failure_reason
-from decentnode.parallel.process_group.default_group import FIRST_TAG
-from decentnode.parallel.transports.base import Flight
+from decentnode.parallel.transports.base import FIRST_TAG, Flight
 from decentnode.parallel.transports.host_memory import HostMemory, HostMemoryExchange
 from decentnode.tensors import is_own_fault
 
