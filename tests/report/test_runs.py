@@ -149,11 +149,13 @@ def test_nodes_with_own_rounds_are_averaged_by_time(tmp_path: Path) -> None:
                     *({"kind": "round", "round": r - 1, "time": 100.0 + r, "seconds": 1.0} for r in (1, 6, 7, 8, 9)),
                     {"kind": "evaluation", "round": 10, "time": 109.0, "accuracy": 0.8}]  # fmt: skip
     run.nodes[2].insert(2, {"kind": "generation", "generation": 2, "time": 105.5})
+    run = RecordedRun(tmp_path, run.nodes)
     found = run.series("accuracy", "rounds")
     assert found.x == [0, 2, 4, 6, 8, 10], "a node that died and came back is the furthest in the end"
     assert found.low[2:3] == pytest.approx([40]), "a node that is away must not be in the mean"
     assert found.low[3] < 60 and found.mean[-1] == pytest.approx(80)
     del run.nodes[2], run.nodes[1][:-1]  # values before a node's first record must not be made up
+    run = RecordedRun(tmp_path, run.nodes)
     (first, *_), (*_, last) = (run.series("accuracy", "rounds").x, run.series("accuracy", "rounds").mean)
     assert first == 0 and last == pytest.approx(80)
 

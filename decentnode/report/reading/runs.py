@@ -67,7 +67,7 @@ class Series:
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """The records of a run by uid, in order."""
+    """The records of a run by uid, in order. They must not change, because what is computed from them is kept."""
 
     path: Path
     nodes: dict[int, list[dict[str, Any]]]
@@ -83,6 +83,25 @@ class RecordedRun:
             recorded = None
         return max(len(self.nodes), recorded) if isinstance(recorded, int) else len(self.nodes)
 
+    @functools.cached_property
+    def _by_kind(self) -> dict[str, dict[int, list[dict[str, Any]]]]:
+        """kind -> uid -> the records of this kind, in order."""
+        found: dict[str, dict[int, list[dict[str, Any]]]] = {}
+        for uid, records in self.nodes.items():
+            for record in records:
+                found.setdefault(record.get("kind", ""), {}).setdefault(uid, []).append(record)
+        return found
+
+    @functools.cached_property
+    def _series(self) -> dict[tuple[str, str, bool], Series]:
+        """What `series` has returned: a report draws a curve, and also finds the common part of the axes of all."""
+        return {}
+
+    @functools.cached_property
+    def _totals(self) -> dict[str, dict[int, float]]:
+        """What `_cumulative` has returned, by axis."""
+        return {}
+
     def by_node(self, metric: str, merged: bool = False) -> dict[int, dict[int, tuple[float, float]]]:
         """Returns rounds finished -> uid -> (value, time), in the order of the rounds and in the unit of the curve's
         label."""
@@ -90,9 +109,9 @@ class RecordedRun:
         if curve is None:
             return {}
         key, offset = curve.merged if merged else curve.key, int(curve.kind == "round")
-        for uid, records in self.nodes.items():
+        for uid, records in self._by_kind.get(curve.kind, {}).items():
             for record in records:
-                if record.get("kind") == curve.kind and isinstance(value := record.get(key), int | float):
+                if isinstance(value := record.get(key), int | float):
                     by_uid = by_rounds.setdefault(record["round"] + offset, {})
                     by_uid[uid] = (curve.scale * value, record.get("time", 0.0))  # the last record of a round wins
         return {rounds: by_rounds[rounds] for rounds in sorted(by_rounds)}
@@ -155,11 +174,14 @@ class RecordedRun:
     def series(self, metric: str, axis: str, merged: bool = False) -> Series:
         """Returns the values joined over nodes by round. Seconds count from the first record of any node, without the
         time between a run and its resumption; bytes are the payloads that all nodes had sent."""
-        points = self.by_round(metric, axis, merged).values()
-        return Series(
-            [x for x, _ in points], [statistics.fmean(v) for _, v in points],
-            [min(v) for _, v in points], [max(v) for _, v in points],
-        )  # fmt: skip
+        key = metric, axis, merged
+        if key not in self._series:
+            points = self.by_round(metric, axis, merged).values()
+            self._series[key] = Series(
+                [x for x, _ in points], [statistics.fmean(v) for _, v in points],
+                [min(v) for _, v in points], [max(v) for _, v in points],
+            )  # fmt: skip
+        return self._series[key]
 
     def _running_seconds(self, time: float) -> float:
         """Returns for how many seconds the run had been running at the given time of its records."""
@@ -189,6 +211,8 @@ class RecordedRun:
     def _cumulative(self, axis: str) -> dict[int, float]:
         """Returns rounds finished -> the bytes of payloads that all nodes had sent by then, or the samples or epochs
         that they had trained on, including those of nodes that have left."""
+        if axis in self._totals:
+            return self._totals[axis]
         increments: dict[int, float] = {}
         for rounds, _, increment in self._increments(axis):
             increments[rounds] = increments.get(rounds, 0.0) + increment
@@ -196,6 +220,7 @@ class RecordedRun:
         for rounds in sorted(increments):
             total += increments[rounds]
             totals[rounds] = total
+        self._totals[axis] = totals
         return totals
 
     def _increments(self, axis: str) -> Iterator[tuple[int, float, float]]:
