@@ -18,7 +18,7 @@ from decentnode.report.latex import tabular
 from decentnode.report.reading.measured import DEFAULT_METRICS, columns
 from decentnode.report.reading.reached import TO_TARGET, ExtraColumn
 from decentnode.report.reading.repeats import Label, RunResult, labels_of, short_labels
-from decentnode.report.reading.significance import Paired, holm, paired
+from decentnode.report.reading.significance import Paired, holm, p_text, paired
 
 PER_NODE = {"bytes_sent_per_node": "bytes_sent_total", "bytes_metadata_per_node": "bytes_metadata_total"}
 NOT_FOR_PAPERS = ("consensus_rms", "consensus_distance", "bytes_metadata_per_node", "round_seconds_median")
@@ -162,7 +162,7 @@ def table_cells(
     for index, each in enumerate(rows):
         test_cells = []
         if test is not None:
-            test_cells = [_difference(test, index), "" if (p := test.p[index]) is None else f"{p:.3f}"]
+            test_cells = [_difference(test, index), p_text(test.p[index])]
         cells.append([each.name, str(each.runs), each.shown(shown[0]), *test_cells, *map(each.shown, shown[1:])])
     return cells
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Sequence
 
 _SPECIAL = {"\\": r"\textbackslash{}", "{": r"\{", "}": r"\}", "$": r"\$", "&": r"\&", "#": r"\#", "%": r"\%",
-            "_": r"\_", "^": r"\textasciicircum{}", "~": r"\textasciitilde{}"}  # fmt: skip
+            "_": r"\_", "^": r"\textasciicircum{}", "~": r"\textasciitilde{}", "<": "$<$", ">": "$>$"}  # fmt: skip
+_MINUS = re.compile(r"(?<!\w)-(?=[\d.])")
 
 
 def escaped(text: str) -> str:
-    """Returns text with the special characters of LaTeX escaped."""
-    return "".join(_SPECIAL.get(character, character) for character in text).replace("±", r"$\pm$")
+    """Returns text with the special characters of LaTeX escaped, and with minus signs instead of hyphens before
+    numbers."""
+    found = "".join(_SPECIAL.get(character, character) for character in text).replace("±", r"$\pm$")
+    return _MINUS.sub("$-$", found)
 
 
 def tabular(cells: Sequence[Sequence[str]], left: int, bold: Collection[tuple[int, int]] = ()) -> str:
@@ -22,5 +26,6 @@ def tabular(cells: Sequence[Sequence[str]], left: int, bold: Collection[tuple[in
     for row, line in enumerate(cells[1:]):
         shown = [rf"\textbf{{{escaped(cell)}}}" if (row, column) in bold else escaped(cell)
                  for column, cell in enumerate(line)]  # fmt: skip
-        lines.append(" & ".join(shown) + r" \\")
+        protected = "{}" if shown[0][:1] in ("[", "*") else ""  # or LaTeX reads it as an argument of the \\ before it
+        lines.append(protected + " & ".join(shown) + r" \\")
     return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", ""])

@@ -20,7 +20,7 @@ from decentnode.report.reading import repeats
 from decentnode.report.reading.measured import DEFAULT_METRICS, columns, metrics_of_summary
 from decentnode.report.reading.reached import ExtraColumn, target_columns
 from decentnode.report.reading.repeats import RunResult
-from decentnode.report.reading.significance import Paired, holm, paired
+from decentnode.report.reading.significance import Paired, holm, p_text, paired
 from decentnode.sweeps.conduct import Ended, State
 from decentnode.sweeps.plan import Sweep
 from decentnode.sweeps.point import label_of
@@ -244,7 +244,7 @@ def _cells(results: Results) -> list[list[str]]:
         line = [*(values.get(key, "") for key in names), *([str(each.rounds)] if halved else []), _runs(each)]
         line.append(each.compared.shown(shown[0]))
         if tested:
-            line += [_difference(each, shown[0]), "" if each.p is None else f"{each.p:.3f}"]
+            line += [_difference(each, shown[0]), p_text(each.p)]
         cells.append([*line, *(each.compared.shown(figure) for figure in shown[1:])])
     return cells
 

@@ -24,6 +24,13 @@ class Paired:
     0."""
 
 
+def p_text(p: float | None) -> str:
+    """Returns a p-value as tables show it: never as 0.000, since no probability by chance is zero."""
+    if p is None:
+        return ""
+    return "<0.001" if p < 0.001 else f"{p:.3f}"
+
+
 def paired(ours: Mapping[Any, float], theirs: Mapping[Any, float]) -> Paired | None:
     """Compares values by seed, ours minus theirs. Returns None for fewer than two common seeds."""
     differences = [ours[seed] - theirs[seed] for seed in ours if seed in theirs]
