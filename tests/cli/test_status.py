@@ -79,6 +79,12 @@ def test_the_table_fits_80_columns_with_one_line_per_node_or_edge(edges: bool) -
     assert not edges or all(text in rows[1] for text in ("to 900", "1234567", "123.5 GB"))
 
 
+@pytest.mark.parametrize("edges", [False, True])
+def test_simulated_nodes_without_connections_show_no_traffic(edges: bool) -> None:
+    assert "1.0 kB" in table_text({1: node_status(1)}, edges)
+    assert "0 B" not in table_text({1: node_status(1, edges={})}, edges)
+
+
 def test_a_missing_run_is_refused(tmp_path: Path) -> None:
     result = CliRunner().invoke(main, ["status", str(tmp_path / "nowhere")])
     assert result.exit_code == 2
