@@ -31,8 +31,10 @@ from decentnode.node.schedules.schedules import SCHEDULES
 from decentnode.sharing import SHARINGS
 from decentnode.sharing.base import Sharing
 from decentnode.sharing.compressed import make_sharing
+from decentnode.sharing.d2 import D2
 from decentnode.sharing.dump import DumpConfig
 from decentnode.sharing.hooks import AROUND_STEPS, Hooks, own_methods
+from decentnode.sharing.lead import Lead
 from decentnode.sharing.parameters import ParametersConfig
 from decentnode.sharing.requirements import Requirements
 from decentnode.sharing.rounds import (
@@ -45,8 +47,12 @@ from decentnode.sharing.rounds import (
 from decentnode.sharing.slowmo import OuterConfig, SlowMo
 from decentnode.sharing.step_size import STEPS
 from decentnode.sharing.weighted_by_training import reason_against_weights
+from decentnode.training.supervised_config import SupervisedConfig
 
 logger = logging.getLogger(__name__)
+
+CONSTANT = "constant", 0
+"""Name and warm-up of a schedule with which the learning rate does not change."""
 
 
 def check_sharing_class(experiment: Experiment) -> Iterator[Problem]:
@@ -286,6 +292,19 @@ def check_missing_payloads(experiment: Experiment) -> Iterator[Problem]:
     if getattr(experiment.communication, "non_finite", "pass") == "reject":
         yield Problem(("communication", "non_finite"), f": {never}, but reject drops payloads; use non_finite: "
                       "pass, with node.check_finite: true", other=("sharing",))  # fmt: skip
+
+
+def check_equal_rates(experiment: Experiment) -> Iterator[Problem]:
+    """Checks that all nodes have the same learning rate with rules whose corrections fall with it: in the sum over the
+    nodes these cancel only if all of them become smaller by the same factor."""
+    rule, training = _rule_class(experiment), experiment.training
+    if rule is None or not issubclass(rule, D2 | Lead) or not isinstance(training, SupervisedConfig):
+        return
+    schedule = training.lr_schedule
+    if training.local_epochs is not None and schedule.every == "step" and (schedule.name, schedule.warmup) != CONSTANT:
+        yield Problem(("training", "lr_schedule", "every"), f"must be round with local_epochs and "
+                      f"{experiment.sharing.name}: after epochs of unequal length nodes have unequal learning rates, "
+                      "with which the rule is not exact, got step", other=("sharing",))  # fmt: skip
 
 
 def check_private_rule(experiment: Experiment) -> Iterator[Problem]:
