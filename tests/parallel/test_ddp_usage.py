@@ -325,6 +325,10 @@ def test_wrappers_that_ranks_step_in_different_orders_are_not_mixed_with_each_ot
     assert run_ranks(2, ddp_usage.step_two_wrappers_in_another_order) == [[0.0, 0.0]] * 2
 
 
+def test_averaged_float16_gradients_do_not_overflow() -> None:
+    assert run_ranks(2, ddp_usage.average_large_half_gradients) == [[-53248.0] * 3] * 2
+
+
 def test_gradients_are_averaged_where_ranks_use_different_heads() -> None:
     assert max(run_ranks(3, ddp_usage.average_gradients_of_different_heads)) < 1e-6
 

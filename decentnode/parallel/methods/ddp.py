@@ -57,10 +57,13 @@ class GradientAveraging(DistOptimizer):
         trained = [p for p, is_ in zip(self.params, chosen, strict=True) if is_]
         own = torch.tensor([*(p.grad is not None for p in trained), more], device=self.center.device)
         flat = torch.cat([each.reshape(-1) for each in self.dense_gradients(trained)] or [self.center[:0]])
+        divisor = self.world_size
+        if flat.dtype is torch.float16:  # a sum of large gradients would overflow
+            flat, divisor = flat.div_(divisor), 1
         steps = self.steps
         total = self.sum(self.with_step_number(flat, own.to(flat.dtype)))
         total = self.without_step_number(total, steps)
-        gradients = total[: flat.numel()].div_(self.world_size).split([p.numel() for p in trained])
+        gradients = total[: flat.numel()].div_(divisor).split([p.numel() for p in trained])
         counts = total[flat.numel() :].real.tolist()
         for p, gradient, ranks in zip(trained, gradients, counts[:-1], strict=True):
             if ranks:

@@ -221,6 +221,15 @@ def average_gradients_of_different_heads(rank: int, n: int) -> float:
     return float((flat(module) - flat(whole)).abs().max())
 
 
+def average_large_half_gradients(rank: int, n: int) -> list[float]:
+    """Returns a float16 parameter after a step along the mean of the gradients 57344 and 49152."""
+    weight = nn.Parameter(torch.zeros(3, dtype=torch.float16))
+    comm = CommOptimizer(torch.optim.SGD([weight], lr=1.0), "DDP", world_size=n)
+    (weight * (57344.0 - 8192.0 * rank)).sum().backward()
+    comm.step()
+    return weight.tolist()
+
+
 def train_comm_optimizer(module: nn.Module, comm: CommOptimizer, rank: int, first: int, last: int) -> None:
     for t in range(first, last):
         x, y = batch(rank, t)
