@@ -7,10 +7,7 @@ import itertools
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
-import numpy as np
-import torch
-
-from decentnode.graph.base import Entries, Graph, RoundView, view, view_without_exchange
+from decentnode.graph.base import Graph, RoundView, view, view_without_exchange
 from decentnode.sharing.base import Sharing
 
 LONGEST_REST = 4096
@@ -19,8 +16,6 @@ EXCHANGES = 64
 """The number of exchanges (but at least 16 periods of the graph) within which all nodes must be connected. With this
 many random matchings, the probability that 4,096 nodes are not connected is far below 1e-9."""
 
-REPEATED_EXCHANGES = 200
-"""The number of exchanges after which `distance_left` compares the models."""
 PLANNED_EXCHANGES = 16
 """The number of exchanges whose plans `plan_mismatch` compares."""
 
@@ -76,28 +71,6 @@ def find_unreached_pair(rule: Sharing, graph: Graph, seed: int = 0, fragment: in
         return 0, unreachable
     unreachable = _unreached(_reversed(sources))
     return None if unreachable is None else (unreachable, 0)
-
-
-def distance_left(rule: Sharing, graph: Graph) -> float:
-    """Returns the fraction of the distance between random models that is left after REPEATED_EXCHANGES exchanges
-    without local steps. The state of the rule is changed.
-
-    rule: a stacked one that mixes with the matrix of the graph.
-    """
-    initial = np.random.default_rng(0).standard_normal((graph.num_nodes, 4))
-    models = torch.from_numpy(initial - initial.mean(0))
-    before = float(models.norm())
-    known: dict[int, Entries] = {}
-    for number, round in enumerate(itertools.islice(exchange_rounds(rule), REPEATED_EXCHANGES)):
-        seen = replace(rule_view(rule, graph, 0, round), lr=1.0)
-        rule.begin(models, seen)
-        phase = number if graph.period is None else number % graph.period
-        if phase not in known:
-            known[phase] = graph.entries(phase)
-        models = torch.from_numpy(known[phase].mixed(models.numpy()))
-        rule.finish(models, seen)
-        models -= models.mean(0)
-    return float(models.norm()) / before
 
 
 def plan_mismatch(rules: Sequence[Sharing], graph: Graph, seed: int = 0, fragment: int = 0) -> str | None:

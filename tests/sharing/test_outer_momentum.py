@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
+from decentnode.errors import ConfigError
 from decentnode.experiment import load
 from tests.graph.contract import make
 from tests.sharing.helpers import error_on_quadratics
@@ -26,17 +28,16 @@ SMALL_ENOUGH = [
 ]
 
 
-@pytest.mark.parametrize(("sharing", "graph", "warns"), [
+@pytest.mark.parametrize(("sharing", "graph", "diverges"), [
     *((*each, True) for each in TOO_LARGE), *((*each, False) for each in SMALL_ENOUGH),
 ])  # fmt: skip
-def test_a_momentum_that_drives_nodes_apart_gives_a_warning(sharing: str, graph: str, warns: bool) -> None:
-    experiment = load(QUICKSTART, [f"sharing={sharing}", f"graph={graph}", "weights=null"])
-    found = [each for each in experiment.config_warnings if "drives nodes apart on this graph" in each]
-    assert len(found) == warns, experiment.config_warnings
-    assert all("sharing.outer_momentum" in each and "graph: {name: ring, nodes: 16}" in each for each in found)
+def test_a_momentum_that_drives_models_apart_is_refused(sharing: str, graph: str, diverges: bool) -> None:
+    refused = pytest.raises(ConfigError, match="drives the models apart on this graph with outer_lr")
+    with refused if diverges else nullcontext():
+        load(QUICKSTART, [f"sharing={sharing}", f"graph={graph}", "weights=null"])
 
 
-def test_what_the_warning_says_happens_in_training() -> None:
+def test_what_the_refusal_says_happens_in_training() -> None:
     """With the default, 0.5, nodes are about as close to the optimum as with local_sgd."""
     graph = make("one_peer_exponential", nodes=16)
     errors = [error_on_quadratics("slowmo", graph, 600, 0.05, outer_momentum=each) for each in (0.5, 0.7)]

@@ -37,14 +37,7 @@ from decentnode.sharing.hooks import AROUND_STEPS, Hooks, own_methods
 from decentnode.sharing.lead import Lead
 from decentnode.sharing.parameters import ParametersConfig
 from decentnode.sharing.requirements import Requirements
-from decentnode.sharing.rounds import (
-    REPEATED_EXCHANGES,
-    distance_left,
-    exchange_rounds,
-    find_unreached_pair,
-    plan_mismatch,
-)
-from decentnode.sharing.slowmo import OuterConfig, SlowMo
+from decentnode.sharing.rounds import exchange_rounds, find_unreached_pair, plan_mismatch
 from decentnode.sharing.step_size import STEPS
 from decentnode.sharing.weighted_by_training import reason_against_weights
 from decentnode.training.supervised_config import SupervisedConfig
@@ -323,25 +316,6 @@ def check_private_rule(experiment: Experiment) -> Iterator[Problem]:
         yield Problem(("node", "buffers"), f"must be local or recompute with {name}, which does not protect the "
                       "model's statistics (batch normalization), got average, which sends them to neighbors",
                       other=("sharing",))  # fmt: skip
-
-
-def check_outer_momentum(experiment: Experiment) -> Iterator[Problem]:
-    """Warns about an outer momentum with which nodes that only exchange do not come closer: it is also a momentum of
-    the mixing, which can overshoot on directed graphs and on those that change."""
-    config = experiment.sharing
-    for index, graph in graphs_of(experiment):
-        rule = _rule(experiment, graph.num_nodes)
-        if not isinstance(rule, SlowMo) or not isinstance(config, OuterConfig) \
-                or not 1 < graph.num_nodes <= MAX_CHECKED_NODES:  # fmt: skip
-            continue
-        left = distance_left(rule, graph)
-        if left >= 1:
-            yield Problem(
-                ("sharing", "outer_momentum"), f": with {config.outer_momentum:g}, {config.name} drives nodes apart on "
-                f"this graph: {REPEATED_EXCHANGES} exchanges without local steps multiply their distance by "
-                f"{left:.2g}; use a smaller one, or graph: {{name: ring, nodes: {graph.num_nodes}}}",
-                other=fragment_path(experiment, index), is_warning=True,
-            )  # fmt: skip
 
 
 def check_dump_nodes(experiment: Experiment) -> Iterator[Problem]:
