@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
-from common import machine
+from sweep_tables import ROOT, TABLES, finished_points, mean, parser_of, publish
 
 import decentnode
 
-ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "configs" / "byzantine.yaml"
-TABLES = {(False, 1.0): "attacks", (False, 0.3): "attacks_unequal", (True, 0.3): "attacks_by_neighbor"}
+TABLES_OF_PAGE = {(False, 1.0): "attacks", (False, 0.3): "attacks_unequal", (True, 0.3): "attacks_by_neighbor"}
 """Names of files in docs/tables, by whether attackers tell each neighbor something else, and by the alpha of the
 partition."""
 RULES: dict[str, dict[str, Any]] = {
@@ -52,11 +48,9 @@ def table(reached: Mapping[tuple[str, str], tuple[float, float]], attacks: Itera
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__, rounds=60)
     parser.add_argument("--alpha", type=float, default=1.0, help="of the Dirichlet partition")
     parser.add_argument("--by-neighbor", action="store_true", help="attacks that tell each neighbor something else")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--rounds", type=int, default=60)
     given = parser.parse_args()
     rules = {rule: each for rule, each in RULES.items() if given.by_neighbor or "radius" not in each}
     attacks = BY_NEIGHBOR if given.by_neighbor else TO_ALL
@@ -65,25 +59,13 @@ def main() -> None:
     name = f"attacks_{'by_neighbor_' if given.by_neighbor else ''}{given.alpha:g}"
     done = decentnode.sweep(CONFIG, grid, seeds=given.seeds, rounds=given.rounds, data=data, name=name,
                             run_dir=ROOT / "runs")  # fmt: skip
-    points = done.points()
     reached = {}
     for rule, sharing in rules.items():
         for attack, section in attacks.items():
-            here = points[[same(a, sharing) and same(b, section)
-                           for a, b in zip(points["sharing"], points["attack"], strict=True)]]  # fmt: skip
-            if len(here) != given.seeds or here["accuracy_mean"].isna().any():
-                sys.exit(f"{rule} under {attack}: {len(here)} of {given.seeds} points have finished; see {done.path}")
-            reached[rule, attack] = float(here["accuracy_mean"].mean()), float(here["accuracy_min"].mean())
-    text = f"{table(reached, attacks)}\n\n{machine()}, seeds 1 to {given.seeds}\n"
-    print(text)
-    usual = all(getattr(given, name) == parser.get_default(name) for name in ("seeds", "rounds"))
-    if usual and (given.by_neighbor, given.alpha) in TABLES:
-        (ROOT / "docs" / "tables" / f"{TABLES[given.by_neighbor, given.alpha]}.txt").write_text(text)
-
-
-def same(found: Any, wanted: Any) -> bool:
-    """Returns whether a value of the sweep's points is a section."""
-    return found == wanted or (wanted is None and found != found)
+            here = finished_points(done, {"sharing": sharing, "attack": section}, f"{rule} under {attack}", given.seeds)
+            reached[rule, attack] = mean(here, "accuracy_mean"), mean(here, "accuracy_min")
+    of_page = TABLES_OF_PAGE.get((given.by_neighbor, given.alpha))
+    publish(table(reached, attacks), parser, given, of_page and TABLES / f"{of_page}.txt")
 
 
 if __name__ == "__main__":

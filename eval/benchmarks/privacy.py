@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
-import sys
+import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from attacks import same
-from common import machine
+from sweep_tables import ROOT, TABLES, finished_points, mean, parser_of, publish
 
 import decentnode
 
-ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "configs" / "private.yaml"
-TABLE = ROOT / "docs" / "tables" / "privacy.txt"
 SECTIONS: dict[str, dict[str, Any] | None] = {
     "not private": None,
     "only clipped": {"noise": 0},
@@ -40,24 +35,15 @@ def table(reached: Mapping[str, Mapping[str, float]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--rounds", type=int, default=60)
+    parser = parser_of(__doc__, rounds=60)
     given = parser.parse_args()
     done = decentnode.sweep(CONFIG, {"training.privacy": list(SECTIONS.values())}, seeds=given.seeds,
                             rounds=given.rounds, name="privacy", run_dir=ROOT / "runs")  # fmt: skip
-    points = done.points()
     reached: dict[str, dict[str, float]] = {}
     for row, section in SECTIONS.items():
-        here = points[[same(each, section) for each in points["training.privacy"]]]
-        if len(here) != given.seeds or here["accuracy_mean"].isna().any():
-            sys.exit(f"{row}: {len(here)} of {given.seeds} points have finished; see {done.path}")
-        reached[row] = {name: float(here[name].mean()) for name, *_ in COLUMNS.values()
-                        if name in here and not here[name].isna().any()}  # fmt: skip
-    text = f"{table(reached)}\n\n{machine()}, seeds 1 to {given.seeds}\n"
-    print(text)
-    if all(getattr(given, name) == parser.get_default(name) for name in ("seeds", "rounds")):
-        TABLE.write_text(text)
+        here = finished_points(done, {"training.privacy": section}, row, given.seeds)
+        reached[row] = {name: value for name, *_ in COLUMNS.values() if not math.isnan(value := mean(here, name))}
+    publish(table(reached), parser, given, TABLES / "privacy.txt")
 
 
 if __name__ == "__main__":
