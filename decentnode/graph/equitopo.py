@@ -8,7 +8,6 @@ others one of them per round.
 
 from __future__ import annotations
 
-import bisect
 import math
 from collections.abc import Sequence
 from typing import ClassVar
@@ -109,8 +108,8 @@ class EquiStatic(Topology):
             return best_offsets(n, degree, not self.directed, seed)[0] <= rate
 
         if degree is None:
-            degrees = self._degrees()  # the largest has rate 0
-            degree = degrees[bisect.bisect_left(degrees, True, hi=len(degrees) - 1, key=is_reached)]
+            # not a bisection: the rate of random sets does not fall with every degree; the largest degree has rate 0
+            degree = next(filter(is_reached, self._degrees()))
         offsets = best_offsets(n, degree, not self.directed, seed)[1]
         if math.gcd(n, *offsets) > 1:
             raise GraphError(f"{self.config.name}: no connected graph of {n} nodes and degree {degree} in {DRAWS} "

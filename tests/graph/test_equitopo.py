@@ -88,6 +88,14 @@ def test_the_rate_of_a_static_graph_is_kept_at_every_number_of_nodes_by_a_degree
     assert degrees == sorted(set(degrees))
 
 
+@pytest.mark.parametrize(("name", "n"), [("d_equistatic", 1000), ("u_equistatic", 52), ("u_equistatic", 64)])
+def test_no_smaller_degree_reaches_the_rate(name: str, n: int) -> None:
+    """Also where a larger one than the smallest does not reach it, which a bisection would miss."""
+    degree = len(static(name, nodes=n).offsets)
+    for smaller in range(2, degree, 1 if name == "d_equistatic" else 1 + n % 2):
+        assert best_offsets(n, smaller, name == "u_equistatic", 1)[0] > RATE
+
+
 def test_a_given_degree_has_the_same_edges_as_one_that_was_found() -> None:
     for name in ("d_equistatic", "u_equistatic"):
         found = static(name, nodes=64)
