@@ -39,11 +39,13 @@ def test_doctor_examines_one_machine() -> None:
     assert {"cores", "memory", "shared memory", "open files", "ports"} <= parse_findings(result.output).keys()
 
 
-@pytest.mark.parametrize(("processes", "fits"), [(4, True), (64, False)])
-def test_the_files_of_the_supervisor_of_many_processes_are_counted(
-    processes: int, fits: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("processes", "limit", "fits"), [(16, 200, True), (64, 200, False), (2, 600, False), (2, 800, True)]
+)
+def test_the_files_of_a_process_of_many_nodes_and_of_the_supervisor_of_many_processes_are_counted(
+    processes: int, limit: int, fits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (200, 200))
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
     nodes = ["-s", "graph={name: ring, nodes: 64}", "-s",
              f"mapping={{nodes_per_machine: 64, nodes_per_process: {64 // processes}}}"]  # fmt: skip
     result = CliRunner().invoke(main, ["doctor", str(ROOT / "configs" / "quickstart.yaml"), "--json", *nodes])

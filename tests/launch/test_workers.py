@@ -283,6 +283,16 @@ def test_processes_that_the_system_does_not_start_are_an_error_that_names_the_li
 
 
 @pytest.mark.slow
+def test_a_hard_limit_of_open_files_is_an_error_without_a_traceback_of_the_fork_server(tmp_path: Path) -> None:
+    limits = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (24, 24))"
+    words = ["run", "configs/quickstart.yaml", "--set", "node.rounds=1", "--run-dir", str(tmp_path), "--plain"]
+    with started(ROOT, *words, merged=True, before=limits) as process:
+        output, _ = process.communicate()
+        assert process.wait() == 3 and "Too many open files; raise the limits" in output, output
+        assert "Traceback" not in output, output
+
+
+@pytest.mark.slow
 def test_a_run_raises_the_limit_of_open_files_for_its_supervisor(tmp_path: Path) -> None:
     """A supervisor has three files per process; some systems start with a limit of 256."""
     limits = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (56, 4096))"

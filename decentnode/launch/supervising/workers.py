@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import signal
 import sys
 import threading
@@ -36,6 +37,8 @@ REAP_SECONDS = 10.0
 START_SECONDS, START_AGAIN_SECONDS = 10.0, 0.1
 """How long, and how often, it is tried again to start a process. The fork server that died a moment ago may have closed
 its files, by which the death of its nodes is noticed, and not be known to have ended yet."""
+PIPES_OF_A_START = 3
+"""multiprocessing opens this many in this process to start another, counting a connection to the fork server as one."""
 
 
 @dataclass
@@ -113,6 +116,16 @@ def start_node(context: Context, task: Task) -> Worker:
     return start_child(context, entry.node, task, tuple(task.uids))
 
 
+def _start(process: ForkServerProcess | ForkProcess) -> None:
+    """Starts a process. Blocking until the fork server answers. Raises OSError or EOFError if it cannot be started."""
+    with contextlib.ExitStack() as files:
+        for _ in range(PIPES_OF_A_START):  # without them the fork server, already connected, would end with a traceback
+            for end in os.pipe():
+                files.callback(os.close, end)
+    with _without_main():
+        process.start()
+
+
 @contextlib.contextmanager
 def _without_main() -> Iterator[None]:
     """Hides the caller's main script while a process is started, so that the child does not import it again. Children
@@ -140,8 +153,7 @@ def start_child(
     """
     parent_end, child_end = context.Pipe()
     process = context.Process(target=target, args=(work, child_end), daemon=daemon)
-    with _without_main():
-        process.start()
+    _start(process)
     child_end.close()
     return Worker(uids, process, Pipe(parent_end))
 
@@ -188,8 +200,7 @@ class DeferredProcess:
         while True:
             forkserver.start()
             try:
-                with _without_main():
-                    self._process.start()
+                _start(self._process)
                 return
             except (ConnectionError, EOFError):
                 if clock.now() >= deadline:
