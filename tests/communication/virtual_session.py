@@ -68,7 +68,7 @@ def expected_mean(members: tuple[int, ...], turn: int) -> tuple[Tensor, int]:
     hub = Hub(len(members))
     hub.generation = Generation(0, members)
     hub.means["k"] = {uid: contribution(uid, turn) for uid in members}
-    return hub.tree_mean("k")
+    return hub.take_mean("k")
 
 
 class SessionNode(VirtualNode):

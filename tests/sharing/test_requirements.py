@@ -70,8 +70,8 @@ WRAPPERS: dict[str, tuple[Callable[[Sharing], Sharing], set[str]]] = {
     "Compressed": (lambda inner: Compressed(inner, int8()), {"elementwise", "linear", "scalars"}),
     "Compressed twice": (lambda inner: Compressed(Compressed(inner, int8()), int8()),
                          {"elementwise", "linear", "scalars"}),
-    "Attacked": (lambda inner: Attacked(inner, SignFlip(SignFlipConfig(name="sign_flip", count=1)), [0]),
-                 {"elementwise", "linear"}),
+    "Attacked": (lambda inner: Attacked(inner, SignFlip(SignFlipConfig(name="sign_flip", count=1)), [0],
+                                        make("ring", nodes=4)), {"elementwise", "linear"}),
     "WeightedByTraining": (lambda inner: WeightedByTraining(inner, "samples"), {"elementwise", "linear", "scalars"}),
 }  # fmt: skip
 """Name -> (function that wraps a rule, the fields of the requirements that the wrapper changes)."""
