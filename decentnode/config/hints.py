@@ -39,8 +39,7 @@ def value_hint(
         return "begin its line with '- ', or put [ ] around it"
     options = [option for d in group if d["type"] == "literal_error" for option in allowed(d)]
     any_text = any(d["type"] in ("string_type", "component_name", "path_type") for d in group)
-    wants_text = any_text or bool(options)
-    if item is not None and item.raw and wants_text and not isinstance(value, str) and value is not None:
+    if item is not None and item.raw and (any_text or options) and not isinstance(value, str) and value is not None:
         shown = str(value).lower() if isinstance(value, bool) else str(value)
         if item.raw.lower() != shown:
             return f"YAML reads a bare {item.raw} as {shown}: quote it"

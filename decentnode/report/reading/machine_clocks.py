@@ -9,6 +9,7 @@ from typing import Any
 
 from decentnode.metrics.machines import FOLDER, mapping_of
 from decentnode.metrics.reader import read
+from decentnode.metrics.run_folder import node_dir
 
 MIN_SECONDS = 1.0
 """Smaller differences are not corrected: on busy machines, nodes may take this long to note that they have joined."""
@@ -25,7 +26,7 @@ def clock_errors(run: Path, nodes: Mapping[int, Sequence[Mapping[str, Any]]]) ->
     joined: dict[int, float] = {}
     for uid, records in sorted(nodes.items()):
         if uid in machine_of and records and records[0].get("kind") != "generation":
-            time = _joined(run / "nodes" / f"{uid:03d}" / "events.jsonl")
+            time = _joined(node_dir(run, uid) / "events.jsonl")
             joined[machine_of[uid]] = min(time, joined.get(machine_of[uid], math.inf))
     known = {machine: time for machine, time in sorted(joined.items()) if math.isfinite(time)}
     errors = {machine: time - next(iter(known.values())) for machine, time in known.items()}
