@@ -12,33 +12,58 @@ from decentnode.build import build_in_process, step_all
 from decentnode.cli import main
 from decentnode.experiment import load
 from decentnode.experiment.initial_model import make_model
-from decentnode.launch.reporting.header import estimate_traffic, header
+from decentnode.launch.reporting.header import TrafficEstimate, estimate_traffic, header
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 
 
-@pytest.mark.sampled(one=["sharing"])
-@pytest.mark.parametrize(("sharing", "exact"), [
-    ("full", True), ("{name: full, compression: {name: int8}}", True), ("gradient_tracking", True),
-    ("{name: local_sgd, every: 2}", True), ("{name: hierarchical, groups: [[0, 1], [2, 3]]}", True),
-    ("{name: topk, fraction: 0.2}", False), ("secure_aggregation", False),
-    ("{name: jwins, compression: {name: zlib}}", False), ("choco", False),
-])  # fmt: skip
-def test_the_estimated_traffic_is_exact_or_an_upper_bound_of_what_is_sent(sharing: str, exact: bool) -> None:
+def estimate_and_sent(sharing: str, rounds: int) -> tuple[TrafficEstimate, float, str]:
+    """Returns (estimate, bytes that a node sends in the rounds as the mean over 4 nodes, line of the header)."""
     experiment = load(QUICKSTART, [
         "graph={name: complete, nodes: 4}", "mapping={name: linear, machines: 1, nodes_per_machine: 4}",
-        f"sharing={sharing}", "node.rounds=2", "node.evaluate_every=0", "training.local_steps=1",
+        f"sharing={sharing}", f"node.rounds={rounds}", "node.evaluate_every=0", "training.local_steps=1",
     ])  # fmt: skip
     found = estimate_traffic(experiment, make_model(experiment, experiment.open_data().spec))
     nodes = build_in_process(experiment)
-    step_all(nodes)
+    for _ in range(rounds):
+        step_all(nodes)
     counters = [node.communication.counters for node in nodes]
     sent = sum(each.bytes_sent()["data"] + each.bytes_sent()["metadata"] for each in counters) / 4
-    rounds = 1 if "every" in sharing else 2
-    assert found.exact is exact and found.first == (1 if "every" in sharing else 0)
-    assert sent == rounds * found.sent if exact else 0 < sent <= rounds * found.sent
-    text = dict(map(tuple, header(experiment, range(4))))["sharing"]  # type: ignore[arg-type]
-    assert ("at most" in text) is not exact and ("per exchange" in text) is (rounds == 1)
+    return found, sent, dict(map(tuple, header(experiment, range(4))))["sharing"]  # type: ignore[arg-type]
+
+
+@pytest.mark.sampled(one=["sharing"])
+@pytest.mark.parametrize("sharing", [
+    "full", "{name: full, compression: {name: int8}}", "gradient_tracking", "{name: local_sgd, every: 2}",
+    "{name: hierarchical, groups: [[0, 1], [2, 3]]}", "secure_aggregation",
+])  # fmt: skip
+def test_the_estimated_traffic_is_exact_where_sizes_are_fixed(sharing: str) -> None:
+    found, sent, text = estimate_and_sent(sharing, 2)
+    exchanges = 1 if "every" in sharing else 2
+    assert (found.source, found.first) == ("exact", 1 if "every" in sharing else 0)
+    assert sent == exchanges * found.sent
+    assert "about" not in text and "at most" not in text and ("per exchange" in text) is (exchanges == 1)
+
+
+@pytest.mark.sampled(one=["sharing"])
+@pytest.mark.parametrize("sharing", [
+    "{name: topk, fraction: 0.2}", "choco", "{name: choco, compression: qsgd}", "stc",
+    "{name: full, compression: {name: zlib}}",
+])  # fmt: skip
+def test_the_estimated_traffic_is_measured_where_sizes_depend_on_values(sharing: str) -> None:
+    """Bounds of differences are as large as whole models, which are sent when a neighbor lost its copy."""
+    found, sent, text = estimate_and_sent(sharing, 4)
+    assert found.source == "measured" and found.message <= found.most
+    assert sent == pytest.approx(4 * found.sent, rel=0.1)
+    assert text.count("about ") == 2 and text.count("at most ") == 1
+
+
+def test_payloads_that_are_too_large_to_measure_have_an_upper_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("decentnode.launch.reporting.header.MEASURED_ELEMENTS", 100)
+    found, sent, text = estimate_and_sent("choco", 2)
+    assert found.source == "bound" and found.message == found.most
+    assert 0 < sent < 2 * found.sent
+    assert text.count("at most ") == 2 and "about" not in text
 
 
 def test_the_header_names_the_devices_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:

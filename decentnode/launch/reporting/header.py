@@ -8,6 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 import zmq
@@ -22,16 +23,20 @@ from decentnode.graph import spectrum
 from decentnode.launch.files.provenance import source_hash
 from decentnode.launch.reporting.notices import default_lr_notice, privacy_notice, short_timeout_warning
 from decentnode.mapping.hosts import address
-from decentnode.node.schedules.schedules import payload_schema
+from decentnode.node.schedules.schedules import payload_schema, sent_dtype
 from decentnode.payload import TensorSpec
 from decentnode.sharing.base import Sharing
 from decentnode.sharing.fragments import Fragment
 from decentnode.sharing.parameters import layout_of, named
 from decentnode.sharing.rounds import exchange_rounds, rule_view
+from decentnode.simulate.traffic import bytes_down, payload_bytes
 from decentnode.version import __version__
 
 LOOKED_AT = 64
 """How many exchanges are searched for the first one in which node 0 sends a message."""
+MEASURED_ELEMENTS = 4_000_000
+"""Largest number of elements for which a payload whose size depends on its values is made and measured: the start must
+not wait for it (.1 s of CPU with choco)."""
 
 
 def header(experiment: Experiment, local: Sequence[int], connected: bool = True) -> list[list[str]]:
@@ -98,9 +103,10 @@ def _rule_name(experiment: Experiment) -> str:
 def _traffic(estimate: TrafficEstimate, experiment: Experiment) -> str:
     if experiment.node.schedule == "ad_psgd":  # independent of the degree
         return f"{size(estimate.message)} per message, usually at most 2 per node per round (an offer and an answer)"
-    most = "" if estimate.exact else "at most "
     frequency = "per round" if estimate.first == 0 else f"per exchange, the first in round {estimate.first}"
-    return f"{most}{size(estimate.message)} per message, {most}{size(estimate.sent)} sent per node {frequency}"
+    word = {"exact": "", "measured": "about ", "bound": "at most "}[estimate.source]
+    bound = f" (at most {size(estimate.most)})" if estimate.source == "measured" else ""
+    return f"{word}{size(estimate.message)} per message{bound}, {word}{size(estimate.sent)} sent per node {frequency}"
 
 
 def exposure_warning(experiment: Experiment) -> str:
@@ -177,50 +183,77 @@ def changed_code_warning(experiment: Experiment) -> list[list[str]]:
 class TrafficEstimate:
     """Bytes of payloads, without headers and acknowledgements."""
 
-    message: int
+    message: float
     """Bytes of one payload; that of the largest fragment if there are several."""
     sent: float
     """Bytes that a node sends in a round with an exchange, as the mean over the nodes, and with fragments also over the
     rounds."""
-    exact: bool
-    """Whether all payloads have these sizes; otherwise they are upper bounds."""
+    source: Literal["exact", "measured", "bound"]
+    """Whether all payloads have these sizes, or sizes depend on the values that are sent and these are those of one
+    payload of random values, or upper bounds."""
+    most: float
+    """The largest possible `message`."""
     first: int
     """The round of the first exchange."""
 
 
 def estimate_traffic(experiment: Experiment, module: nn.Module) -> TrafficEstimate:
     """Returns the traffic of the experiment's sharing rule and codec, estimated from the rule's schemas and the
-    neighbors that it plans; includes float buffers. Raises what building the rule raises."""
+    neighbors that it plans; includes float buffers. Where sizes depend on values, it makes one payload of up to
+    MEASURED_ELEMENTS elements. Raises what building the rule raises."""
     shared = shared_model(experiment, module)
-    rules, model, graph = shared.make_rules(), shared.model, experiment.make_graph()
+    model, graph = shared.model, experiment.make_graph()
     fragments = shared.fragments or (Fragment(0, model.num_parameters, graph),)
-    estimates = []
-    for fragment, rule in zip(fragments, rules, strict=True):
-        schema = payload_schema(experiment.node.schedule, rule, fragment.elements, model.dtype)
-        estimates.append(_estimate_fragment(fragment, rule, schema, experiment.seed))
+    rules, estimates = shared.make_rules(), []
+    for fragment, rule, measured in zip(fragments, rules, shared.make_rules(), strict=True):
+        schema, _ = (payload_schema(experiment.node.schedule, each, fragment.elements, model.dtype)
+                     for each in (rule, measured))  # fmt: skip
+        dtype = sent_dtype(experiment.node.schedule, rule, model.dtype)
+        sizes = _phase_sizes(fragment, measured, schema, experiment.seed, dtype)
+        estimates.append(_estimate_fragment(fragment, rule, schema, experiment.seed, sizes))
     buffers = model.buffers.nbytes if experiment.node.buffers == "average" else 0
     first = min(each.first for each in estimates)
     edges = sum(len(rule_view(rules[0], graph, uid, first).neighbors) for uid in range(graph.num_nodes))
-    sent = sum(each.sent for each in estimates) + buffers * edges / graph.num_nodes
-    return TrafficEstimate(max(each.message for each in estimates), sent, all(each.exact for each in estimates), first)
+    largest = max(estimates, key=lambda each: each.message)
+    return replace(largest, sent=sum(each.sent for each in estimates) + buffers * edges / graph.num_nodes, first=first)
+
+
+def _phase_sizes(
+    fragment: Fragment, rule: Sharing, schema: Mapping[str, TensorSpec], seed: int, dtype: torch.dtype
+) -> tuple[float, ...]:
+    """Returns the measured bytes of a payload in each phase, or () if they are known or the payload is too large to
+    measure. rule: one that has sent nothing, whose state this changes."""
+    known = all(spec.exact for spec in schema.values()) or _has_phase_bytes(fragment, rule)
+    if known or fragment.elements > MEASURED_ELEMENTS:
+        return ()
+    if rule.requirements.star:
+        down, _ = bytes_down(rule, fragment, seed, dtype)
+        return (down,) * rule.requirements.phases
+    return payload_bytes(rule, fragment, seed, dtype)[0]
+
+
+def _has_phase_bytes(fragment: Fragment, rule: Sharing) -> bool:
+    return rule.phase_bytes(rule_view(rule, fragment.graph, 0, 0), fragment.elements) is not None
 
 
 def _estimate_fragment(
-    fragment: Fragment, rule: Sharing, schema: Mapping[str, TensorSpec], seed: int
+    fragment: Fragment, rule: Sharing, schema: Mapping[str, TensorSpec], seed: int, measured: tuple[float, ...]
 ) -> TrafficEstimate:
     """Returns the traffic of one fragment whose payloads have this schema. For a fragment that is exchanged every k-th
     round, `sent` is the k-th part of an exchange's bytes."""
-    most = sum(spec.max_elements * spec.dtype.itemsize for spec in schema.values())
+    bound = sum(spec.max_elements * spec.dtype.itemsize for spec in schema.values())
 
     def messages(uid: int, exchange: int) -> list[float]:
         view = replace(rule_view(rule, fragment.graph, uid, exchange, seed), fragment=fragment.index)
-        sizes = rule.phase_bytes(view, fragment.elements) or (most,) * rule.requirements.phases
+        sizes = rule.phase_bytes(view, fragment.elements) or measured or (bound,) * rule.requirements.phases
         return [each for phase, each in enumerate(sizes) for _ in rule.plan(replace(view, phase=phase)).neighbors]
 
     nodes = range(fragment.graph.num_nodes)
     candidates = itertools.islice(exchange_rounds(rule), LOOKED_AT)
     first = next((exchange for exchange in candidates if messages(0, exchange)), 0)
     every = [each for uid in nodes for each in messages(uid, first)]
-    exact = all(spec.exact for spec in schema.values())
-    return TrafficEstimate(round(max(every, default=most)), sum(every) / len(nodes) / fragment.every, exact,
-                           fragment.round_of(first))  # fmt: skip
+    exact = all(spec.exact for spec in schema.values()) or _has_phase_bytes(fragment, rule)
+    return TrafficEstimate(
+        max(every, default=bound), sum(every) / len(nodes) / fragment.every,
+        "measured" if measured else "exact" if exact else "bound", bound, fragment.round_of(first),
+    )  # fmt: skip
