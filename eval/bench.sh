@@ -24,6 +24,8 @@
 # bash eval/bench.sh scale [CONFIG...]   memory and speed of simulations of 1,000 and 10,000 nodes
 # bash eval/bench.sh graph_bytes [--seeds N] [--rounds N]  accuracy by graph, and the bytes until 85 %: table of
 #                                        docs/howto/graphs.rst
+# bash eval/bench.sh training_rounds [--seeds N] [--rounds N]  accuracy by the rounds with local steps: table of
+#                                        docs/howto/training.rst
 # bash eval/bench.sh effect_of_n [GRAPH...]  consensus and accuracy with 16 to 4,096 nodes, by graph: table and picture
 set -euo pipefail
 . "$(dirname "$0")/_env.sh"
@@ -33,7 +35,7 @@ script=$root/eval/benchmarks/$what.py
 if [ ! -f "$script" ] || [ "$what" = common ] || [ "$what" = floor ] || [ "$what" = delayed ] || [ "$what" = paced ] ||
   [ "$what" = ddp_paced ] || [ "$what" = sweep_tables ] ||
   [ "$what" = digits_reference ] || [ "$what" = beside_gossipy ]; then
-  echo "unknown benchmark '$what'; there is: asynchronous, calls, collective, ddp, digits_table, effect_of_n, graph_bytes, link, outer_steps, overlap, pairs, processes, rounds, scale, secure_aggregation, sharing, simulate, slow_links, start, virtual" >&2
+  echo "unknown benchmark '$what'; there is: asynchronous, calls, collective, ddp, digits_table, effect_of_n, graph_bytes, link, outer_steps, overlap, pairs, processes, rounds, scale, secure_aggregation, sharing, simulate, slow_links, start, training_rounds, virtual" >&2
   exit 2
 fi
 exec "$venv/bin/python" "$script" "$@"

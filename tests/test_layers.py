@@ -130,7 +130,7 @@ LAYERS_OF_FOLDERS: dict[str, list[list[str]]] = {
         ["transport"],
     ],
     "node": [
-        ["schedules", "faults"],
+        ["schedules", "faults", "training_rounds"],
         ["config", "sampling", "stepping"],
         ["measuring", "rules"],
         ["resumable"],

@@ -1,4 +1,5 @@
-"""The scripts that make the table of a page from a sweep: eval/benchmarks/attacks.py, privacy.py and graph_bytes.py."""
+"""The scripts that make the table of a page from a sweep: eval/benchmarks/attacks.py, privacy.py, graph_bytes.py
+and training_rounds.py."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ import decentnode
 from decentnode.experiment import load
 
 ROOT = Path(__file__).parents[1]
-MODULES = ("attacks", "privacy", "graph_bytes", "sweep_tables", "common")
+MODULES = ("attacks", "privacy", "graph_bytes", "training_rounds", "sweep_tables", "common")
 Make = Callable[..., str]
 
 
@@ -129,3 +130,16 @@ def test_only_the_usual_seeds_replace_a_table(scripts: Callable[[str], Any], tmp
     script.publish("a b", parser, parser.parse_args(["--seeds", seeds]), path)
     text = path.read_text()
     assert text == "old" if seeds == "2" else text.startswith("a b\n\n") and text.endswith("seeds 1 to 3\n")
+
+
+@pytest.mark.slow
+def test_accuracy_by_rounds_with_local_steps(
+    scripts: Callable[[str], Any], make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = scripts("training_rounds")
+    monkeypatch.setattr(script, "GRAPHS", {"ring": script.GRAPHS["ring"]})
+    monkeypatch.setattr(script, "PATTERNS", script.PATTERNS[:2])
+    lines = make(script, "--seeds", "1", "--rounds", "10").splitlines()
+    assert lines[1].split()[:4] == ["ring", "all", "rounds", "50"]
+    assert lines[2].split()[:6] == ["ring", "4", "of", "8", "rounds", "30"], "six of ten rounds"
+    assert all(5 < float(cell) <= 100 for line in lines[1:3] for cell in line.split()[-3:])

@@ -11,6 +11,7 @@ from decentnode.checkpoint.config import BestConfig, CheckpointConfig, of_figure
 from decentnode.config.component import ADDED, Config, Settings, section
 from decentnode.graph.repaired import Repair
 from decentnode.node.schedules.asynchronous.config import AsynchronousConfig
+from decentnode.node.training_rounds import TrainingRoundsConfig
 from decentnode.samplers import SAMPLERS
 from decentnode.wire.messages import MAX_SEATS
 
@@ -61,6 +62,8 @@ class NodeConfig(Settings):
     """With schedule epidemic: how a node that knows only some of the others chooses where to send. Initially it knows
     its neighbors in the first round of the graph, which has no other effect then. Default: a node sends to its
     neighbors in the graph."""
+    training_rounds: Annotated[TrainingRoundsConfig | None, ADDED] = None
+    """In which rounds nodes make local steps; in the others they only exchange and mix. Default: in all."""
     mix_in_background: bool | None = None
     """With overlapped, on a CPU: whether a second thread mixes arriving models while the local steps run. It takes
     memory for one more model and does not change the results. Default: yes if a node has more than one thread, or if
@@ -135,6 +138,9 @@ class NodeConfig(Settings):
                              "local steps")
         if self.asynchronous is not None and self.schedule in ("sequential", "overlapped"):
             raise ValueError(f"asynchronous needs schedule: gossip_async, ad_psgd or epidemic, got {self.schedule}")
+        if self.training_rounds is not None and self.schedule not in ("sequential", "overlapped"):
+            raise ValueError("training_rounds needs a schedule in which all nodes are in the same round, sequential or "
+                             f"overlapped, got {self.schedule}")
         if self.sampler is not None and self.schedule != "epidemic":
             raise ValueError("sampler needs schedule: epidemic, in which nodes do not wait for particular neighbors, "
                              f"got {self.schedule}")

@@ -3,6 +3,7 @@ round."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -61,6 +62,8 @@ class NodeRules:
             communication, averaging_groups=groups, in_background=config.mix_in_background,
             averages_buffers=config.buffers == "average", asynchronous=config.asynchronous,
         )  # fmt: skip
+        if config.training_rounds is not None:
+            self.schedule.trains_in = functools.partial(config.training_rounds.trains, self._seed, self._uid)
 
     def renew(self, generation: Generation) -> None:
         """Replace the rules with new ones, which keep only the state that outlives a membership generation. generation:

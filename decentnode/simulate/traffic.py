@@ -64,13 +64,20 @@ class Traffic:
     @property
     def trains(self) -> Callable[[int], np.ndarray] | None:
         """Returns a function that tells which nodes make local steps in a round, bool [N]; None if all do."""
-        return self._clients if self._servers else None
+        if self._servers:
+            return self._clients
+        return None if self._experiment.node.training_rounds is None else self._trained
 
     def _clients(self, round: int) -> np.ndarray:
         found, (each, *_) = np.zeros(self.num_nodes, bool), self.exchanged
         for server in self._servers:
             found[list(self._active_clients(each, server, round))] = True
         return found
+
+    def _trained(self, round: int) -> np.ndarray:
+        rounds = self._experiment.node.training_rounds
+        assert rounds is not None
+        return np.array([rounds.trains(self._experiment.seed, uid, round) for uid in range(self.num_nodes)], bool)
 
     def _active_clients(self, each: ExchangedFragment, server: int, round: int) -> tuple[int, ...]:
         """Returns the clients of a server that take part in a round."""

@@ -171,9 +171,12 @@ class Training(Component, abc.ABC):
         the arguments, not on earlier calls, so that it is consistent on all nodes."""
         raise NotImplementedError(f"{type(self).__name__} cannot take over samples of other nodes")
 
-    def skip_to(self, round: int) -> None:
+    def skip_to(self, round: int, trained: int | None = None) -> None:
         """Set the learning-rate schedule and the position in the order of samples to those before `round` without
-        training, for a node that joins a run in that round. Does nothing for a training that has neither."""
+        training, for a node that joins a run in that round. Does nothing for a training that has neither.
+
+        trained: in how many of the rounds before the node would have made local steps; given only if the run has
+        `node.training_rounds`. None: in all."""
 
     @abc.abstractmethod
     def state_dict(self) -> dict[str, Any]:

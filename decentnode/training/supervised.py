@@ -312,10 +312,10 @@ class Supervised(Training):
 
     # -- state ------------------------------------------------------------------------------------------------
 
-    def skip_to(self, round: int) -> None:
+    def skip_to(self, round: int, trained: int | None = None) -> None:
         total = 0
         self.share.move_to(0, 0)
-        for _ in range(round if self.share.trains else 0):
+        for _ in range((round if trained is None else trained) if self.share.trains else 0):
             self.share.deal(self.sampler.upcoming)
             steps = self.steps_per_round
             total += steps

@@ -25,8 +25,7 @@ def estimate_and_sent(sharing: str, rounds: int) -> tuple[TrafficEstimate, float
     ])  # fmt: skip
     found = estimate_traffic(experiment, make_model(experiment, experiment.open_data().spec))
     nodes = build_in_process(experiment)
-    for _ in range(rounds):
-        step_all(nodes)
+    step_all(nodes)
     counters = [node.communication.counters for node in nodes]
     sent = sum(each.bytes_sent()["data"] + each.bytes_sent()["metadata"] for each in counters) / 4
     return found, sent, dict(map(tuple, header(experiment, range(4))))["sharing"]  # type: ignore[arg-type]

@@ -277,6 +277,19 @@ def test_skipping_to_a_round_gives_the_samples_and_the_learning_rate_of_that_rou
     assert skipped.learning_rate == trained.learning_rate
 
 
+def test_skipping_rounds_of_which_some_have_no_local_steps_counts_the_others() -> None:
+    keys = {"local_steps": 2, "lr_schedule": {"name": "step", "step_size": 3, "every": "step"}}
+    trained, skipped = make(batch_size=5, **keys), make(batch_size=5, **keys)
+    for round in range(7):
+        if round % 3 < 2:
+            trained.local_update(round)
+        else:
+            trained.rest(round)
+    skipped.skip_to(7, 5)
+    names = ("ticks", "epoch", "cursor")
+    assert [skipped.state_dict()[name] for name in names] == [trained.state_dict()[name] for name in names]
+
+
 class FillsModelWithNan(Full):
     """A sharing rule that fills the model with NaN after the local steps of round 1."""
 

@@ -67,6 +67,7 @@ from decentnode.experiment.crosschecks.sharing import (
     check_sharing_libraries,
     check_step_hooks,
     check_step_size,
+    check_training_rounds,
 )
 from decentnode.experiment.crosschecks.training import (
     check_augmentation,
@@ -112,6 +113,7 @@ CHECKS: tuple[Check, ...] = (
     check_sharing_libraries,
     check_direction_hook,
     check_step_hooks,
+    check_training_rounds,
     check_elementwise_payload,
     check_sharing_fits_graph,
     check_groups,

@@ -124,6 +124,16 @@ def check_step_hooks(experiment: Experiment) -> Iterator[Problem]:
                       f"{rule.__name__}.requirements can ask for with sequential=True", other=("sharing",))  # fmt: skip
 
 
+def check_training_rounds(experiment: Experiment) -> Iterator[Problem]:
+    """Checks that the rule works in rounds without local steps: it neither corrects steps or gradients nor chooses who
+    trains."""
+    needs, name = _requirements(experiment), experiment.sharing.name
+    if experiment.node.training_rounds is not None and (needs.sequential or needs.gradient or needs.star):
+        message = f": {name} needs local steps in every round: it uses the changes that they make"
+        yield Problem(("node", "training_rounds"), message, "use a rule that only mixes models, such as full or choco",
+                      other=("sharing",))  # fmt: skip
+
+
 def check_sharing_fits_graph(experiment: Experiment) -> Iterator[Problem]:
     """Checks that the graph and its weights have the properties that the rule requires; problems suggest ones that
     do."""

@@ -193,6 +193,8 @@ def check_learning_rate_schedule(experiment: Experiment) -> Iterator[Problem]:
             return
         sizes, spec = [len(part) for part in parts.values()], spec_of(experiment)
         two = spec is not None and _needs_two_samples(experiment, spec)
+    if every == "step" and experiment.node.training_rounds is not None:
+        rounds = experiment.node.training_rounds.count(rounds)
     ticks = max(training.most_ticks(rounds, size, needs_two_samples=two) for size in sizes)
     if ticks > most:
         length = training.lr_schedule.arguments()

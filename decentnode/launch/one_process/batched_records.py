@@ -59,8 +59,9 @@ def _node_pieces(record: PopulationRound, virtual: VirtualTime | None) -> list[s
     float32 parts; writing all seventeen takes twice as long as the rest of a line."""
     local = record.local
     return [
-        [f"{loss:.9g}" for loss in local.losses.tolist()],
-        ',"steps":', _as_strings(local.steps), ',"samples":', _as_strings(local.samples), f',"lr":{local.lr!r}',
+        [f"{loss:.9g}" for loss in local.losses.tolist()] if local.lr is not None else "null",
+        ',"steps":', _as_strings(local.steps), ',"samples":', _as_strings(local.samples),
+        f',"lr":{local.lr!r}' if local.lr is not None else "",
         *_reports(record, virtual),
         ',"data_bytes_sent":', _as_strings(record.data), ',"metadata_bytes_sent":', _as_strings(record.metadata),
         ',"protocol_bytes_sent":0,"evaluation_bytes_sent":', _as_strings(record.evaluation),

@@ -42,9 +42,9 @@ def privacy_notice(experiment: Experiment) -> str:
     for uid, part in experiment.open_data().shares().items():
         if uid not in servers:
             samples = len(part) - (aside.aside(len(part)) if aside else 0)
-            steps = training.steps_per_round(samples)
+            steps = training.steps_per_round(samples) * _trained_rounds(experiment, uid)
             fewest[steps] = min(fewest.get(steps, (samples, uid)), (samples, uid))
-    nodes = [(steps * experiment.node.rounds, min(1.0, batch / samples), uid, samples)
+    nodes = [(steps, min(1.0, batch / samples), uid, samples)
              for steps, (samples, uid) in fewest.items()]  # fmt: skip
     nodes.sort(key=lambda each: each[0] * each[1] ** 2)
     reached = [(epsilon_of({(privacy.noise, rate): made}, privacy.delta), made, uid, samples)
@@ -52,6 +52,12 @@ def privacy_notice(experiment: Experiment) -> str:
     epsilon, made, uid, samples = max(reached)
     return (f"epsilon {epsilon:.2f} at delta {privacy.delta:g} after {made:,} steps of node {uid} with {samples:,} "
             f"sample{'s' if samples != 1 else ''}; no node has a larger one")  # fmt: skip
+
+
+def _trained_rounds(experiment: Experiment, uid: int) -> int:
+    """Returns the number of rounds in which a node makes local steps."""
+    rounds, training_rounds = experiment.node.rounds, experiment.node.training_rounds
+    return rounds if training_rounds is None else training_rounds.count_of(experiment.seed, uid, rounds)
 
 
 def short_timeout_warning(experiment: Experiment) -> str:

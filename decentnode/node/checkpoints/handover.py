@@ -61,6 +61,15 @@ def deal_samples(node: Resumable, first_round: int) -> None:
                     training.dealt[-1].adopted)  # fmt: skip
 
 
+def skip_training(node: Resumable, round: int) -> None:
+    """Set the learning-rate schedule and the position in the order of samples to those before `round`."""
+    trained = sum(map(node.schedule.trains_in, range(round)))
+    if trained == round:
+        node.training.skip_to(round)
+    else:
+        node.training.skip_to(round, trained)
+
+
 def begin_rules_anew(node: Resumable, key: str, without: frozenset[int] = frozenset()) -> Steps[None]:
     """Replace the sharing rules with new ones, as steps, and provide those rules that need a sum over all members to
     start from with that sum. key: the prefix of the sums' names, the same on all nodes. without: as for

@@ -15,7 +15,13 @@ from decentnode.communication.run_state import Steps
 from decentnode.errors import CheckpointError
 from decentnode.formatting import names
 from decentnode.node.checkpoints.checkpoint_mean import mean_unless_ending
-from decentnode.node.checkpoints.handover import agree_on_early_stopping, begin_rules_anew, deal_samples, give_models
+from decentnode.node.checkpoints.handover import (
+    agree_on_early_stopping,
+    begin_rules_anew,
+    deal_samples,
+    give_models,
+    skip_training,
+)
 from decentnode.node.checkpoints.snapshot import Restored
 from decentnode.node.measuring.evaluation import begin_mean
 from decentnode.node.resumable import Resumable
@@ -64,7 +70,7 @@ def go_on(node: Resumable, restored: Restored | None, cut: str, where: ResumePos
             node.round = where.round
             yield from begin_rules_anew(node, "resume/members", newcomers)
     if restored is None:
-        node.training.skip_to(where.round)
+        skip_training(node, where.round)
     else:
         restored.put_progress(node)
     if node.config.orphans == "adopted" and (where.without or node.training.members != node.generation.members):

@@ -9,7 +9,13 @@ from typing import Any, Protocol
 
 from decentnode import clock
 from decentnode.communication.run_state import Steps
-from decentnode.node.checkpoints.handover import agree_on_early_stopping, begin_rules_anew, deal_samples, give_models
+from decentnode.node.checkpoints.handover import (
+    agree_on_early_stopping,
+    begin_rules_anew,
+    deal_samples,
+    give_models,
+    skip_training,
+)
 from decentnode.node.checkpoints.resuming import evaluate_alone_if_missed, evaluation_missed
 from decentnode.node.generations.disconnected import disconnected_graphs
 from decentnode.node.generations.merging import TrainingWork, merge_models
@@ -118,12 +124,12 @@ class NodeGenerations:
         if node.uid in generation.fresh:
             if node.checkpoints is not None:
                 node.checkpoints.restore_own_checkpoint(first_round)
-            node.training.skip_to(first_round)
+            skip_training(node, first_round)
             node.communication.mark_caught_up()
             node.round = first_round
         elif generation.merging and not generation.stopping:
             if node.round < first_round:
-                node.training.skip_to(first_round)  # the merged model contains the other side's rounds
+                skip_training(node, first_round)  # the merged model contains the other side's rounds
                 node.round = first_round
         elif not (self._rules.schedule.asynchronous or generation.stopping):
             yield from self._catch_up(first_round)

@@ -69,6 +69,8 @@ class Schedule(abc.ABC):
         """The fragments that are exchanged in the current round."""
         self.weights_in: Callable[[int], Mapping[int, float]] = lambda _round: {}
         """Returns the node's row of W in another round, among the current members. The node sets it in each round."""
+        self.trains_in: Callable[[int], bool] = lambda _round: True
+        """Returns whether the node makes local steps in a round if its rules let it (`node.training_rounds`)."""
         self.cuts = Cuts()
         """Under an asynchronous schedule: which checkpoints form a consistent cut. Outlives generations."""
 
@@ -172,7 +174,8 @@ class Schedule(abc.ABC):
 
     def _train(self, round: int) -> Steps[None]:
         """Make the local steps if all rules let the node train in this round, as steps."""
-        trains = self.training.num_samples > 0 and all(each.rule.trains(each.view) for each in self.fragments)
+        trains = self.training.num_samples > 0 and self.trains_in(round) \
+            and all(each.rule.trains(each.view) for each in self.fragments)
         leaves_out = trains and self._is_result_obsolete(round)
         if leaves_out:
             trains = False

@@ -161,7 +161,9 @@ class Batched:
         with torch.no_grad():
             exchange.begin(self.round, self.steps.learning_rate)
         training = clock.now()
-        local = self.steps.run(self.round, exchange.directions())
+        rounds = self.config.training_rounds
+        trains = rounds is None or rounds.is_due(self.round)
+        local = self.steps.run(self.round, exchange.directions()) if trains else self.steps.rest(self.round)
         trained = clock.now()
         with torch.no_grad():
             exchange.adjust(local.losses)
@@ -232,6 +234,8 @@ def unsupported_feature(experiment: Any) -> str:
         return f"schedule {experiment.node.schedule}, in which nodes are in different rounds"
     if getattr(experiment.training, "local_seconds", None) is not None:
         return "training.local_seconds"
+    if experiment.node.training_rounds is not None and experiment.node.training_rounds.probability < 1:
+        return "node.training_rounds.probability below 1"
     for key in ("privacy", "evaluate_membership"):
         if getattr(experiment.training, key, None) is not None:
             return f"training.{key}"

@@ -20,6 +20,11 @@ def local_steps(_uid: int, training: Training, _merged: Tensor, round: int) -> A
     return plain_update(training.local_update(round))
 
 
+def rest(_uid: int, training: Training, _merged: Tensor, round: int) -> None:
+    """Passes over a round without local steps."""
+    training.rest(round)
+
+
 def evaluate(_uid: int, training: Training, _merged: Tensor, split: str) -> Any:
     """Evaluates the node's model. Returns the parts of an Evaluation."""
     return _plain(training.evaluate(split))
@@ -55,4 +60,6 @@ def evaluation_of(plain: Sequence[Any]) -> Evaluation:
     return Evaluation(samples, sums, metrics)
 
 
-JOBS: dict[str, Job] = {"local_steps": local_steps, "evaluate": evaluate, "evaluate_merged": evaluate_merged}
+JOBS: dict[str, Job] = {
+    "local_steps": local_steps, "rest": rest, "evaluate": evaluate, "evaluate_merged": evaluate_merged,
+}  # fmt: skip

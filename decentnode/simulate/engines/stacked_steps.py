@@ -12,7 +12,14 @@ from torch import Tensor
 from decentnode.simulate.engines.forward import Forward, Unsuitable
 from decentnode.simulate.engines.population import Population
 from decentnode.simulate.engines.sampling import StackedSampler
-from decentnode.simulate.engines.steps import Local, LocalSteps, block_rows, raise_if_diverged, saved_bytes
+from decentnode.simulate.engines.steps import (
+    Local,
+    LocalSteps,
+    block_rows,
+    no_steps,
+    raise_if_diverged,
+    saved_bytes,
+)
 from decentnode.tensors import moved
 from decentnode.training.base import Direction
 from decentnode.training.losses import LOSSES
@@ -111,6 +118,11 @@ class StackedSteps(LocalSteps):
         raise_if_diverged(losses, round)
         norm = found[1].tolist() if config.takes_norm else []
         return Local(losses, np.full(count, self._steps), samples, lr, [{"gradient_norm": each} for each in norm])
+
+    def rest(self, round: int) -> Local:  # noqa: ARG002
+        if self._config.lr_schedule.every == "round":
+            self._schedule.tick()
+        return no_steps(self.population.num_nodes)
 
     def _step(
         self, leaf: Tensor, chosen: np.ndarray, counts: np.ndarray, norms: Tensor,

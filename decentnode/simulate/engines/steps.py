@@ -23,8 +23,8 @@ class Local:
     losses: np.ndarray  # [N] float64
     steps: np.ndarray  # [N] int64
     samples: np.ndarray  # [N] int64
-    lr: float
-    """Learning rate of the round's first step."""
+    lr: float | None
+    """Learning rate of the round's first step; None in a round without local steps."""
     reports: list[dict[str, float]] = field(default_factory=list)
     """Further figures of each node, besides the learning rate; empty if there are none."""
 
@@ -41,6 +41,10 @@ class LocalSteps(abc.ABC):
     def run(self, round: int, directions: list[Direction] | None = None) -> Local:
         """Makes the steps of all nodes. directions: each node's hook into its gradients. Raises Diverged, with the
         node's uid as an attribute."""
+
+    @abc.abstractmethod
+    def rest(self, round: int) -> Local:
+        """Replaces the steps of a round in which no node makes any."""
 
     @property
     @abc.abstractmethod
@@ -69,6 +73,15 @@ class RowSteps(LocalSteps):
         losses, steps, samples, reports = zip(*found, strict=True)
         more = list(reports) if any(reports) else []
         return Local(np.array(losses), np.array(steps), np.array(samples), lr, more)
+
+    def rest(self, round: int) -> Local:
+        self.population.run_job("rest", round)
+        return no_steps(self.population.num_nodes)
+
+
+def no_steps(num_nodes: int) -> Local:
+    """Returns the results of a round in which no node makes local steps."""
+    return Local(np.full(num_nodes, np.nan), np.zeros(num_nodes, np.int64), np.zeros(num_nodes, np.int64), None)
 
 
 def raise_if_diverged(losses: np.ndarray, round: int) -> None:

@@ -129,6 +129,7 @@ def predict(
     batch = int(getattr(experiment.training, "batch_size", 1))
     compression = getattr(experiment.sharing, "compression", None)
     names = labels or {}
+    trained = 1.0 if traffic.trains is None else sum(float(traffic.trains(r).mean()) for r in range(rounds)) / rounds
     return Prediction(
         names.get("graph", experiment.graph.name), names.get("sharing", experiment.sharing.name),
         names.get("compression", compression.name if compression is not None else "none"), steps, batch,
@@ -137,7 +138,7 @@ def predict(
         rounds * loads[busiest][1] / made.over if busiest else 0.0,
         consensus.rate, consensus.rounds, None if consensus.rounds is None else consensus.rounds * round_seconds,
         consensus.measured, predict_memory(experiment, traffic.model_bytes, exchanged),
-        traffic.num_nodes * steps * batch / round_seconds if round_seconds else 0.0, tuple(overrides),
+        trained * traffic.num_nodes * steps * batch / round_seconds if round_seconds else 0.0, tuple(overrides),
     )  # fmt: skip
 
 
