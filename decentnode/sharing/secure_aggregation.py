@@ -6,15 +6,17 @@ import logging
 import math
 import struct
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor
 
+from decentnode import rng
+from decentnode.compression import select
 from decentnode.config import component
-from decentnode.config.component import Config
+from decentnode.config.component import ADDED, Config
 from decentnode.errors import EnvironmentFault, PeerFault, UsageError
 from decentnode.graph.base import RoundView
 from decentnode.payload import Payload, TensorSpec
@@ -45,6 +47,9 @@ class SecureAggregationConfig(Config):
     largest: float = Field(128.0, ge=1e-6, le=1e9)
     """The largest absolute value that an entry of a model may have; a larger one ends the run with an error. Entries
     are rounded to multiples of `largest` / 2^30, by default to 1.2e-7."""
+    fraction: Annotated[float, ADDED, Field(gt=0, le=1)] = 1.0
+    """Part of the model's entries that a node sends in a round: the same random ones on all nodes, new ones in every
+    round. In any floor(1 / `fraction`) rounds that follow a multiple of it, no entry is sent twice."""
 
 
 class SecureAggregation(Sharing):
@@ -56,6 +61,10 @@ class SecureAggregation(Sharing):
     then all public keys that it received back to them. A neighbor of i whose public key is missing is left out of the
     sum, and i gives its weight to its own model. If anything is missing later, the masks do not cancel, and i keeps its
     own model in this round.
+
+    With `fraction`, all nodes send and mix the same random entries. Seed and round determine them, so that they tell
+    nothing about models, masks cancel as before, and every mix keeps the mean of all models. In CESAR (Biswas et al.
+    2024) nodes choose entries themselves and tell them to each other.
 
     It protects against nodes that follow the protocol, not against nodes that pass on wrong keys. A receiver can
     subtract the models of nodes that cooperate with it from its sum.
@@ -77,6 +86,8 @@ class SecureAggregation(Sharing):
         self._scale = LARGEST_INTEGER / config.largest
         self._elements = 0
         """The number of parameters."""
+        self._order: tuple[tuple[int, str, int], Tensor] | None = None
+        """((seed, purpose, first round), [P] int64 random order of the entries) in the last rounds."""
         # all of the following is of one round
         self._own: KeyPair | None = None
         self._senders: dict[int, bytes] = {}
@@ -95,12 +106,32 @@ class SecureAggregation(Sharing):
         return view.among([uid for uid, weight in view.weights.items() if weight > 0])
 
     def phase_bytes(self, view: RoundView, elements: int) -> tuple[float, ...]:
-        return PUBLIC_KEY_BYTES, RECORD.size * len(view.sources), 4 * elements
+        return PUBLIC_KEY_BYTES, RECORD.size * len(view.sources), 4 * self._count(elements)
+
+    def _count(self, elements: int) -> int:
+        """Returns how many of the entries of a model are sent."""
+        return select.count_of(self.config.fraction, elements)
+
+    def _sent_entries(self, model: Tensor, view: RoundView) -> Tensor | None:
+        """Returns the ascending positions [K] int64 of the entries that all nodes send in this round; None for all.
+
+        Rounds take turns to cut pieces off a random order of all entries, so that none has to wait long.
+        """
+        elements, count = model.numel(), self._count(model.numel())
+        if count == elements:
+            return None
+        first = view.round - view.round % (elements // count)
+        key = view.seed, view.purpose("secure_aggregation"), first
+        if self._order is None or self._order[0] != key or self._order[1].numel() != elements:
+            self._order = key, torch.from_numpy(rng.stream(view.seed, rng.GLOBAL, *key[1:]).permutation(elements))
+        start = (view.round - first) * count
+        return moved(self._order[1][start : start + count].sort().values, model.device)
 
     def outgoing(self, model: Tensor, view: RoundView) -> dict[int, Payload]:
         if view.phase == MODELS:
-            finite = self._check_range(model, view)
-            return {uid: self._masked(model, uid, view) if finite else _payload(model.device)
+            finite, at = self._check_range(model, view), self._sent_entries(model, view)
+            sent = model if at is None else model.index_select(0, at)
+            return {uid: self._masked(sent, uid, view) if finite else _payload(model.device)
                     for uid in view.neighbors}  # fmt: skip
         if view.phase == PUBLIC_KEYS:
             from decentnode.sharing.masks import KeyPair
@@ -124,23 +155,23 @@ class SecureAggregation(Sharing):
                              f"{view.round}")  # fmt: skip
         return math.isfinite(largest)
 
-    def _masked(self, model: Tensor, receiver: int, view: RoundView) -> Payload:
+    def _masked(self, sent: Tensor, receiver: int, view: RoundView) -> Payload:
         """Returns the payload for a neighbor; an empty one if it does not have this node's key, and so cannot remove
-        the masks."""
+        the masks. sent: [K], the entries of the model that are sent."""
         senders = self._senders_of.get(receiver, {})
         if view.uid not in senders:
-            return _payload(model.device)
+            return _payload(sent.device)
         from decentnode.sharing.masks import add_masks
 
         assert self._own is not None
-        factor, wide = self._scale * view.weights[receiver], torch.promote_types(model.dtype, torch.float32)
-        integers = torch.empty(model.numel(), dtype=torch.int32, device=model.device)
-        for a, b in blocks(0, model.numel(), model.device):
-            integers[a:b] = (model[a:b].to(wide) * factor).round_()
+        factor, wide = self._scale * view.weights[receiver], torch.promote_types(sent.dtype, torch.float32)
+        integers = torch.empty(sent.numel(), dtype=torch.int32, device=sent.device)
+        for a, b in blocks(0, sent.numel(), sent.device):
+            integers[a:b] = (sent[a:b].to(wide) * factor).round_()
         masked = integers.cpu()
         add_masks(masked.numpy().view(np.uint32), [(self._own.mask_key(public, receiver), view.uid < uid)
                                                    for uid, public in senders.items() if uid != view.uid])  # fmt: skip
-        return _payload(model.device, integers=moved(masked, model.device))
+        return _payload(sent.device, integers=moved(masked, sent.device))
 
     def unpack(self, payload: Payload, uid: int, view: RoundView) -> Payload:
         keys, x = payload.tensors["keys"], payload.tensors["x"]
@@ -156,7 +187,7 @@ class SecureAggregation(Sharing):
             same = senders.get(view.uid, self._own.public) == self._own.public
             fits = len(keys) == RECORD.size * len(senders) and len(senders) != 1 and same and count == 0
         else:
-            fits = len(keys) == 0 and count in (0, self._elements)
+            fits = len(keys) == 0 and count in (0, self._count(self._elements))
         if not fits:
             raise PeerFault("malformed_payload", f"{len(keys)} bytes of keys and {count} integers in phase "
                             f"{view.phase} from {uid}")  # fmt: skip
@@ -173,7 +204,7 @@ class SecureAggregation(Sharing):
             self._own, self._senders, self._senders_of = None, {}, {}
 
     def _add(self, model: Tensor, received: Mapping[int, Tensor], view: RoundView) -> None:
-        """Mixes the sum of the neighbors' integers into the model [P], in place. received: [P] or [0] int32 by uid."""
+        """Mixes the sum of the neighbors' integers into the model [P], in place. received: [K] or [0] int32 by uid."""
         arrived = [received[uid] for uid in self._senders if uid in received and received[uid].numel()]
         if not arrived or len(arrived) < len(self._senders):
             if view.neighbors:
@@ -182,15 +213,19 @@ class SecureAggregation(Sharing):
             return
         own = view.without([uid for uid in view.sources if uid not in self._senders]).weights[view.uid]
         wide = torch.promote_types(model.dtype, torch.float32)
-        for a, b in blocks(0, model.numel(), model.device):
+        at = self._sent_entries(model, view)
+        mixed = model if at is None else model.index_select(0, at)
+        for a, b in blocks(0, mixed.numel(), mixed.device):
             total = arrived[0][a:b].clone()
             for each in arrived[1:]:
                 total += each[a:b]  # modulo 2^32, as integers of torch wrap
-            model[a:b] = model[a:b].to(wide) * own + total.to(wide) / self._scale
+            mixed[a:b] = mixed[a:b].to(wide) * own + total.to(wide) / self._scale
+        if at is not None:
+            model.index_copy_(0, at, mixed)
 
     def payload_schema(self, elements: int, dtype: torch.dtype) -> dict[str, TensorSpec]:  # noqa: ARG002
         return {"keys": TensorSpec(torch.uint8, MAX_NEIGHBORS * RECORD.size, exact=False),
-                "x": TensorSpec(torch.int32, elements, exact=False)}  # fmt: skip
+                "x": TensorSpec(torch.int32, self._count(elements), exact=False)}  # fmt: skip
 
 
 def _payload(device: torch.device, keys: bytes = b"", integers: Tensor | None = None) -> Payload:

@@ -35,6 +35,7 @@ def estimate_and_sent(sharing: str, rounds: int) -> tuple[TrafficEstimate, float
 @pytest.mark.parametrize("sharing", [
     "full", "{name: full, compression: {name: int8}}", "gradient_tracking", "{name: local_sgd, every: 2}",
     "{name: hierarchical, groups: [[0, 1], [2, 3]]}", "secure_aggregation",
+    "{name: secure_aggregation, fraction: 0.1}",
 ])  # fmt: skip
 def test_the_estimated_traffic_is_exact_where_sizes_are_fixed(sharing: str) -> None:
     found, sent, text = estimate_and_sent(sharing, 2)

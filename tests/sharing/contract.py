@@ -61,6 +61,7 @@ RULES["beer dsgt"] = rule("beer", form="dsgt", fraction=0.3)
 RULES |= {f"clipped_gossip {form}": rule("clipped_gossip", form=form) for form in ("he", "nearest")}
 RULES["clipped_gossip of a radius"] = rule("clipped_gossip", radius=3.0)
 RULES["trimmed_mean most"] = rule("trimmed_mean", byzantine="most")
+RULES["secure_aggregation of a part"] = rule("secure_aggregation", fraction=0.3)
 RULES["choco of random ones"] = rule("choco", choose="random", fraction=0.3)
 KEEPS_NO_MEAN = ("leader", "noloco", "diloco", "slowmo", "elastic", "relaysgd", "topk", "fft", "wavelet", "jwins",
                  "subsample", "clipped_gossip", "trimmed_mean", *WITH_SERVERS)  # fmt: skip

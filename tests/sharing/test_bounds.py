@@ -33,7 +33,7 @@ BOUNDS: dict[str, dict[str, tuple[list[Any], list[Any]]]] = {
     "noloco": {"every": COUNT, "momentum": MOMENTUM, "pull": SHARE},
     "powergossip": {"rank": ([1, 64], [0, 65])}, "qg_momentum": {"momentum": MOMENTUM},
     "qsgd": {"fraction": SHARE, "step_size": SHARE}, "sign": {"step_size": SHARE},
-    "secure_aggregation": {"largest": ([1e-6, 1e9], [0, -1, 1e-7, 1e10, float("inf")])},
+    "secure_aggregation": {"largest": ([1e-6, 1e9], [0, -1, 1e-7, 1e10, float("inf")]), "fraction": SHARE},
     "slowmo": {"every": COUNT, "outer_lr": POSITIVE, "outer_momentum": MOMENTUM},
     "stc": {"fraction": SHARE, "step_size": SHARE}, "subsample": {"fraction": SHARE},
     "topk": {"fraction": SHARE, "full_from": SHARE}, "wavelet": {"level": ([1, 16], [0, 17])},

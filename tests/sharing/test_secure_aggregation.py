@@ -157,6 +157,71 @@ def test_the_same_seed_gives_the_same_bits_though_keys_differ() -> None:
     assert float((first != second).float().mean()) > 0.9
 
 
+# -- a part of the models
+
+
+@pytest.mark.parametrize(("family", "options"), [
+    ("ring", {"nodes": 5}), ("torus", {"nodes": 9}), ("random_regular", {"nodes": 8, "degree": 3}),
+])  # fmt: skip
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_a_part_is_mixed_as_by_plain_gossip(family: str, options: dict[str, Any], dtype: torch.dtype) -> None:
+    """In each of three rounds all nodes mix the same 3 of 10 entries, none of them twice; the others keep their
+    bits."""
+    graph, models, mixed = make(family, **options), random_models(options["nodes"], 100, dtype), []
+    rules, error = secure(models, fraction=0.3), max(torch.finfo(dtype).eps, 1e-6)
+    for r in range(3):
+        before = torch.stack(models)
+        sent = exchange(rules, models, graph, r)
+        after = torch.stack(models)
+        assert {payload.tensors["x"].numel() for payload in sent.values()} == {30}
+        expected = torch.from_numpy(graph.matrix(r)) @ before.double()
+        at = (after != before).any(0).nonzero().flatten()
+        torch.testing.assert_close(after[:, at].double(), expected[:, at], atol=4 * error, rtol=error)
+        assert len(at) == 30
+        mixed.append(at)
+    assert len(torch.cat(mixed).unique()) == 90
+
+
+def test_entries_follow_from_seed_and_round_alone() -> None:
+    """Not from the model, the node or earlier rounds; later turns have another order."""
+    (one, two), models = secure(random_models(2, 1000), fraction=0.25), random_models(2, 1000)
+    graph = make("complete", nodes=4)
+    first = [one._sent_entries(models[0], view(graph, 0, r, 1)) for r in range(8)]
+    later = [two._sent_entries(models[1].half(), view(graph, 3, r, 1)) for r in reversed(range(8))]
+    assert all(torch.equal(a, b) for a, b in zip(first, reversed(later), strict=True))  # type: ignore[arg-type]
+    assert all(torch.equal(torch.cat(first[a : a + 4]).sort().values, torch.arange(1000)) for a in (0, 4))  # type: ignore[arg-type]
+    assert not torch.equal(first[0], first[4])  # type: ignore[arg-type]
+    assert not torch.equal(first[0], one._sent_entries(models[0], view(graph, 0, 0, 2)))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("family", ["ring", "complete"])
+@pytest.mark.parametrize("fraction", [1e-9, 0.1, 0.5, 0.7, 0.999])
+def test_parts_keep_the_mean_and_bring_models_together(family: str, fraction: float) -> None:
+    graph, before = make(family, nodes=5), random_models(5, 20)
+    models = [model.clone() for model in before]
+    rules = secure(models, fraction=fraction)
+    for r in range(400):
+        exchange(rules, models, graph, r)
+    assert float((torch.stack(models) - torch.stack(before).mean(0)).abs().max()) < 2e-2 + 400 * STEP
+
+
+def test_a_part_is_not_mixed_if_a_payload_is_missing() -> None:
+    graph, models = make("complete", nodes=5), random_models(5, 40)
+    before = [model.clone() for model in models]
+    exchange(secure(models, fraction=0.2), models, graph, lost=lambda *each: each == (MODELS, 1, 0))
+    assert torch.equal(models[0], before[0])
+    assert all(int((models[uid] != before[uid]).sum()) == 8 for uid in range(1, 5))
+
+
+def test_whole_models_are_refused_where_a_part_is_due() -> None:
+    models = random_models(4, 10)
+    each, seen = secure(models, fraction=0.3)[0], view(make("complete", nodes=4), 0, 0)
+    forged(MODELS, b"", 3)(each, seen)
+    for count in (2, 4, 10):
+        with pytest.raises(PeerFault, match="malformed_payload"):
+            forged(MODELS, b"", count)(each, seen)
+
+
 # -- what is missing
 
 

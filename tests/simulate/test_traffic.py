@@ -19,6 +19,7 @@ CASES = {
     "every third round": ["sharing={name: local_sgd, every: 3}"],
     "three phases": ["sharing={name: hierarchical, groups: [[0, 1, 2, 3], [4, 5, 6, 7]]}", "graph=complete"],
     "phases of unequal sizes": ["sharing=secure_aggregation"],
+    "phases and a part": ["sharing={name: secure_aggregation, fraction: 0.1}"],
     "a graph that changes": ["graph={name: one_peer_exponential, nodes: 8}"],
     "exact averages between": ["graph={name: gossip_pga, nodes: 8, every: 3, base: {name: ring, nodes: 8}}"],
     "random matchings": ["graph={name: random_matching, nodes: 8}"],
