@@ -29,6 +29,7 @@ class Nodes:
         self.rules: list[Sharing] = [load_class(name, SHARINGS, "sharing")(config) for _ in range(NODES)]
         self.models, self.graph, self.seconds = [torch.randn(parameters) for _ in range(NODES)], graph, [float("inf")]
         for each in self.rules:
+            each.set_parameter_shapes([(parameters,)])
             each.payload_schema(parameters, torch.float32)
 
     def round(self, number: int) -> None:
