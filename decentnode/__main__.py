@@ -15,7 +15,6 @@ def main() -> None:
     before = signal.getsignal(signal.SIGINT)
     if before is signal.default_int_handler:
         signal.signal(signal.SIGINT, _end)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # `compare` starts its runs with SIGINT blocked
     from decentnode.cli import main as command
 
     signal.signal(signal.SIGINT, before)

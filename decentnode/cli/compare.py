@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -15,8 +17,10 @@ import click
 
 from decentnode.cli.compare_progress import CompareProgress
 from decentnode.cli.run_names import run_names
-from decentnode.errors import DecentnodeError, UsageError
+from decentnode.errors import DecentnodeError, Interrupted, UsageError
+from decentnode.launch.children.signals import StopSignals
 from decentnode.launch.files.run_dir import resolve_all
+from decentnode.launch.supervising.entry import die_with_parent
 from decentnode.report import compare
 from decentnode.report.reading import repeats
 from decentnode.report.reading.reached import best_columns, target_columns
@@ -27,8 +31,8 @@ TABLES = {".txt": compare.text_table, ".csv": compare.csv_table, ".json": compar
 FOR_PAPERS = (".tex", ".md")
 PIPED_COLUMNS = 100
 """Width of the table if the output is not a terminal."""
-TICK_SECONDS = 1.0
-"""Time between two updates of the progress while a run is in progress."""
+TICK_SECONDS = 0.5
+"""Time between two looks for signals, and two updates of the progress, while a run is in progress."""
 
 
 class RunFailed(DecentnodeError):
@@ -125,18 +129,29 @@ def _run(config: str, seed: int, overrides: tuple[str, ...], runs: Path, count: 
                "--run-dir", str(runs.absolute())]  # fmt: skip
     for each in overrides:
         command += ["--set", each]
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # until the child handles it (__main__.py)
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            while True:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    printed, _ = process.communicate(timeout=TICK_SECONDS)
-                    break
-                count.tick()
-        except KeyboardInterrupt:  # the child received it too: it ends its run and writes its results
-            process.wait()
-            raise
+    # In a session of its own, the run gets no signals of the terminal, only those that are passed on here, once each
+    with StopSignals() as signals, subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, start_new_session=True,
+        preexec_fn=functools.partial(die_with_parent, os.getpid()),
+    ) as process:  # fmt: skip
+        passed_on = 0
+        while True:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                printed, _ = process.communicate(timeout=TICK_SECONDS)
+                break
+            if signals.suspend_if_asked(count.suspending):
+                count.begin()
+            if passed_on < len(signals.received):
+                passed_on += 1
+                process.send_signal(signal.SIGTERM)
+                if passed_on == 1:
+                    count.say(f"{signal.Signals(signals.received[0]).name}: the run finishes its round and stops; "
+                              "press again to kill")  # fmt: skip
+            count.tick()
+        if signals.received:
+            error = Interrupted("interrupted; finished runs are kept")
+            error.exit_code = signals.exit_code
+            raise error
     if process.returncode:
         raise RunFailed(f"{config} with seed {seed} ended with exit code {process.returncode}", process.returncode)
     summary = json.loads(printed)

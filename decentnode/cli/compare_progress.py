@@ -32,16 +32,30 @@ class CompareProgress:
         self._live: Live | None = None
 
     def __enter__(self) -> CompareProgress:
-        if self.console.is_terminal and self.total:
-            self._live = Live(console=self.console, auto_refresh=False, transient=True)
-            self._live.start()
+        self.begin()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
+        self.end()
+
+    def begin(self) -> None:
+        """Shows the bar, if this is a terminal."""
+        if self.console.is_terminal and self.total:
+            self._live = Live(console=self.console, auto_refresh=False, transient=True)
+            self._live.start()
+
+    def end(self) -> None:
+        """Removes the bar. Idempotent."""
         if self._live is not None:
-            self._live.stop()
+            live, self._live = self._live, None
+            live.stop()
+
+    def suspending(self) -> None:
+        """The terminal stops this process (Ctrl-Z); `begin` shows the bar again."""
+        self.end()
+        self.say("the run continues; fg shows the progress again, kill %1 ends it")
 
     def run_started(self, config: str, seed: int, waiting: list[str]) -> None:
         """Notes the start of a run. waiting: the configs of the runs after it."""

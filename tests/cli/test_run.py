@@ -133,6 +133,26 @@ def test_a_second_ctrl_c_kills_a_run_whose_node_hangs(tmp_path: Path) -> None:
     assert process.returncode == 130
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGKILL])
+@pytest.mark.slow
+def test_a_signal_to_a_comparison_also_ends_its_run(tmp_path: Path, number: int) -> None:
+    """`kill`, a scheduler or a closed terminal may reach only this process, not the one of the run."""
+    latest = tmp_path / "runs" / "tiny" / "latest"
+    with started(tmp_path, "compare", write(tmp_path, **LONG), "--seeds", "2") as process:
+        wait_until(lambda: (latest / "nodes" / "000" / "metrics.jsonl").exists(), "the first round")
+        family = psutil.Process(process.pid).children(recursive=True)
+        assert len(family) >= 6  # the run, its fork server and four nodes
+        process.send_signal(number)
+        _, err = process.communicate(timeout=200)
+        _, alive = psutil.wait_procs(family, timeout=60)
+        for each in alive:
+            each.kill()
+    assert not alive
+    if number != signal.SIGKILL:
+        assert process.returncode == 128 + number and "error: interrupted" in err
+        assert json.loads((latest / "summary.json").read_text())["status"] == "interrupted"
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 @pytest.mark.slow
 def test_no_process_survives_the_end_of_its_supervisor(tmp_path: Path, number: int) -> None:
