@@ -18,6 +18,6 @@ def run_names(ctx: click.Context, parameter: click.Parameter, incomplete: str) -
 
     folder = Path("runs")
     folders = folder.iterdir() if folder.is_dir() else ()
-    experiments = sorted(each.name for each in folders if (each / "latest").is_dir())
+    experiments = sorted(each.name for each in folders if any(each.glob("*/nodes")))
     matching = [name for name in (*experiments, "latest") if name.startswith(incomplete)]
     return [CompletionItem(name) for name in matching] or [CompletionItem(incomplete, type="file")]

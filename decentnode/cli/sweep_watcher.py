@@ -77,7 +77,8 @@ class ConsoleWatcher(Watcher):
             self._refresh_seconds = max(REFRESH_SECONDS, REFRESH_SHARE * (clock.cpu() - began))
         elif now - self._printed_at > LINE_SECONDS:
             self._printed_at = now
-            progress = ", ".join(f"{each.point.label} {each.round}/{each.prepared.rounds}" for each in state.running)
+            progress = ", ".join(f"{state.sweep.label(each.point)} {each.round}/{each.prepared.rounds}"
+                                 for each in state.running)  # fmt: skip
             parts = [f"{len(state.ended)}/{state.total}  {duration(now - state.started)}: {progress}",
                      time_left_text(state, now)]  # fmt: skip
             self.say("; ".join(filter(None, parts)), kind=OutputKind.PROGRESS)

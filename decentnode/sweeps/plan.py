@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import itertools
 import json
 import os
 from collections.abc import Sequence
@@ -17,9 +19,9 @@ from decentnode.metrics.figures import BY_NAME, TaskMetrics
 from decentnode.report.reading.reached import target_of
 from decentnode.similar_words import did_you_mean
 from decentnode.sweeps.child import By
-from decentnode.sweeps.point import digest_of, load_base
+from decentnode.sweeps.point import Point, digest_of, label_of, load_base
 from decentnode.sweeps.samplers import Halving, Listed, Optuna, Sampler, budgets, direction
-from decentnode.sweeps.space import Axis, draws, grid
+from decentnode.sweeps.space import Axis, draws, grid, short_values
 
 Kind = Literal["grid", "random", "optuna"]
 HIGHER_IS_BETTER = frozenset({"rounds"})
@@ -103,6 +105,19 @@ class Sweep:
     rungs: tuple[int, ...]
     """The cumulative rounds after each rung of halving; empty without halving."""
     sampler: Sampler
+
+    @functools.cached_property
+    def _short(self) -> dict[str, dict[str, str]]:
+        """For each key, the short texts of its listed values."""
+        listed: dict[str, list[str]] = {}
+        for axis in self.plan.axes:
+            for key, value in itertools.chain.from_iterable(map(axis.settings, axis.values)):
+                listed.setdefault(key, []).append(value)
+        return {key: short_values(values) for key, values in listed.items()}
+
+    def label(self, point: Point) -> str:
+        """Returns the values of a point in readable form, sections as in tables."""
+        return label_of(point.settings, point.seed, self._short)
 
 
 def cores() -> int:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,16 +30,13 @@ class Point:
     rounds: int | None = None
     """With successive halving, the cumulative rounds after its rung; None: the rounds of the experiment."""
 
-    @property
-    def label(self) -> str:
-        seed = f" seed={self.seed}" if self.seed is not None else ""
-        return f"{label_of(self.settings)}{seed}".strip() or "the experiment as it is"
 
-
-def label_of(settings: Settings) -> str:
-    """Returns the settings in readable form: "lr=0.1 graph=torus"."""
-    names = short_names([key for key, _ in settings])
-    return " ".join(f"{names[key]}={value}" for key, value in settings)
+def label_of(settings: Settings, seed: int | None = None, short: Mapping[str, Mapping[str, str]] | None = None) -> str:
+    """Returns the settings in readable form: "lr=0.1 graph=torus seed=2". short: for keys, the shorter texts of their
+    values."""
+    names, short = short_names([key for key, _ in settings]), short or {}
+    parts = [f"{names[key]}={short.get(key, {}).get(value, value)}" for key, value in settings]
+    return " ".join([*parts, *([f"seed={seed}"] if seed is not None else [])]) or "the experiment as it is"
 
 
 @dataclass(frozen=True)

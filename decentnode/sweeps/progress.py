@@ -32,7 +32,7 @@ def live_table(state: State, now: float, note: str, max_rows: int) -> Renderable
     for each in state.running[:max_rows]:
         value = "-" if each.value is None else f"{each.metric} {each.value:.4f}"
         rounds, seconds = f"{each.round}/{each.prepared.rounds}", now - each.started_at
-        table.add_row(Text(each.point.label), rounds, value, duration(seconds))
+        table.add_row(Text(state.sweep.label(each.point)), rounds, value, duration(seconds))
     parts: list[RenderableType] = [bar, table]
     if len(state.running) > max_rows:
         parts.append(Text(f"... and {len(state.running) - max_rows} more points in progress", style="dim"))
@@ -40,7 +40,8 @@ def live_table(state: State, now: float, note: str, max_rows: int) -> Renderable
     ranked = sorted((each for each in state.ended if each.value is not None),
                     key=lambda each: (-(each.point.rounds or 0), sign * (each.value or 0.0)))  # fmt: skip
     for place, ended in enumerate(ranked[: min(BEST_SHOWN, max_rows)]):
-        parts.append(Text(f"{'best' if place == 0 else '':5}{value_text(ended, figure)}  {ended.point.label}", "dim"))
+        label = state.sweep.label(ended.point)
+        parts.append(Text(f"{'best' if place == 0 else '':5}{value_text(ended, figure)}  {label}", "dim"))
     if note:
         parts.append(Text(note, style="dim"))
     return Group(*parts)
@@ -73,5 +74,5 @@ def point_line(state: State, ended: Ended, now: float) -> str:
         what += ", done before" if ended.before else f", {duration(ended.outcome.seconds)}"
     else:
         what = f"{ended.outcome.status}{after}: {ended.outcome.title}"
-    parts = [f"{len(state.ended)}/{state.total}  {ended.point.label}: {what}", time_left_text(state, now)]
+    parts = [f"{len(state.ended)}/{state.total}  {state.sweep.label(ended.point)}: {what}", time_left_text(state, now)]
     return "; ".join(filter(None, parts))

@@ -54,7 +54,7 @@ class Row:
 
     @property
     def label(self) -> str:
-        return label_of(self.settings) or "the experiment as it is"
+        return label_of(self.settings)
 
     @property
     def mean(self) -> float | None:

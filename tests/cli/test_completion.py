@@ -23,7 +23,7 @@ def complete(*words: str) -> list[str]:
 
 def test_commands_options_and_names_of_runs_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "runs" / "mine" / "latest").mkdir(parents=True)
+    (tmp_path / "runs" / "mine" / "2026-11-27T10-00-00-aaaa" / "nodes").mkdir(parents=True)
     (tmp_path / "runs" / "empty").mkdir()
     assert complete("pl") == ["plan", "plot"]
     assert complete("") == [name for name in COMMANDS if find_spec(f"decentnode.cli.{name}")]

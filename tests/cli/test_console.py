@@ -100,14 +100,15 @@ def test_the_path_of_a_users_class_is_printed_without_emoji_or_markup(
 
 def test_the_table_of_a_sweep_shows_values_in_brackets_unchanged() -> None:
     """The label of a point names keys and values; rich would take [full,.1] for markup."""
-    point = SimpleNamespace(label="sharing.name,training.optimizer.lr=[full,.1]")
-    under_way = SimpleNamespace(point=point, round=1, prepared=SimpleNamespace(rounds=2), value=None, started_at=0.0)
-    sweep = SimpleNamespace(sign=1, metric="accuracy", measured=SimpleNamespace(by_name={"accuracy": None}))
+    label = "sharing.name,training.optimizer.lr=[full,.1]"
+    under_way = SimpleNamespace(point=None, round=1, prepared=SimpleNamespace(rounds=2), value=None, started_at=0.0)
+    sweep = SimpleNamespace(sign=1, metric="accuracy", measured=SimpleNamespace(by_name={"accuracy": None}),
+                            label=lambda _point: label)  # fmt: skip
     state = SimpleNamespace(sweep=sweep, ended=[], running=[under_way], started=0.0, total=2,
                             seconds_left=lambda _now: None)  # fmt: skip
     console = Console(file=io.StringIO(), width=200)
     console.print(sweep_table(cast(State, state), 1.0, "", 10))
-    assert point.label in cast(io.StringIO, console.file).getvalue()
+    assert label in cast(io.StringIO, console.file).getvalue()
 
 
 HEADER = [["graph", "ring, 4 nodes"], ["warning", "listens on everything"]]

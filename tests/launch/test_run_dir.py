@@ -46,6 +46,24 @@ def test_runs_are_found_by_directory_name_and_latest(tmp_path: Path) -> None:
         run_dir.resolve("torus", tmp_path / "runs")
 
 
+def test_without_the_link_the_newest_run_is_the_latest(tmp_path: Path) -> None:
+    """The link dangles once its run was removed or renamed, and is not there in a folder that was copied run by run."""
+    runs = tmp_path / "runs"
+    for name in ("2026-11-27T10-00-00-aaaa", "2026-11-28T10-00-00-bbbb"):
+        run_dir.create(runs, "ring", local=[0], folder=name)
+    torus = run_dir.create(runs, "torus", local=[0])
+    newest = runs / "ring" / "2026-11-28T10-00-00-bbbb"
+    newest.rename(runs / "ring" / "best")
+    assert run_dir.resolve("ring", runs) == runs / "ring" / "2026-11-27T10-00-00-aaaa", "the link dangles"
+    assert run_dir.resolve("latest", runs) == torus
+    (runs / "ring" / "latest").unlink()
+    assert run_dir.resolve(runs / "ring") == runs / "ring" / "2026-11-27T10-00-00-aaaa"
+    (runs / "torus" / "latest").unlink()
+    assert run_dir.resolve("latest", runs) == torus
+    with pytest.raises(UsageError, match="did you mean 'ring'"):
+        run_dir.resolve("rign", runs)
+
+
 def test_a_sweep_resolves_to_the_latest_run_of_each_point(tmp_path: Path) -> None:
     points = tmp_path / "runs" / "ring" / "sweep" / "points"
     _, again, other = (run_dir.create(points / key, "ring", local=[0]) for key in ("b", "b", "a"))

@@ -64,7 +64,7 @@ def test_a_point_of_a_rung_sets_its_rounds_and_a_checkpoint(base: Request) -> No
 
 def test_a_point_is_labelled_by_its_settings_and_its_seed() -> None:
     assert label_of((("training.optimizer.lr", ".1"), ("graph.name", "ring"))) == "lr=.1 graph=ring"
-    assert Point((("seed", "1"),), 2).label == "seed=1 seed=2" and Point(()).label == "the experiment as it is"
+    assert label_of((("graph.name", "ring"),), 2) == "graph=ring seed=2" and label_of(()) == "the experiment as it is"
 
 
 def test_the_step_size_that_preparing_found_is_passed_on_to_the_point(base: Request) -> None:

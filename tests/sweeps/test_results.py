@@ -336,6 +336,17 @@ def test_the_live_table_and_the_plain_lines_show_progress_and_time_left(tmp_path
     assert "failed: a bug" in point_line(state, state.ended[9], 100.0)
 
 
+def test_lines_about_points_shorten_sections_as_tables_do(tmp_path: Path) -> None:
+    rules = "sharing={name: full},{name: topk, fraction: .1},{name: topk, fraction: .2}"
+    both = "training.batch_size,model=[8,{name: mlp, hidden: [64]}],[16,{name: logistic}]"
+    plan = Plan(Request("x.yaml"), axes([rules, both, "training.optimizer.lr=log(.1,1)"]))
+    sweep = replace(make_sweep(tmp_path), plan=plan)
+    rest = (*plan.axes[1].settings(plan.axes[1].values[0]), ("training.optimizer.lr", ".31"))
+    labels = [sweep.label(Point((("sharing", rule), *rest), 2)) for rule in plan.axes[0].values]
+    assert labels == [f"sharing={rule} batch_size=8 model=mlp lr=.31 seed=2"
+                      for rule in ("full", "topk fraction=0.1", "topk fraction=0.2")]  # fmt: skip
+
+
 def test_a_sweep_folder_that_another_command_uses_is_refused(tmp_path: Path) -> None:
     store = Store(tmp_path / "sweep")
     with store.locked(), pytest.raises(UsageError, match=r"another sweep \(process \d+\) is using"), store.locked():

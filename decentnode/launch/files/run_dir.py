@@ -63,12 +63,12 @@ def resolve(path: str | Path, runs: Path | None = None) -> Path:
     given = Path(path)
     runs = runs or Path("runs")
     candidates = [given, given / "latest", runs / given / "latest", runs / given]
-    for folder in (given, runs / given):  # on a machine other than the first, the link has the machine's number
-        found = list(folder.glob("latest-machine*"))
-        candidates += found if len(found) == 1 else []
+    for folder in (given, runs / given):  # without the link: removed with its run, not copied, or of another machine
+        candidates += sorted((each.parent for each in folder.glob("[0-9]*/nodes")), reverse=True)
     if str(path) == "latest":
-        with contextlib.suppress(OSError):
-            candidates += sorted(runs.glob("*/latest"), key=lambda link: -link.stat().st_mtime)
+        links = [link for link in runs.glob("*/latest") if link.exists()]
+        candidates += sorted(links, key=lambda link: -link.stat().st_mtime)
+        candidates += sorted((each.parent for each in runs.glob("*/[0-9]*/nodes")), key=lambda run: run.name)[-1:]
     for candidate in candidates:
         if (candidate / "nodes").is_dir():
             return candidate.resolve()
@@ -79,7 +79,7 @@ def resolve(path: str | Path, runs: Path | None = None) -> Path:
                     "report"  # fmt: skip
             break
     if not hint and not given.exists() and not (runs / given).exists():
-        names = [link.parent.name for link in runs.glob("*/latest*")]
+        names = {each.parent.parent.name for each in runs.glob("*/*/nodes")}
         hint = f", and {runs}/ has none of that name{did_you_mean(str(given), names)}"
     raise UsageError(f"no run in {given}: a run directory holds a folder 'nodes'{hint}")
 
