@@ -81,8 +81,8 @@ def write_atomic(path: Path, text: str, *, durable: bool = False) -> None:
 
 def raise_open_files_limit() -> None:
     """Raises this process's limit of open files, which include pipes and sockets, to the hard limit: many systems start
-    with 1,024, some with 256. A node has about 30, plus one per connection that a stranger opens to it; a supervisor
-    has three per process."""
+    with 1,024, some with 256. `launch.open_files` counts what a run needs; each connection that a stranger opens to a
+    node takes one more."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         with contextlib.suppress(ValueError, OSError):

@@ -165,8 +165,8 @@ LAYERS_OF_FOLDERS: dict[str, list[list[str]]] = {
         ["choice"],
     ],
     "launch": [
-        ["children", "doctor"],
-        ["files", "loading"],
+        ["children", "open_files"],
+        ["files", "loading", "doctor"],
         ["nodes", "evaluate", "reporting", "collecting"],
         ["one_process"],
         ["supervising"],

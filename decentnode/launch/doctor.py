@@ -7,7 +7,6 @@ questions: [kind, number, payload] as msgpack, sizes bounded, nothing else is an
 from __future__ import annotations
 
 import os
-import resource
 import shutil
 import socket
 import statistics
@@ -21,7 +20,7 @@ import psutil
 import zmq
 
 from decentnode import clock
-from decentnode.build import processes_of, schemas_of, shared_model, threads_of
+from decentnode.build import schemas_of, shared_model, threads_of
 from decentnode.communication.shared_memory.layout import Layout
 from decentnode.communication.shared_memory.segment import FOLDER
 from decentnode.communication.zeromq.sockets.connections import listen
@@ -29,15 +28,13 @@ from decentnode.communication.zeromq.sockets.security import load_keyring
 from decentnode.errors import DecentnodeError
 from decentnode.experiment import Experiment
 from decentnode.experiment.initial_model import module_without_values
-from decentnode.formatting import plural, size
+from decentnode.formatting import size
+from decentnode.launch import open_files
 from decentnode.mapping.hosts import by_ipv6, endpoint, resolved, unreachable
 
 ASK_SECONDS = 2.0
 MAX_PAYLOAD = 1 << 20
 PINGS, BLOCKS = 20, 8
-DESCRIPTORS_OF_A_PROCESS, DESCRIPTORS_OF_A_NODE, SOCKETS_PER_PEER, DESCRIPTORS_PER_SOCKET = 40, 20, 2, 3
-"""Measured for 24 nodes with 4 neighbors in one process: 616 with shared memory, 753 with tcp."""
-DESCRIPTORS_PER_PROCESS, DESCRIPTORS_OF_A_SUPERVISOR = 3, 20
 MAX_SKEW_SECONDS = 1.0
 
 
@@ -65,7 +62,8 @@ def local(experiment: Experiment, machine: int) -> Iterator[Finding]:
                                          f"{size(free)} are free")  # fmt: skip
     schemas = schemas_of(shared.make_rules(), model, shared.fragments, experiment.node.schedule)
     yield from _check_shared_memory(experiment, schemas, len(uids))
-    yield _check_descriptors(experiment, machine)
+    files = open_files.count(experiment, machine)
+    yield Finding("open files", files.fit, str(files))
     yield from _check_keys(experiment, uids)
 
 
@@ -91,22 +89,6 @@ def _check_shared_memory(experiment: Experiment, schemas: Any, nodes: int) -> It
     if not enough and not required:
         enough = None
     yield Finding("shared memory", enough, f"{FOLDER}: {nodes} nodes need {size(need)}, {size(free)} are free")
-
-
-def _check_descriptors(experiment: Experiment, machine: int) -> Finding:
-    processes = processes_of(experiment, machine)
-    graphs = {id(graph): graph for graph in experiment.make_fragment_graphs()}.values()
-    met = [(graph, r) for graph in graphs for r in range(min(graph.period or 64, 64))]
-    peers = {u: {v for graph, r in met for v in graph.neighbors(u, r)} for uids in processes for u in uids}
-    need, nodes = max(
-        (DESCRIPTORS_OF_A_PROCESS + len(uids) * DESCRIPTORS_OF_A_NODE
-         + sum(len(peers[u] - {*uids}) for u in uids) * SOCKETS_PER_PEER * DESCRIPTORS_PER_SOCKET, len(uids))
-        for uids in processes
-    )  # fmt: skip
-    supervisor = DESCRIPTORS_OF_A_SUPERVISOR + len(processes) * DESCRIPTORS_PER_PROCESS
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # which all processes take, whatever they begin with
-    text = f"a process of {plural(nodes, 'node')} needs {need}, its supervisor {supervisor}"
-    return Finding("open files", max(need, supervisor) <= most, f"{text}, the limit is {most} (ulimit -Hn)")
 
 
 def _check_keys(experiment: Experiment, uids: Any) -> Iterator[Finding]:

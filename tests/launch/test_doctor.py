@@ -40,7 +40,7 @@ def test_doctor_examines_one_machine() -> None:
 
 
 @pytest.mark.parametrize(
-    ("processes", "limit", "fits"), [(16, 200, True), (64, 200, False), (2, 600, False), (2, 800, True)]
+    ("processes", "limit", "fits"), [(16, 400, True), (64, 200, False), (2, 600, False), (2, 800, True)]
 )
 def test_the_files_of_a_process_of_many_nodes_and_of_the_supervisor_of_many_processes_are_counted(
     processes: int, limit: int, fits: bool, monkeypatch: pytest.MonkeyPatch

@@ -18,6 +18,7 @@ from decentnode.experiment.initial_model import module_without_values
 from decentnode.formatting import size
 from decentnode.graph.file import format_edges
 from decentnode.graph.optima import known_optima
+from decentnode.launch import open_files
 from decentnode.launch.children.messages import Facts, Failed, Header, Request
 from decentnode.launch.children.own_modules import local_modules
 from decentnode.launch.children.pipe import Pipe
@@ -145,6 +146,8 @@ def facts(experiment: Experiment, request: Request) -> Facts:
         devices_of(mapping, machines[machine])
     experiment.open_data().check_private_files(machines[machine])
     check_memory(experiment, machines[machine])
+    if not in_process and not request.simulate:
+        open_files.check(experiment, machine)
     inputs, kept = files_to_copy(experiment)
     places = [mapping.place(uid) for uid in range(mapping.num_nodes)]
     communication, lists = experiment.communication, getattr(graph, "lists", None)
