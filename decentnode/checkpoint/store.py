@@ -105,14 +105,21 @@ def _checksum(body: Any) -> str:
     return hashlib.blake2b(json.dumps(body, separators=(",", ":")).encode(), digest_size=16).hexdigest()
 
 
+def _make(place: Path) -> None:
+    """Makes the folder of a cut, but not that of its run. Raises OSError."""
+    place.parent.mkdir(exist_ok=True)
+    place.mkdir(exist_ok=True)
+
+
 def write(folder: Path, snapshot: Snapshot) -> int:
     """Writes a node's checkpoint into `folder` (checkpoints/ of a run). Returns its bytes. Blocking until the disk has
-    it. Raises OSError or CheckpointError, and then leaves no file."""
+    it. Raises OSError or CheckpointError, and then leaves no file. The run's folder must exist: if it was renamed, a
+    new one with checkpoints alone could not be resumed."""
     place = folder / snapshot.cut.folder
     path = place / f"{snapshot.uid:03d}.json"
     others = len(snapshot.cut.members) - 1
     while True:
-        place.mkdir(parents=True, exist_ok=True)
+        _make(place)
         path.unlink(missing_ok=True)
         try:
             return _write(path, snapshot)
@@ -187,7 +194,7 @@ def adopt(manifest: Manifest, folder: Path) -> None:
     place = folder / manifest.cut.folder
     if place.resolve() == manifest.path.parent.resolve():
         return
-    place.mkdir(parents=True, exist_ok=True)
+    _make(place)
     for path in (manifest.path.with_suffix(".safetensors"), manifest.path):  # the manifest last
         target = place / path.name
         target.unlink(missing_ok=True)
@@ -208,7 +215,7 @@ def remove(folder: Path, cut_folder: str, uid: int) -> None:
 
 def mark_best(folder: Path, uid: int, cut: Cut, figure: str, value: float) -> None:
     """Records the cut with the best evaluation so far. Raises OSError."""
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(exist_ok=True)
     best = {"cut": cut.folder, "round": cut.round, "figure": figure, "value": value}
     write_atomic(folder / f"best-{uid:03d}.json", json.dumps(best) + "\n", durable=True)
 

@@ -210,3 +210,17 @@ def test_members_outside_the_mapping_do_not_prevent_agreement() -> None:
     assert agreed_round(both, 3) == 30
     both[1] = [make_cut(20)]
     assert agreed_round(both, 3) == 20
+
+
+def test_the_folder_of_a_run_that_was_renamed_is_not_made_again(tmp_path: Path) -> None:
+    """Else its checkpoints would be in a folder without the run's config, which cannot be resumed, and nobody is
+    told."""
+    (tmp_path / "run").mkdir()
+    checkpoints = tmp_path / "run" / "checkpoints"
+    store.write(checkpoints, make_snapshot(0, make_cut(5)))
+    (tmp_path / "run").rename(tmp_path / "renamed")
+    with pytest.raises(FileNotFoundError):
+        store.write(checkpoints, make_snapshot(0, make_cut(10)))
+    with pytest.raises(FileNotFoundError):
+        store.mark_best(checkpoints, 0, make_cut(10), "accuracy_mean", 0.5)
+    assert not (tmp_path / "run").exists()
