@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from types import TracebackType
+from typing import IO, cast
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -11,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from decentnode import clock
+from decentnode.cli.output import Output
 from decentnode.formatting import duration, stamp
 
 
@@ -22,7 +25,8 @@ class CompareProgress:
         """total: number of runs to make."""
         self.total = total
         self.done = 0
-        self.console = console or Console(stderr=True, highlight=False, emoji=False)
+        self._output = Output(sys.stderr)  # a closed terminal or pipe does not end the comparison
+        self.console = console or Console(file=cast(IO[str], self._output), highlight=False, emoji=False)
         self._seconds: dict[str, list[float]] = {}
         """Duration of each finished run, by config."""
         self._started_at = clock.now()
@@ -39,6 +43,7 @@ class CompareProgress:
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
         self.end()
+        self._output.drain()
 
     def begin(self) -> None:
         """Shows the bar, if this is a terminal."""

@@ -153,6 +153,17 @@ def test_a_signal_to_a_comparison_also_ends_its_run(tmp_path: Path, number: int)
         assert json.loads((latest / "summary.json").read_text())["status"] == "interrupted"
 
 
+@pytest.mark.slow
+def test_a_comparison_goes_on_when_nobody_reads_its_progress(tmp_path: Path) -> None:
+    """As with `2>&1 | head -1`, or a terminal that was closed."""
+    config = write(tmp_path, node={"rounds": 2})
+    with started(tmp_path, "compare", config, "--seeds", "2") as process:
+        assert process.stderr is not None
+        process.stderr.close()
+        assert process.wait(timeout=200) == 0
+    assert len([*(tmp_path / "runs" / "tiny").glob("2*/summary.json")]) == 2
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 @pytest.mark.slow
 def test_no_process_survives_the_end_of_its_supervisor(tmp_path: Path, number: int) -> None:
