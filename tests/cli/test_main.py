@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -9,10 +11,13 @@ from pathlib import Path
 
 import click
 import pytest
+import yaml
 from click.testing import CliRunner
 
 from decentnode import cli, errors
 from decentnode.cli import COMMANDS, main
+from tests.commands import ROOT
+from tests.launch.faults import experiment
 
 
 def modules_imported_by(*arguments: str) -> tuple[set[str], float]:
@@ -149,6 +154,18 @@ def test_a_command_that_was_started_with_ctrl_c_ignored_ignores_it():
     text = f"import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n{AT_AN_IMPORT}"
     done = subprocess.run([sys.executable, "-c", text, "click", "--version"], capture_output=True, timeout=200)
     assert (done.returncode, done.stderr) == (0, b"")
+
+
+@pytest.mark.parametrize("closed", ["1>&-", "2>&-", "0<&- 1>&- 2>&-"])
+@pytest.mark.slow
+def test_a_run_works_with_closed_streams(closed, tmp_path):
+    """Else its sockets and files get the numbers of the streams."""
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(experiment(node={"rounds": 2})))
+    words = [sys.executable, "-m", "decentnode", "run", "tiny.yaml"]
+    done = subprocess.run(f"exec {shlex.join(words)} {closed}", shell=True, cwd=tmp_path, timeout=200,
+                          capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert len([*tmp_path.glob("runs/tiny/latest/models/0*.safetensors")]) == 4
 
 
 def test_ctrl_c_while_python_exits_is_silent():
