@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import errno
 import importlib
@@ -101,7 +102,8 @@ class LazyGroup(click.Group):
             if ctx.meta["decentnode.traceback"]:
                 click.echo(traceback.format_exc(), err=True)
             prefix = "" if isinstance(error, ConfigError) else "error: "
-            click.echo(f"{prefix}{error}", err=True)
+            with contextlib.suppress(OSError):  # nobody reads it: the exit code still tells what happened
+                click.echo(f"{prefix}{error}", err=True)
             ctx.exit(error.exit_code)
         except OSError as error:
             if error.filename is None and error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):

@@ -113,6 +113,13 @@ def test_errors_become_a_line_and_an_exit_code(monkeypatch, error, code):
     assert done.stderr == "error: x\n"
 
 
+def test_an_error_that_nobody_reads_has_its_exit_code():
+    """As in a terminal that was closed."""
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-m", "decentnode", "plot", "nothing"], stderr=full, timeout=200)
+    assert done.returncode == errors.UsageError.exit_code
+
+
 def test_ctrl_c_ends_with_130(monkeypatch):
     assert CliRunner().invoke(main, add_failing_command(monkeypatch, KeyboardInterrupt())).exit_code == 130
 
