@@ -35,6 +35,10 @@ from decentnode.mapping.hosts import by_ipv6, endpoint, resolved, unreachable
 ASK_SECONDS = 2.0
 MAX_PAYLOAD = 1 << 20
 PINGS, BLOCKS = 20, 8
+SMALLEST_BLOCK, BLOCK_SECONDS = 1 << 14, 10.0
+"""A block of many packets, and the longest time for its answer."""
+MEASURED_SECONDS, REPEATED_SECONDS = 0.5, 4.0
+"""Blocks grow until one takes the former time longer than a ping; then they are repeated for the latter time."""
 MAX_SKEW_SECONDS = 1.0
 
 
@@ -216,6 +220,23 @@ class DoctorClient:
                 return answer[2], clock.now() - started
         return None
 
+    def speed(self, trip: float) -> float | None:
+        """Measures the bandwidth to the other machine in bytes per second; None if even the smallest block had no
+        answer in time. Blocking. trip: seconds of the round trip of a small message.
+
+        On a slow link, a block of 1 MiB would take longer than any deadline that suits a broken one."""
+        count = SMALLEST_BLOCK
+        found = self.ask("block", bytes(count), BLOCK_SECONDS)
+        while found is not None and found[1] - trip < MEASURED_SECONDS and count < MAX_PAYLOAD:
+            count *= 2
+            found = self.ask("block", bytes(count), BLOCK_SECONDS)
+        if found is None:
+            return None
+        repeats = min(BLOCKS, int(REPEATED_SECONDS / found[1]))
+        again = [self.ask("block", bytes(count), BLOCK_SECONDS) for _ in range(repeats)]
+        seconds = statistics.median(each[1] for each in (found, *again) if each is not None)
+        return count / max(1e-9, seconds - trip)
+
     def close(self) -> None:
         self._socket.close()
 
@@ -284,17 +305,20 @@ def _check_machine(
     trips = [found[1] for _ in range(PINGS) if (found := client.ask("ping")) is not None]
     before = clock.wall()
     clock_reply = client.ask("time")
-    block = bytes(MAX_PAYLOAD)
-    blocks = [found[1] for _ in range(BLOCKS) if (found := client.ask("block", block, 10.0)) is not None]
-    if not trips or not blocks or clock_reply is None or not isinstance(clock_reply[0], float):
+    if not trips or clock_reply is None or not isinstance(clock_reply[0], float):
         yield Finding(where, False, "answers, but not every time: packets get lost")
         return
     skew = clock_reply[0] - (before + clock_reply[1] / 2)
     trip = statistics.median(trips)
-    speed = MAX_PAYLOAD / max(1e-9, statistics.median(blocks) - trip)
+    by = f" by {interface}" if interface else ""
+    speed = client.speed(trip)
+    if speed is None:
+        yield Finding(where, False, f"answers small messages{by} in {1e3 * trip:.2f} ms, but a larger one not within "
+                                    f"{BLOCK_SECONDS:g} s: large packets get lost (try a smaller MTU on both machines, "
+                                    "such as ip link set dev INTERFACE mtu 1280), or the link is too slow")  # fmt: skip
+        return
     link = {"machines": [own, other], "mbit_per_second": round(8e-6 * speed, 3), "latency_seconds": round(trip / 2, 7),
             "interface": interface}  # fmt: skip
-    by = f" by {interface}" if interface else ""
     yield Finding(where, True, f"round trip {1e3 * trip:.2f} ms (worst {1e3 * max(trips):.2f}), "
                                f"about {size(speed)}/s{by}", link)  # fmt: skip
     yield Finding(f"clock of machine {other}", abs(skew) < MAX_SKEW_SECONDS or None, f"{1e3 * skew:+.1f} ms from ours")

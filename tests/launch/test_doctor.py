@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import re
 import resource
 import socket
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgpack
@@ -14,11 +18,13 @@ import pytest
 import zmq
 from click.testing import CliRunner
 
+from decentnode import clock
 from decentnode.cli import main
 from decentnode.errors import EnvironmentFault
 from decentnode.experiment import load
+from decentnode.launch import doctor
 from decentnode.launch.children.messages import Request
-from decentnode.launch.doctor import DoctorClient, DoctorServer, interface_to
+from decentnode.launch.doctor import DoctorClient, DoctorServer, Finding, _check_machine, interface_to
 from decentnode.launch.supervising.prepare import address_warnings, facts
 from decentnode.simulate.links_file import read_links
 from tests.commands import ROOT, started
@@ -112,6 +118,54 @@ def test_the_doctor_server_ignores_malformed_requests() -> None:
         client = DoctorClient(context, "127.0.0.1", port)
         assert client.ask("who") is not None and client.ask("who")[0] == 4  # type: ignore[index]
         client.close()
+
+
+@contextlib.contextmanager
+def slow_proxy(port: int, bytes_per_second: float, passed: float = math.inf) -> Iterator[int]:
+    """Forwards one connection to `port`, so many bytes per second to the server, and nothing after the first `passed`
+    bytes. Yields its own port."""
+    with socket.create_server(("127.0.0.1", 0)) as server, contextlib.ExitStack() as opened:
+
+        def forward(source: socket.socket, to: socket.socket, rate: float, left: float) -> None:
+            with contextlib.suppress(OSError):
+                while data := source.recv(4096):
+                    time.sleep(len(data) / rate)
+                    left -= len(data)
+                    if left >= 0:
+                        to.sendall(data)
+
+        def serve() -> None:
+            inner = opened.enter_context(server.accept()[0])
+            outer = opened.enter_context(socket.create_connection(("127.0.0.1", port)))
+            threading.Thread(target=forward, args=(outer, inner, math.inf, math.inf), daemon=True).start()
+            forward(inner, outer, bytes_per_second, passed)
+
+        threading.Thread(target=serve, daemon=True).start()
+        yield server.getsockname()[1]
+
+
+def check_through_proxy(rate: float, passed: float) -> Finding:
+    port = free_ports(1)
+    with DoctorServer("127.0.0.1", port, 1), zmq.Context() as context, slow_proxy(port, rate, passed) as proxy:
+        client = DoctorClient(context, "127.0.0.1", proxy)
+        client._socket.linger = 0
+        try:
+            return next(_check_machine(client, (0, 1), ("machine 1", "eth0"), clock.now() + 10))
+        finally:
+            client.close()
+
+
+def test_a_slow_link_is_measured_with_smaller_blocks() -> None:
+    """A block of 1 MiB takes longer than the deadline there."""
+    found = check_through_proxy(6e4, math.inf)
+    assert found.ok and found.link is not None, found
+    assert 0.3 < found.link["mbit_per_second"] < 0.6
+
+
+def test_a_path_that_loses_large_packets_is_told_from_one_that_loses_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "BLOCK_SECONDS", 1.0)
+    found = check_through_proxy(1e9, 8192)
+    assert found.ok is False and "large packets get lost (try a smaller MTU" in found.detail
 
 
 @pytest.mark.slow
