@@ -222,7 +222,8 @@ class DoctorClient:
 
     def speed(self, trip: float) -> float | None:
         """Measures the bandwidth to the other machine in bytes per second; None if even the smallest block had no
-        answer in time. Blocking. trip: seconds of the round trip of a small message.
+        answer in time. Blocking. trip: seconds of the shortest round trip of a small message; with a longer one,
+        blocks could seem to take less than no time.
 
         On a slow link, a block of 1 MiB would take longer than any deadline that suits a broken one."""
         count = SMALLEST_BLOCK
@@ -311,7 +312,7 @@ def _check_machine(
     skew = clock_reply[0] - (before + clock_reply[1] / 2)
     trip = statistics.median(trips)
     by = f" by {interface}" if interface else ""
-    speed = client.speed(trip)
+    speed = client.speed(min(trips))
     if speed is None:
         yield Finding(where, False, f"answers small messages{by} in {1e3 * trip:.2f} ms, but a larger one not within "
                                     f"{BLOCK_SECONDS:g} s: large packets get lost (try a smaller MTU on both machines, "
