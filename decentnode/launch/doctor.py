@@ -287,6 +287,18 @@ def interface_to(host: str) -> str | None:
                  if any(each.address.partition("%")[0] == own for each in addresses)), None)  # fmt: skip
 
 
+def _no_answer(addresses: list[str]) -> str:
+    """Returns why a machine may not answer. addresses: those of its host, as resolved here."""
+    if not addresses:
+        return "its name cannot be resolved here: correct it, or add it to the name server or to this machine's " \
+               "/etc/hosts"  # fmt: skip
+    text = "no answer: start decentnode doctor there too, check address, port and firewall"
+    if len(addresses) > 1:
+        text += f"; of the addresses of this name ({', '.join(addresses)}) only the first is tried: give the right" \
+                " one instead of the name"
+    return text
+
+
 def _check_machine(
     client: DoctorClient, pair: tuple[int, int], way: tuple[str, str | None], deadline: float
 ) -> Iterator[Finding]:
@@ -296,9 +308,7 @@ def _check_machine(
     while hello is None and clock.now() < deadline:
         hello = client.ask("who", None, min(ASK_SECONDS, max(0.1, deadline - clock.now())))
     if hello is None:
-        yield Finding(where, False, "no answer: start decentnode doctor there too, check address, port and firewall"
-                      if resolved(client.host) else "its name cannot be resolved here: correct it, or add it to the "
-                                                     "name server or to this machine's /etc/hosts")  # fmt: skip
+        yield Finding(where, False, _no_answer(resolved(client.host)))
         return
     if hello[0] != other:
         yield Finding(where, False, f"answers as machine {hello[0]}: the mapping's addresses are mixed up")

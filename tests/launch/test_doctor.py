@@ -106,6 +106,16 @@ def test_a_machine_that_does_not_answer_is_named() -> None:
     assert result.exit_code == 3 and "machine 0 (127.0.0.1" in result.output and "no answer" in result.output
 
 
+def test_the_address_that_is_tried_is_named_where_a_name_has_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "resolved", lambda host: ["127.0.0.1", "127.0.0.2"])
+    with zmq.Context() as context:
+        client = DoctorClient(context, "127.0.0.1", free_ports(1))
+        client._socket.linger = 0
+        (found,) = _check_machine(client, (0, 1), ("machine 1", "lo"), clock.now() + 0.2)
+        client.close()
+    assert not found.ok and "(127.0.0.1, 127.0.0.2) only the first is tried" in found.detail
+
+
 def test_the_doctor_server_ignores_malformed_requests() -> None:
     port = free_ports(4)
     with DoctorServer("127.0.0.1", port, 4), zmq.Context() as context:
