@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from decentnode.errors import UsageError
-from decentnode.report.pictures.plots import COLORS, DASHES, SUFFIXES, legend, new_figure, save
+from decentnode.report.pictures.plots import COLORS, SUFFIXES, color_of, dashes_of, legend, new_figure, save
 from decentnode.sweeps.results import ALPHA, Results, Row, short_settings
 from decentnode.sweeps.space import Settings, short_names
 
@@ -86,7 +86,7 @@ def _lines(figure: Figure, results: Results, rows: Sequence[Row], key: str) -> N
         group = sorted(group, key=lambda each: _at(each, key))
         x, mean = [_at(each, key) for each in group], [scale * (each.mean or 0.0) for each in group]
         bars = [scale * (each.deviation or 0.0) for each in group]
-        color, dashes = COLORS[index % len(COLORS)], DASHES[index // len(COLORS) % len(DASHES)]
+        color, dashes = color_of(index), dashes_of(index)
         # Random draws of several keys have no order along one of them: no connecting lines
         dashes = dashes if drawn is groups or len(rows[0].settings) == 1 else ""
         label = " ".join(f"{names[name]}={short[group[0].settings][name]}" for name, _ in others)

@@ -286,6 +286,33 @@ def test_legends_and_titles_are_never_cut_off(
         assert panel.get_window_extent().height > 100, "a long legend must not shrink the panels"
 
 
+def test_a_legend_read_row_by_row_is_in_the_order_in_which_lines_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = SavedFigure(monkeypatch)
+    betters = {"a": 0.0, "b": 0.2, "c": -0.1, "d": 0.1, "e": -0.2}
+    found, _ = lines([write_run(tmp_path / name / "r", better=better) for name, better in betters.items()])
+    plot(found, ["accuracy"], [*AXES], tmp_path / "p.png")
+    texts = saved.figure.legends[0].get_texts()
+    by_row = sorted(texts, key=lambda text: (-round(text.get_window_extent(saved.renderer).y0),
+                                             text.get_window_extent(saved.renderer).x0))  # fmt: skip
+    assert [text.get_text() for text in by_row] == ["b", "d", "a", "c", "e", "merged model"]
+    colors = {line.get_label(): line.get_color() for line in saved.figure.axes[0].get_lines()}
+    handles = dict(zip((text.get_text() for text in texts), saved.figure.legends[0].get_lines(), strict=True))
+    assert all(handles[name].get_color() == colors[name] for name in betters)
+
+
+def test_panels_above_one_another_have_one_range_on_a_logarithmic_axis(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = SavedFigure(monkeypatch)
+    few, many = (write_run(tmp_path / name / "r", nodes=nodes) for name, nodes in (("few", 1), ("many", 8)))
+    plot(lines([few, many])[0], ["accuracy", "loss"], ["bytes"], tmp_path / "p.png")
+    accuracy, loss = saved.figure.axes
+    assert accuracy.get_xscale() == loss.get_xscale() == "log"
+    assert accuracy.get_xlim() == loss.get_xlim() == pytest.approx((0.9 * 1.01, 1.1 * 8 * 6 * 1.01))
+
+
 @pytest.mark.sampled(one=["rounds"])
 @pytest.mark.parametrize("rounds", [2, 4, 6])
 def test_the_axis_rounds_has_integer_ticks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rounds: int) -> None:

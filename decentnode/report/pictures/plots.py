@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import itertools
+import math
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,8 +20,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
-"""Okabe and Ito (2008): color-blind readers can distinguish them too."""
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
+"""Okabe and Ito (2008): color-blind readers can distinguish them too. Gray instead of their yellow, as a thin yellow
+line can hardly be seen on white."""
 DASHES = ("-", "-.", ":")
 """Line styles: the first for the first len(COLORS) lines, the others for later lines, which reuse the colors; merged
 models are dashed."""
@@ -147,7 +150,7 @@ def draw(
         raise UsageError(f"nothing to plot: no record of {', '.join(metrics)} in {names}")
     if not paper:
         _title(figure, lines)
-    _draw_legend(figure, lines, drawn)
+    legend_of_lines(figure, lines, drawn)
     return figure, [line.label for index, line in enumerate(lines) if index not in drawn]
 
 
@@ -180,7 +183,7 @@ def draw_side_by_side(lines: Sequence[Line], metric: str, axis: str, paper: bool
     if not paper:
         _title(figure, lines)
     first = {line.label: line for line in reversed(lines)}
-    _draw_legend(figure, [first[label] for label in dict.fromkeys(line.label for line in lines)], drawn)
+    legend_of_lines(figure, [first[label] for label in dict.fromkeys(line.label for line in lines)], drawn)
     return figure
 
 
@@ -189,27 +192,34 @@ class _SharedAxis:
     """The unit, range and label shared by all panels above one horizontal axis."""
 
     unit: float
+    least: float
+    """The first point above 0 of any line, in this unit."""
     most: float
     """The end of the longest line, in this unit."""
     is_logarithmic: bool
-    """Whether the axis is logarithmic."""
+    """Whether the axis is logarithmic: on a linear one, lines that send much less than others would be invisible."""
     label: str
 
     def limit(self, panel: Axes) -> None:
-        panel.set_xlim(0, 1.02 * self.most if self.most else 1)
         if self.is_logarithmic:
-            _log_bytes(panel, 1.1 * self.most)
+            panel.set_xscale("log")
+            panel.set_xlim(0.9 * self.least, 1.1 * self.most)
+            plain_log_labels(panel)
+        else:
+            panel.set_xlim(0, 1.02 * self.most if self.most else 1)
 
 
 def _shared_axis(lines: Sequence[Line], metrics: Iterable[str], axis: str) -> _SharedAxis:
-    ends = [max(x) for line in lines for metric in metrics if (x := line.series(metric, axis).x)]
+    positions = [x for line in lines for metric in metrics if (x := line.series(metric, axis).x)]
+    ends, least = [max(x) for x in positions], min(_positive(itertools.chain(*positions)), default=0.0)
     if axis != "bytes":
-        return _SharedAxis(1.0, max(ends, default=0.0), False, EVERY_AXIS[axis])
-    unit, name = _unit(ends)
+        return _SharedAxis(1.0, least, max(ends, default=0.0), False, EVERY_AXIS[axis])
+    unit, name = unit_of(ends)
     is_logarithmic = len(lines) > 1 and 0 < LOG_RATIO * min(ends, default=0.0) < max(ends, default=0.0)
     partial = any(run.num_nodes > len(run.nodes) for line in lines for run in line.runs)
     label = "payloads sent by the nodes here" if partial else EVERY_AXIS[axis]
-    return _SharedAxis(unit, max(ends, default=0.0) / unit, is_logarithmic, label + (f" ({name})" if name else ""))
+    label += f" ({name})" if name else ""
+    return _SharedAxis(unit, least / unit, max(ends, default=0.0) / unit, is_logarithmic, label)
 
 
 def _panels(panels: Any, lines: Sequence[Line], metrics: Mapping[str, Curve], axes: Sequence[str]) -> set[int]:
@@ -227,26 +237,16 @@ def _panels(panels: Any, lines: Sequence[Line], metrics: Mapping[str, Curve], ax
     return drawn
 
 
-def _log_bytes(panel: Axes, right: float) -> None:
-    """Makes an axis of bytes logarithmic: on a linear one, lines that send much less than others would be invisible."""
-    least = min((x for line in panel.get_lines() for x in _positive(line.get_xdata())), default=right / 10)
-    panel.set_xscale("log")
-    panel.set_xlim(0.9 * least, right)
-    plain_log_labels(panel)
-
-
 def plain_log_labels(panel: Axes) -> None:
     """Labels a logarithmic horizontal axis with plain numbers, as powers of ten with factors take too much space. If it
     spans little more than a decade, the multiples by 2 and 5 are labeled too."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-    panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     left, right = panel.get_xlim()
-    if right > 30 * left:
-        panel.xaxis.set_minor_formatter(NullFormatter())
-        return
-    panel.xaxis.set_minor_locator(LogLocator(subs=(2, 5)))
-    panel.xaxis.set_minor_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    if right <= 30 * left:
+        panel.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    panel.xaxis.set_minor_formatter(NullFormatter())
 
 
 def _positive(values: Any) -> list[float]:
@@ -279,9 +279,9 @@ def _panel(
     for index, line, series in drawn:
         series, size = (series.reaching(floor) if floor else series).condensed(MAX_POINTS)
         sizes.add(size)
-        color, x = _color(index), [value / unit for value in series.x]
+        color, x = color_of(index), [value / unit for value in series.x]
         count = of(line)[1]
-        marker, dashes = "o" if len(x) <= 40 else None, _dashes(index) if count > MAX_UNJOINED else "none"
+        marker, dashes = "o" if len(x) <= 40 else None, dashes_of(index) if count > MAX_UNJOINED else "none"
         panel.plot(x, series.mean, linestyle=dashes, color=color, marker=marker, markersize=3, label=line.label)
         if curve.spread or len(line.runs) > 1:
             panel.fill_between(x, series.low, series.high, color=color, alpha=0.18, linewidth=0)
@@ -309,7 +309,7 @@ def integer_ticks(panel: Axes) -> None:
     """Restricts the ticks of the horizontal axis to integers."""
     from matplotlib.ticker import MaxNLocator
 
-    panel.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
+    panel.xaxis.set_major_locator(MaxNLocator("auto", integer=True, steps=(1, 2, 5, 10)))
 
 
 def _scale_end(curves: Sequence[Sequence[float]]) -> float | None:
@@ -324,7 +324,8 @@ def _scale_end(curves: Sequence[Sequence[float]]) -> float | None:
     return min(later) / 2 if min(later) > 100 * min(values) else 0.0
 
 
-def _unit(largest: Sequence[float]) -> tuple[float, str]:
+def unit_of(largest: Sequence[float]) -> tuple[float, str]:
+    """Returns (bytes, name) of the unit that suits the largest of some numbers of bytes."""
     most = max(largest, default=1.0)
     return next((unit for unit in UNITS if most >= unit[0]), UNITS[-1])
 
@@ -357,12 +358,15 @@ def title(figure: Figure, text: str) -> None:
 
 
 def legend(figure: Figure, handles: Sequence[Any], labels: list[str]) -> None:
-    """Draws the legend below the panels, in as many columns as fit the width. The figure grows by its height."""
+    """Draws the legend below the panels, in as many columns as fit the width, to be read row by row. The figure grows
+    by its height."""
     renderer = figure.canvas.get_renderer()  # type: ignore[attr-defined]
     room = WIDTH_SHARE * figure.bbox.width
 
     def drawn(columns: int, labels: list[str]) -> tuple[Any, Any]:
-        drawn_legend = figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
+        rows_first = [place for column in range(columns) for place in range(column, len(labels), columns)]
+        drawn_legend = figure.legend([handles[place] for place in rows_first], [labels[place] for place in rows_first],
+                                     loc="outside lower center", ncols=columns, frameon=False)  # fmt: skip
         return drawn_legend, drawn_legend.get_window_extent(renderer)
 
     for columns in range(min(4, len(labels)), 0, -1):
@@ -380,25 +384,35 @@ def legend(figure: Figure, handles: Sequence[Any], labels: list[str]) -> None:
     figure.set_figheight(figure.get_figheight() + box.height / figure.dpi)
 
 
-def _draw_legend(figure: Figure, lines: Sequence[Line], drawn: set[int]) -> None:
-    """Writes the legend: every line that appears in a panel, and the meaning of dashes. drawn: indices of `lines`."""
+def legend_of_lines(figure: Figure, lines: Sequence[Line], drawn: Iterable[int]) -> None:
+    """Writes the legend: every line that appears in a panel, in the order in which they end in the first panel, from
+    top to bottom, and the meaning of dashes. drawn: indices of `lines`."""
     from matplotlib.lines import Line2D
 
-    merged = [line for panel in figure.axes for line in panel.get_lines() if line.get_label() == MERGED]
-    ends = any(each.get_marker() == "D" for each in merged)
-    handles = [Line2D([], [], color=_color(index), linestyle=_dashes(index)) for index in sorted(drawn)]
-    labels = [lines[index].label if len(lines) > 1 else "local models" for index in sorted(drawn)]
+    artists = [line for panel in figure.axes for line in panel.get_lines()]
+    ends: dict[str, float] = {}
+    for artist in artists:
+        for y in [*artist.get_ydata()][-1:]:  # type: ignore[misc]
+            if math.isfinite(y):
+                ends.setdefault(str(artist.get_label()), float(y))
+    merged = {str(line.get_linestyle()): line.get_marker() for line in artists if line.get_label() == MERGED}
+    ordered = sorted(drawn, key=lambda index: (-ends.get(lines[index].label, -math.inf), index))
+    handles = [Line2D([], [], color=color_of(index), linestyle=dashes_of(index)) for index in ordered]
+    labels = [lines[index].label if len(lines) > 1 else "local models" for index in ordered]
     if merged:
-        handles.append(Line2D([], [], color="#606060" if len(lines) > 1 else _color(0), linestyle="--",
-                              marker="D" if ends else None, markersize=4))  # fmt: skip
+        handles.append(Line2D([], [], color="#606060" if len(lines) > 1 else color_of(0),
+                              linestyle="--" if "--" in merged else "none",
+                              marker="D" if "D" in merged.values() else None, markersize=4))  # fmt: skip
         labels.append(MERGED)
     if len(labels) > 1:
         legend(figure, handles, labels)
 
 
-def _color(index: int) -> str:
+def color_of(index: int) -> str:
+    """Returns the color of a line."""
     return COLORS[index % len(COLORS)]
 
 
-def _dashes(index: int) -> Any:
+def dashes_of(index: int) -> Any:
+    """Returns the line style of a line."""
     return DASHES[index // len(COLORS) % len(DASHES)]

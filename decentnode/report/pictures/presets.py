@@ -5,22 +5,22 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from decentnode.errors import UsageError
 from decentnode.metrics.figures import EVERY_AXIS, VIRTUAL
 from decentnode.report.pictures.plots import (
-    COLORS,
-    DASHES,
     MERGED,
     PAPER_HEIGHT,
     PAPER_WIDTH,
-    UNITS,
+    color_of,
+    dashes_of,
     integer_ticks,
-    legend,
+    legend_of_lines,
     new_figure,
     plain_log_labels,
     title,
+    unit_of,
 )
 from decentnode.report.reading.reached import Target, better_of, first_reached
 from decentnode.report.reading.runs import Line, axes_of, chosen_curves, overview
@@ -90,8 +90,9 @@ def consensus(lines: Sequence[Line], metric: str, axes: Sequence[str], paper: bo
             continue
         drawn.append(index)
         x, y = [a for a, _ in pairs], [b for _, b in pairs]
-        panel.plot(x, y, _dashes(index), color=_color(index), marker=".", markersize=4, linewidth=0.9)
-        panel.plot(x[-1:], y[-1:], "o", color=_color(index), markersize=7)
+        panel.plot(x, y, dashes_of(index), color=color_of(index), marker=".", markersize=4, linewidth=0.9,
+                   label=line.label)  # fmt: skip
+        panel.plot(x[-1:], y[-1:], "o", color=color_of(index), markersize=7)
     if not drawn:
         raise UsageError(f"nothing to plot: no evaluation with {metric} and consensus_distance above 0")
     panel.set_xscale("log")
@@ -120,11 +121,12 @@ def merged(lines: Sequence[Line], metric: str, axes: Sequence[str], paper: bool 
         if not own.x or not merged_series.x:
             continue
         drawn.append(index)
-        x, color, dashes = [value / unit[0] for value in own.x], _color(index), _dashes(index)
-        upper.plot(x, own.mean, dashes, color=color)
+        x, color, dashes = [value / unit[0] for value in own.x], color_of(index), dashes_of(index)
+        upper.plot(x, own.mean, dashes, color=color, label=line.label)
         if len(line.runs) > 1:
             upper.fill_between(x, own.low, own.high, color=color, alpha=0.18, linewidth=0)
-        upper.plot([value / unit[0] for value in merged_series.x], merged_series.mean, "--", color=color)
+        upper.plot([value / unit[0] for value in merged_series.x], merged_series.mean, "--", color=color,
+                   label=MERGED)  # fmt: skip
         positions, mean, deviation = _gap(line, metric, axis, sign)
         lower.plot([value / unit[0] for value in positions], mean, dashes, color=color)
         if len(line.runs) > 1:
@@ -140,7 +142,7 @@ def merged(lines: Sequence[Line], metric: str, axes: Sequence[str], paper: bool 
     if axis == "rounds":
         integer_ticks(lower)
     _clean_up(upper)
-    _finish(figure, lower, lines, drawn, paper, "nodes' own models (mean), and the merged model", dashed=True)
+    _finish(figure, lower, lines, drawn, paper, "nodes' own models (mean), and the merged model")
     return figure
 
 
@@ -176,13 +178,14 @@ def target(lines: Sequence[Line], metric: str, axes: Sequence[str], paper: bool 
             if index not in drawn:
                 drawn.append(index)
             means = [statistics.fmean(each) / unit[0] for each in costs]
-            panel.plot(levels, means, _dashes(index), color=_color(index), drawstyle="steps-pre")
+            panel.plot(levels, means, dashes_of(index), color=color_of(index), drawstyle="steps-pre",
+                       label=line.label)  # fmt: skip
             if len(line.runs) > 1:
                 spread = [statistics.stdev(each) / unit[0] for each in costs]
                 least = [min(each) / unit[0] for each in costs]  # lower limit of the band: no run cost less
                 panel.fill_between(levels, [max(m - s, low) for m, s, low in zip(means, spread, least, strict=True)],
                                    [m + s for m, s in zip(means, spread, strict=True)], step="pre",
-                                   color=_color(index), alpha=0.18, linewidth=0)  # fmt: skip
+                                   color=color_of(index), alpha=0.18, linewidth=0)  # fmt: skip
         panel.set_xlabel(curve.label)
         panel.set_ylabel(f"{EVERY_AXIS[axis]}{unit[1]}" if not axis.endswith("seconds") else EVERY_AXIS[axis])
         _clean_up(panel)
@@ -222,20 +225,11 @@ def _costs(line: Line, metric: str, axis: str) -> tuple[list[float], list[list[f
 # -- shared by the presets --------------------------------------------------------------------------------------
 
 
-def _color(index: int) -> str:
-    return COLORS[index % len(COLORS)]
-
-
-def _dashes(index: int) -> Any:
-    return DASHES[index // len(COLORS) % len(DASHES)]
-
-
 def _unit(lines: Sequence[Line], metric: str, axis: str) -> tuple[float, str]:
     """Returns the unit of an axis of bytes and its suffix for labels; 1 and "" for other axes."""
     if axis != "bytes":
         return 1.0, ""
-    most = max((x for line in lines for x in line.series(metric, axis).x), default=1.0)
-    size, name = next((unit for unit in UNITS if most >= unit[0]), UNITS[-1])
+    size, name = unit_of([x for line in lines for x in line.series(metric, axis).x])
     return size, f" ({name})"
 
 
@@ -246,23 +240,15 @@ def _clean_up(panel: Axes) -> None:
 
 def _finish(
     figure: Figure, panel: Axes, lines: Sequence[Line], drawn: Sequence[int], paper: bool, text: str,
-    *, dashed: bool = False, bands: bool = True,
+    *, bands: bool = True,
 ) -> None:
-    """Writes title and legend. dashed: whether dashes show the merged model. bands: whether the figure has bands."""
-    from matplotlib.lines import Line2D
-
+    """Writes title and legend. bands: whether the figure has bands."""
     _clean_up(panel)
     if not paper:
         several = any(len(line.runs) > 1 for line in lines)
-        seeds = f"; means over seeds{', bands of one deviation' if bands else ''}" if several else ""
+        seeds = f"; means over seeds{', bands of one standard deviation' if bands else ''}" if several else ""
         title(figure, text + seeds)
-    handles: list[Any] = [Line2D([], [], color=_color(index), linestyle=_dashes(index)) for index in drawn]
-    labels = [lines[index].label for index in drawn]
-    if dashed:
-        handles.append(Line2D([], [], color="#606060", linestyle="--"))
-        labels.append(MERGED)
-    if len(labels) > 1:
-        legend(figure, handles, labels)
+    legend_of_lines(figure, lines, drawn)
 
 
 PRESETS: dict[str, Callable[..., Figure]] = {
