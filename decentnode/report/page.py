@@ -93,10 +93,10 @@ def render(paths: Sequence[Path], names: Sequence[str] = ()) -> tuple[str, list[
         title=", ".join(dict.fromkeys(each.name for group in ran for each in group)),
         made=_time(clock.wall()), seeds=[_seeds(group) for group in ran], labels=[line.label for line in drawn],
         conclusions=[_conclusion_line(group) for group in ran],
-        ends=[group[0].ended for group in ran], differing=differing(ran), texts=_texts(drawn),
+        ends=[group[0].ended for group in ran], differing=differing(drawn, ran), texts=_texts(drawn),
         results=results(drawn, ran),
         curves=_curves(drawn), graphs=_graphs(drawn), waits=[_waits(line) for line in drawn],
-        traffic=_traffic(ran), events=[_events(run) for line in drawn for run in line.runs],
+        traffic=_traffic(drawn, ran), events=[_events(run) for line in drawn for run in line.runs],
         nodes=[_nodes(each) for group in ran for each in group],
         machines=[_machine(each) for group in ran for each in group],
         repeats=[_how_to_repeat(each) for group in ran for each in group], notes=notes,
@@ -133,11 +133,19 @@ def _seeds(group: Sequence[RunResult]) -> str:
 # -- configs and results
 
 
-def differing(ran: Sequence[Sequence[RunResult]]) -> list[tuple[str, list[str]]]:
-    """Returns the keys in which the experiments differ, each with its value in every experiment, or a dash. Keys that
-    differ only because another component was chosen are left out."""
+def differing(drawn: Sequence[Line], ran: Sequence[Sequence[RunResult]]) -> dict[str, Any]:
+    """Returns the keys in which the experiments differ, and for each experiment its values, or dashes. Keys that differ
+    only because another component was chosen are left out."""
     configs = [group[0].config for group in ran]
-    return [(key, [_short(config.get(key, "-")) for config in configs]) for key in repeats.differing_keys(configs)]
+    keys = repeats.differing_keys(configs)
+    return {"heads": keys, "rows": [(line.label, [_short(_value_of(config, key)) for key in keys])
+                                    for line, config in zip(drawn, configs, strict=True)]}  # fmt: skip
+
+
+def _value_of(config: Mapping[str, str], key: str) -> str:
+    """Returns the value of a key; "given" for a section without a component, and a dash if there is neither."""
+    is_section = any(inner.startswith(f"{key}.") for inner in config)
+    return repeats.value_of(config, key) or ("given" if is_section else "-")
 
 
 def _short(value: str) -> str:
@@ -159,17 +167,17 @@ def _texts(drawn: Sequence[Line]) -> list[tuple[str, str]]:
 
 
 def results(drawn: Sequence[Line], ran: Sequence[Sequence[RunResult]]) -> dict[str, Any]:
-    """Returns the table of results: headings and rows; for several experiments with common seeds, also each one's
-    difference from the first in the main metric of its task."""
+    """Returns the table of results: headings, and for each experiment its cells; for several experiments with common
+    seeds, also each one's difference from the first in the main metric of its task."""
     with_summary = [(line, group) for line, group in zip(drawn, ran, strict=True) if any(r.summary for r in group)]
     if not with_summary:
         return {"heads": [], "rows": [], "paired": [], "unit": ""}
     groups = [[each for each in group if each.summary] for _, group in with_summary]
     rows = compare.rows(groups)
     shown = rows[0].columns
-    rows_text = [[line.label, str(row.runs), *(row.shown(figure) for figure in shown)]
+    rows_text = [(line.label, [str(row.runs), *(row.shown(figure) for figure in shown)])
                  for (line, _), row in zip(with_summary, rows, strict=True)]  # fmt: skip
-    return {"heads": ["experiment", "runs", *(figure.title for figure in shown)], "rows": rows_text,
+    return {"heads": ["runs", *(figure.title for figure in shown)], "rows": rows_text,
             "paired": _paired([line.label for line, _ in with_summary], groups),
             "unit": shown[0].title}  # fmt: skip
 
@@ -308,18 +316,21 @@ def _waiting_picture(line: Line, total: Mapping[tuple[int, int], float]) -> Pict
     return _picture(figure, "who waited for whom", f"seconds that each node of {line.label} waited for each neighbor")
 
 
-def _traffic(ran: Sequence[Sequence[RunResult]]) -> dict[str, Any]:
+def _traffic(drawn: Sequence[Line], ran: Sequence[Sequence[RunResult]]) -> dict[str, Any]:
     """Returns the bytes by purpose, in all and per node."""
-    groups = [[each for each in group if each.summary] for group in ran]
-    rows = []
-    for purpose, meaning in PURPOSES.items():
-        totals = [[float(each.summary.get(f"bytes_{purpose}_total") or 0) for each in group] for group in groups]
-        if any(any(values) for values in totals):
-            nodes = [max(1, len(group[0].summary.get("nodes", {}))) if group else 1 for group in groups]
-            means = [sum(values) / max(1, len(values)) for values in totals]
-            rows.append((purpose, meaning, [(size(mean), size(mean / n)) if group else ("-", "-")
-                                            for mean, n, group in zip(means, nodes, groups, strict=True)]))  # fmt: skip
-    return {"rows": rows}
+    summaries = [[each.summary for each in group if each.summary] for group in ran]
+    sent = [purpose for purpose in PURPOSES
+            if any(each.get(f"bytes_{purpose}_total") for group in summaries for each in group)]  # fmt: skip
+
+    def cell(group: Sequence[Mapping[str, Any]], purpose: str) -> str:
+        if not group:
+            return "-"
+        mean = sum(float(each.get(f"bytes_{purpose}_total") or 0) for each in group) / len(group)
+        return f"{size(mean)} ({size(mean / max(1, len(group[0].get('nodes', {}))))})"
+
+    return {"heads": [PURPOSES[purpose] for purpose in sent],
+            "rows": [(line.label, [cell(group, purpose) for purpose in sent])
+                     for line, group in zip(drawn, summaries, strict=True)]}  # fmt: skip
 
 
 def _events(run: RecordedRun) -> dict[str, Any]:
@@ -364,19 +375,19 @@ def _nodes(ran: RunResult) -> dict[str, Any]:
     metrics = [*ran.measured.metrics]
     headings = ["node", "rounds", *(metric.name.replace("_", " ") for metric in metrics), "round", "sent", "faults"]
     formatters: list[Callable[[Mapping[str, Any]], str]] = [
-        *(functools.partial(_value, name=metric.name, scale=metric.scale, digits=metric.digits, suffix=metric.suffix)
+        *(functools.partial(_figure, name=metric.name, scale=metric.scale, digits=metric.digits, suffix=metric.suffix)
           for metric in metrics),
     ]  # fmt: skip
     rows = [
         [uid, str(node.get("rounds", "-")), *(tell(node) for tell in formatters),
-         _value(node, "round_seconds_median", 1000, 1, " ms"), size(float(node.get("bytes_data") or 0)),
+         _figure(node, "round_seconds_median", 1000, 1, " ms"), size(float(node.get("bytes_data") or 0)),
          str(node.get("faults", "-"))]
         for uid, node in nodes.items() if isinstance(node, dict)
     ]  # fmt: skip
     return {"label": str(ran.path), "heads": headings, "rows": rows}
 
 
-def _value(node: Mapping[str, Any], name: str, scale: float, digits: int, suffix: str) -> str:
+def _figure(node: Mapping[str, Any], name: str, scale: float, digits: int, suffix: str) -> str:
     value = node.get(name)
     return f"{scale * value:.{digits}f}{suffix}" if isinstance(value, int | float) else "-"
 

@@ -111,7 +111,17 @@ def test_the_report_compares_experiments_by_seed_and_by_differing_keys(tmp_path:
     assert "seeds 1, 2, 3" in found
     assert re.search(r"Against sharing.every=1 \(3 seeds\), seed by seed experiment seeds difference in accuracy % "
                      r".* 3 \+10.00", found), found
-    assert re.search(r"52.00 ±1.00 .* 62.00 ±1.00", found)
+    assert "52.00 ±1.00 62.00 ±1.00" in found
+
+
+def test_tables_of_few_experiments_have_a_column_for_each_and_name_the_component_of_a_section(tmp_path: Path) -> None:
+    attack, asynchronous = {"name": "ipm", "count": 2}, {"max_age": 3, "patience": 1}
+    text, _ = render([write_run(tmp_path / "a" / "r", attack=None, node={"asynchronous": None}),
+                      write_run(tmp_path / "b" / "r", attack=attack, node={"asynchronous": asynchronous})])
+    found = check_html(text).text
+    assert "all else is the same. experiment attack node.asynchronous a null null b ipm given" in found
+    results = found.partition("Results")[2].partition("Of several runs")[0].split()
+    assert "a b runs 1 1" in " ".join(results), results
 
 
 def test_the_report_of_a_run_that_was_killed_at_once(tmp_path: Path) -> None:

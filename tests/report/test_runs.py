@@ -188,6 +188,15 @@ def test_a_simulated_run_and_one_with_processes_count_as_repeats(tmp_path: Path)
     assert [line.label for line in lines([first, other])[0]] == ["exp (2 seeds)"]
 
 
+def test_runs_with_other_virtual_links_are_no_repeats(tmp_path: Path) -> None:
+    paths = [write_run(tmp_path / "exp" / f"r{seed}", seed=seed, simulate={"links": {"latency_seconds": latency}})
+             for seed, latency in ((1, 0.1), (2, 0.2))]  # fmt: skip
+    found, _ = lines([*paths, write_run(tmp_path / "exp" / "r3", seed=3)])
+    assert [line.label for line in found] == [
+        "simulate.links.latency_seconds=0.1", "simulate.links.latency_seconds=0.2", "simulate.links=null",
+    ]  # fmt: skip
+
+
 def test_labels_use_names_and_differing_keys_and_time_stamps_only_for_equal_seeds(tmp_path: Path) -> None:
     a, b = (write_run(tmp_path / name / "2026-01-01T00-00-00-abcd") for name in ("one", "two"))
     assert [line.label for line in lines([a, b])[0]] == ["one", "two"]
@@ -281,7 +290,7 @@ def test_legends_and_titles_are_never_cut_off(
     assert saved.texts_inside() == 2
     (legend,) = saved.figure.legends
     texts = [text.get_text().replace("\n", "") for text in legend.get_texts()]
-    assert texts == [*([line.label for line in found] if count > 1 else ["local models"]), "merged model"]
+    assert {*texts} == {*([line.label for line in found] if count > 1 else ["local models"]), "merged model"}
     for panel in saved.figure.axes:
         assert panel.get_window_extent().height > 100, "a long legend must not shrink the panels"
 

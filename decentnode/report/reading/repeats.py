@@ -19,9 +19,11 @@ from decentnode.metrics import summary as summaries
 from decentnode.metrics.figures import TaskMetrics
 from decentnode.report.reading.measured import DEFAULT_METRICS, metrics_of_run, metrics_of_summary
 
-IGNORED_KEYS = ("seed", "name", "run", "simulate", DERIVED)
+IGNORED_KEYS = ("seed", "name", "run", "simulate.engine", "simulate.steps", DERIVED)
 """Keys whose values do not make a different experiment: the seed, the name, the folder of the results (`run`), and how
-a run is simulated, which no digest covers either."""
+a simulation computes, which no digest covers either."""
+NOT_SIMULATED: Mapping[str, Any] = {"compute": None, "links": None, "newcomers": []}
+"""What `simulate` says of virtual time and newcomers if a config has no such section."""
 EDGES = "graph.edges"
 """The key for the contents of a graph file, which may change while its name stays the same."""
 
@@ -61,7 +63,9 @@ def read(path: Path) -> RunResult:
     """Reads a run. Raises UsageError if the directory has no config."""
     try:
         resolved = load_plain((path / "config.resolved.yaml").read_text(encoding="utf-8"))
-        config = {key: value for key, value in _flat(resolved, "") if key.split(".")[0] not in IGNORED_KEYS}
+        simulate = {**NOT_SIMULATED, **(resolved.get("simulate") or {})}
+        config = {key: value for key, value in _flat({**resolved, "simulate": simulate}, "")
+                  if key not in IGNORED_KEYS and key.split(".")[0] not in IGNORED_KEYS}  # fmt: skip
         name, seed = str(resolved.get("name", path.parent.name)), resolved.get("seed")
         derived = tuple(resolved.get(DERIVED) or ())
     except (OSError, ValueError, AttributeError, yaml.YAMLError) as error:
@@ -151,8 +155,9 @@ def labels_of(groups: Sequence[Sequence[RunResult]]) -> list[Label]:
     for group in groups:
         by_name.setdefault(group[0].name, []).append(group[0])
     keys = {name: _label_keys(runs) for name, runs in by_name.items()}
-    return [Label(group[0].name, {key: group[0].config[key] for key in keys[group[0].name] if key in group[0].config})
-            for group in groups]  # fmt: skip
+    values = [{key: value_of(group[0].config, key) for key in keys[group[0].name]} for group in groups]
+    return [Label(group[0].name, {key: value for key, value in each.items() if value})
+            for group, each in zip(groups, values, strict=True)]  # fmt: skip
 
 
 def _label_keys(runs: Sequence[RunResult]) -> list[str]:
@@ -219,6 +224,12 @@ def _distinguishing_keys(labels: Sequence[Label]) -> list[str]:
         remaining.remove(best)
         chosen.append(best)
     return chosen
+
+
+def value_of(config: Mapping[str, str], key: str) -> str:
+    """Returns the value of a key, the name of the component of a section that other configs lack (`attack=null`), or
+    "" if the config has neither."""
+    return config.get(key, config.get(f"{key}.name", ""))
 
 
 def differing_keys(configs: Sequence[Mapping[str, str]]) -> list[str]:
