@@ -4,6 +4,7 @@ import json
 import os
 from pathlib import Path
 
+import matplotlib
 import pytest
 from click.testing import CliRunner, Result
 
@@ -98,6 +99,10 @@ def test_info_draws_the_partition_into_a_picture(tmp_path: Path) -> None:
     for name in ("a.png", "b.svg"):
         found = run_data("info", QUICKSTART, "--draw", str(tmp_path / name))
         assert found.exit_code == 0 and (tmp_path / name).stat().st_size > 5000
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        run_data("info", QUICKSTART, "--draw", str(tmp_path / "b.svg"))
+    largest = max(max(node["classes"]) for node in json.loads(run_data("info", QUICKSTART, "--json").output)["nodes"])
+    assert f"area: samples, {largest} in the largest circle" in (tmp_path / "b.svg").read_text()
     assert run_data("info", QUICKSTART, "--draw", str(tmp_path / "a.txt")).exit_code == 2
 
 

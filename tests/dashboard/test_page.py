@@ -118,6 +118,29 @@ def test_the_page_draws_the_graph_and_updates_with_new_records(browser: Any, ser
         assert shown.problems == [] and shown.elsewhere == []
 
 
+def test_a_curve_begins_where_its_logarithmic_axis_does(browser: Any, served: Served) -> None:
+    """Before the first round all models are equal: no line rises from a distance that the axis does not reach."""
+    address, token, root, _ = served
+    for file in (root / "over" / "2026-01-01").glob("nodes/*/metrics.jsonl"):
+        text = file.read_text()
+        assert '"consensus_distance": 0.5}' in text
+        file.write_text(text.replace('"consensus_distance": 0.5}', '"consensus_distance": 1e-9}'))
+    blue_columns = """(canvas) => {
+      const width = canvas.width, pixels = canvas.getContext("2d").getImageData(0, 0, width, canvas.height).data;
+      const found = [];
+      for (let i = 0; i < pixels.length; i += 4)
+        if ([0, 114, 178, 255].every((value, part) => pixels[i + part] === value)) found.push((i / 4) % width);
+      return [Math.min(...found) / width, Math.max(...found) / width];
+    }"""
+    with Page(browser, f"{address}#token={token}&runs=over/2026-01-01") as shown:
+        shown.wait("canvas[data-nodes='5'][data-rounds='12']")
+        shown.page.wait_for_timeout(300)
+        first, last = shown.page.locator(".chart canvas").nth(2).evaluate(blue_columns)
+        assert first > 0.2 and last > 0.9
+        assert shown.page.locator(".chart canvas").nth(0).evaluate(blue_columns)[0] < 0.2
+        assert shown.problems == []
+
+
 def test_current_figures_include_all_nodes_when_one_is_a_round_ahead(browser: Any, served: Served) -> None:
     address, token, root, _ = served
     run = root / "over" / "2026-01-01"

@@ -96,7 +96,8 @@ export class Chart {
     }
     context.textBaseline = "alphabetic"; context.textAlign = "center";
     for (const tick of ticks(left, right, Math.max(2, Math.floor(width / 75)))) context.fillText(AXES[axis].text(tick), Math.min(X(tick), width - RIGHT - 10), height - 7);
-    for (const { color, rows } of this.series) this.line(context, rows, color, X, Y);
+    const cut = (rows) => rows.map((row) => row.map((v, i) => ((i === 1 || i === 4) && v < low ? NaN : v)));
+    for (const { color, rows } of this.series) this.line(context, log ? cut(rows) : rows, color, X, Y);
     this.cursor(context, X, position, runs, height, ink);
   }
 

@@ -84,7 +84,7 @@ def draw(shares: Shares, path: Path, title: str) -> None:
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    nodes = len(shares.sizes)
+    nodes, meaning = len(shares.sizes), ""
     if shares.classes is None:
         figure = Figure(figsize=(max(4.0, 0.2 * nodes), 3.0), layout="constrained")
         axis = figure.subplots()
@@ -95,12 +95,14 @@ def draw(shares: Shares, path: Path, title: str) -> None:
         figure = Figure(figsize=(max(4.0, 0.25 * nodes), max(3.0, 0.2 * count)), layout="constrained")
         axis = figure.subplots()
         cells = np.argwhere(shares.classes > 0)
-        areas = shares.classes[cells[:, 0], cells[:, 1]] / shares.classes.max()
+        largest = shares.classes.max()
+        areas = shares.classes[cells[:, 0], cells[:, 1]] / largest
+        meaning = f"\narea: samples, {largest:,} in the largest circle"
         axis.scatter(cells[:, 0], cells[:, 1], s=180 * areas, linewidths=0)
         axis.set_ylabel("class")
         axis.set_ylim(-0.7, count - 0.3)
         axis.yaxis.set_major_locator(MaxNLocator(integer=True))
-    axis.set_xlabel("node")
+    axis.set_xlabel(f"node{meaning}")
     axis.set_xlim(-0.7, nodes - 0.3)
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     axis.set_title(title)
