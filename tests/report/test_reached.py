@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,7 @@ def test_compare_tables_have_the_best_round_and_the_cost_of_a_target(runs: list[
     assert "rounds to 79.5 %" in head and "MB/node to 79.5 %" in head and "best round" in head
     assert "to 79.5 %" in printed.splitlines()[2], "headings of two lines"
     assert "6 (1 of 3)" in row, "a mean over some of the runs says so"
+    assert re.search(r" \d+\.\d\d \(1 of 3\) +\d+\.\d\d \(1 of 3\)", row), "seconds and MB have two decimals"
     assert text.splitlines()[3].count("not reached") == 3
 
 

@@ -19,8 +19,8 @@ T = TypeVar("T")
 ExtraColumn = tuple[Figure, Callable[[RunResult], float | None]]
 """An additional column of a table: its heading, and a function that returns the value of a run, None if it has none."""
 
-COSTS = {"rounds": ("rounds", 1.0, 0), "seconds": ("s", 1.0, 1), "bytes": ("MB/node", 1e-6, 2),
-         VIRTUAL: ("virtual s", 1.0, 1)}  # fmt: skip
+COSTS = {"rounds": ("rounds", 1.0, 0), "seconds": ("s", 1.0, 2), "bytes": ("MB/node", 1e-6, 2),
+         VIRTUAL: ("virtual s", 1.0, 2)}  # fmt: skip
 """By axis: unit in headings, scale, digits."""
 
 
