@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
+import signal
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -17,6 +21,8 @@ CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed", "
 def _run_rank(work: Callable[..., Any], rank: int, n: int, store: str, pipe: Connection, args: tuple[Any, ...],
               backend: str, device: str) -> None:  # fmt: skip
     """Runs in the child process: sends (True, result) or (False, traceback)."""
+    stacks = open(f"{store}-stacks-{rank}", "w")  # noqa: SIM115 - stays open, for `_stacks`
+    faulthandler.register(signal.SIGUSR2, file=stacks)
     import torch
     import torch.distributed as dist
 
@@ -57,7 +63,8 @@ def run_ranks(n: int, work: Callable[..., Any], *args: Any, timeout_seconds: flo
 def outcomes_of_ranks(n: int, work: Callable[..., Any], *args: Any, timeout_seconds: float = 200,
                       backend: str = "gloo", device: str = "cpu") -> list[tuple[bool, Any]]:  # fmt: skip
     """As `run_ranks`, for tests in which ranks fail: returns by rank (True, result), or (False, "rank R: Error: ..."
-    with the traceback). Raises AssertionError if a rank sends nothing for `timeout_seconds`."""
+    with the traceback). Raises AssertionError with the stacks of all ranks if one sends nothing for
+    `timeout_seconds`."""
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
         for rank in range(n):
@@ -71,7 +78,7 @@ def outcomes_of_ranks(n: int, work: Callable[..., Any], *args: Any, timeout_seco
         try:
             outcomes = []
             for rank, pipe in enumerate(pipes):
-                assert pipe.poll(timeout_seconds), f"rank {rank} hangs"
+                assert pipe.poll(timeout_seconds), f"rank {rank} hangs\n{_stacks(processes, folder)}"
                 try:
                     outcomes.append(pipe.recv())
                 except EOFError:
@@ -81,3 +88,13 @@ def outcomes_of_ranks(n: int, work: Callable[..., Any], *args: Any, timeout_seco
             for process in processes:
                 process.kill()
                 process.join()
+
+
+def _stacks(processes: list[Any], folder: str) -> str:
+    """Returns the Python stacks of all threads of the ranks that live. Blocking for a second."""
+    files = [Path(folder, f"store-stacks-{rank}") for rank in range(len(processes))]
+    for process, file in zip(processes, files, strict=True):
+        if process.is_alive() and file.exists():
+            os.kill(process.pid, signal.SIGUSR2)
+    time.sleep(1)
+    return "\n".join(f"{file.name}:\n{file.read_text() if file.exists() else 'did not start'}" for file in files)

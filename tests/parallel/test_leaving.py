@@ -146,3 +146,9 @@ def test_files_of_shared_memory_that_killed_ranks_left_are_removed_by_the_next_j
 def test_a_rank_killed_while_mapping_leaves_no_file_of_shared_memory() -> None:
     results = outcomes_of_ranks(2, leaving.kill_while_mapping_memory)
     assert "AssertionError" not in str(results[0][1]), results[0]
+
+
+@pytest.mark.slow
+def test_a_test_whose_rank_hangs_shows_where_every_rank_waits() -> None:
+    with pytest.raises(AssertionError, match=r"(?s)rank 0 hangs.*stacks-0:.*in hang_on_rank_0.*stacks-1:.*in barrier"):
+        outcomes_of_ranks(2, leaving.hang_on_rank_0, timeout_seconds=10)

@@ -181,6 +181,12 @@ def leave_and_ask_presence(rank: int, n: int, how: str, folder: str) -> str:
     return "" if absence is None else absence.reason
 
 
+def hang_on_rank_0(rank: int, n: int) -> None:
+    """Rank 0 sleeps, while the others wait for it in a barrier."""
+    if rank == 0:
+        time.sleep(1000)
+
+
 def exit_before_wrapping(rank: int, n: int) -> None:
     """The last rank's process exits before it wraps its model."""
     if rank == n - 1:
