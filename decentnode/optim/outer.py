@@ -24,7 +24,7 @@ class OuterOptimizer(Optimizer):
     def __init__(self, optimizer: Optimizer) -> None:
         """Does not call torch's constructor, which would make groups and state of its own."""
         self.local_optimizer = optimizer
-        self.defaults = optimizer.defaults
+        self.defaults = getattr(optimizer, "defaults", {})  # optimizers around others, of other libraries, may lack it
         self.__setstate__({})  # makes the hooks, as torch's constructor would
 
     def __getattr__(self, name: str) -> Any:

@@ -24,12 +24,14 @@ def can_divide_step(optimizer: Optimizer) -> bool:
 
     False for subclasses, and if `step` has hooks or was replaced, because these would see several calls.
     """
+    if type(optimizer) not in ONE_BY_ONE:  # others need not have hooks: some do not call torch's constructor
+        return False
     hooks = (getattr(torch_optimizer, "_global_optimizer_pre_hooks", None),
              getattr(torch_optimizer, "_global_optimizer_post_hooks", None),
              optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)  # fmt: skip
     own = vars(optimizer).get("step")
     untouched = own is None or hasattr(own, "_wrapped_by_lr_sched")  # schedulers only check that there was any call
-    return type(optimizer) in ONE_BY_ONE and untouched and not any(hooks)
+    return untouched and not any(hooks)
 
 
 class Division:

@@ -31,8 +31,9 @@ class CallsOtherModel(nn.Module):
         return y
 
 
-def wrap(**options: Any) -> DecentralizedDataParallel:
-    return DecentralizedDataParallel(model(), **{"optimizer": SGD, "step_in_backward": False, **options})
+def wrap(module: nn.Module | None = None, **options: Any) -> DecentralizedDataParallel:
+    options = {"optimizer": SGD, "step_in_backward": False, **options}
+    return DecentralizedDataParallel(model() if module is None else module, **options)
 
 
 @pytest.mark.sampled(of=lambda n, kind, options: {kind, *options})
@@ -139,6 +140,37 @@ def test_methods_that_only_the_local_optimizer_has_are_called(kind: str) -> None
     optimizer.eval()
     assert optimizer.mode == optimizer.local_optimizer.mode == "eval"
     assert not hasattr(optimizer, "other") and not hasattr(optimizer, "found_inf")
+
+
+class AroundAnother:
+    """Steps an optimizer and is none of torch's classes, as wrappers of optimizers in other libraries."""
+
+    def __init__(self, params: Any) -> None:
+        self.inner = SGD(params)
+        self.param_groups, self.state, self.zero_grad = self.inner.param_groups, self.inner.state, self.inner.zero_grad
+        self.state_dict, self.load_state_dict = self.inner.state_dict, self.inner.load_state_dict
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+
+@pytest.mark.usefixtures("single_rank_group")
+@pytest.mark.parametrize("kind", ["backward", "script", "comm"])
+def test_an_optimizer_that_is_none_of_torchs_classes_trains_with_the_bits_of_the_one_that_it_steps(kind: str) -> None:
+    module, plain = model(), model()
+    trained: nn.Module = module
+    if kind == "comm":
+        optimizer: Any = CommOptimizer(AroundAnother(module.parameters()), "EASGD")  # type: ignore[arg-type]
+    else:
+        trained = wrap(module, optimizer=AroundAnother, step_in_backward=kind == "backward")
+        optimizer = None if kind == "backward" else trained.optimizer
+    for each, steps in ((trained, optimizer), (plain, SGD(plain.parameters()))):
+        for t in range(3):
+            backward(each, 0, t)
+            if steps is not None:
+                steps.step()
+                steps.zero_grad()
+    assert torch.equal(flat(module), flat(plain))
 
 
 @pytest.mark.usefixtures("single_rank_group")
