@@ -50,7 +50,7 @@ from decentnode.parallel.process_group.default_group import check_device, device
 from decentnode.parallel.process_group.machines import ranks_per_machine
 from decentnode.parallel.process_group.shutdown import close_at_exit, close_others, keep_until_exit, mark_closed
 from decentnode.parallel.states.detached import DetachedModel
-from decentnode.parallel.states.entry_names import EXTRA, plain_name, renamed_entries
+from decentnode.parallel.states.entry_names import EXTRA, move_extra_last, plain_name, renamed_entries
 from decentnode.parallel.states.loading import all_or_none, load_together, restart
 from decentnode.parallel.states.wrapper_state import load_wrapper_state, state_of_wrapper
 from decentnode.parallel.steps.backward import BackwardWatch, find_tensors
@@ -188,6 +188,7 @@ class DecentralizedDataParallel(Module, IdleJoinable):
         self._warned_revert = self._warned_no_step = False
         self._accumulated_from = -1
         """The number of steps taken when gradients were last set to accumulate."""
+        self.register_state_dict_post_hook(move_extra_last)
         self._begin()
 
     @property

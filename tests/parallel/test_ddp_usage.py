@@ -263,6 +263,18 @@ def test_a_deep_copy_loads_the_wrappers_state() -> None:
     assert torch.equal(flat(target), flat(wrapped.module))
 
 
+def test_the_entries_of_a_deep_copy_and_of_the_wrapper_have_the_same_order() -> None:
+    wrapped = wrap()
+    ddp_interface.train_step(wrapped, 0, 0)
+    average, larger = copy.deepcopy(wrapped), nn.ModuleList([wrapped, nn.Linear(2, 2)])
+    entries = wrapped.state_dict()
+    assert [*entries][:-1] == [*average.state_dict()] and [*entries][-1] == "_extra_state"
+    assert [*larger.state_dict()] == [*(f"0.{name}" for name in entries), "1.weight", "1.bias"]
+    for copied, own in zip(average.state_dict().values(), entries.values(), strict=False):  # as timm's ModelEma
+        copied.lerp_(own, 0.5)
+    assert torch.equal(flat(average.module), flat(wrapped.module))
+
+
 @pytest.mark.slow
 def test_distances_between_complex_models_match_the_formula() -> None:
     for distance, expected, own, expected_own in run_ranks(2, ddp_usage.measure_complex_distances):

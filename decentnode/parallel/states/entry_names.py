@@ -6,6 +6,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from torch.nn import Module
+
 EXTRA = "_extra_state"
 """The entry of `state_dict` that holds everything but the module."""
 
@@ -39,6 +41,12 @@ def renamed_entries(
         under = {PREFIX.rstrip(".") + f".{name}" * bool(name): version for name, version in versions.items()}
         entries._metadata = {**under, **versions}  # type: ignore[attr-defined]
     return entries
+
+
+def move_extra_last(_: Module, state_dict: dict[str, Any], prefix: str, __: Any) -> None:
+    """A hook of `state_dict`, which moves the entry EXTRA behind those of the module: averages over time, such as
+    timm's, pair the entries of a copy with those of the wrapper by position."""
+    state_dict[prefix + EXTRA] = state_dict.pop(prefix + EXTRA)
 
 
 def plain_name(name: str) -> str:
