@@ -173,6 +173,12 @@ def test_a_group_is_aborted_while_messages_are_in_flight() -> None:
 
 
 @pytest.mark.slow
+def test_all_groups_of_a_generation_are_left_while_operations_wait_for_another_rank(tmp_path: Path) -> None:
+    work = members.leave_groups_with_operations_in_flight
+    assert run_ranks(2, work, str(tmp_path / "store"), timeout_seconds=60) == [True, True]
+
+
+@pytest.mark.slow
 def test_ranks_form_a_group_though_one_of_them_failed_to_form_others_before(tmp_path: Path) -> None:
     assert run_ranks(2, members.make_group_after_failed_attempts, str(tmp_path / "store")) == [3.0, 3.0]
 

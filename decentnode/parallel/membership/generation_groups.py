@@ -54,15 +54,14 @@ class GenerationGroups(abc.ABC):
         Raises ConnectionBroken, RuntimeError."""
 
     def _leave(self) -> None:
-        """Leaves the default group, whose generation is over, and keeps it until `drop_old`."""
+        """Leaves the default group, whose generation is over, and all groups of some of its ranks, and keeps them until
+        `drop_old`: torch 2.6 waits for a group's operations when the last reference to it is dropped."""
         if dist.is_initialized():
-            self._old.append(dist.group.WORLD)
+            self._old.extend(dist.distributed_c10d._world.pg_map)
             dist.destroy_process_group()
 
     def drop_old(self) -> None:
         """Drops the groups of earlier generations with their interrupted operations, which no rank needs any more."""
-        if self._old:
-            let_threads_release_tensors()
         self._old = []
 
     def close(self) -> None:  # noqa: B027
@@ -183,4 +182,5 @@ def _abort_operations(groups: list[Any]) -> None:
             with suppress(RuntimeError):
                 peer = (group.rank() + 1) % group.size()
                 group.recv([torch.empty(1, device="cpu")], peer, UNUSED_TAG).wait(timedelta(milliseconds=1))
+    let_threads_release_tensors()
     groups.clear()

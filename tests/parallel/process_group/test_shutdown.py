@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.torch_version import TorchVersion
 
+from decentnode.parallel.membership.generation_groups import _abort_operations
 from decentnode.parallel.process_group import shutdown
 from tests.conftest import free_ports
 from tests.parallel.ranks import run_ranks
@@ -87,3 +88,21 @@ def test_threads_release_their_tensors_before_a_group_is_destroyed_by_an_old_tor
     shutdown.leave_groups()
     monkeypatch.undo()
     assert found[: len(calls)] == calls  # threads that are left get another moment
+
+
+@pytest.mark.parametrize(("version", "calls"), [("2.6.0", ["sleep", "dropped"]), ("2.13.0", ["dropped"])])
+def test_threads_release_their_tensors_before_a_group_of_an_earlier_generation_is_dropped_by_an_old_torch(
+    version: str, calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Group:
+        def size(self) -> int:
+            return 1
+
+        def __del__(self) -> None:
+            found.append("dropped")
+
+    found: list[str] = []
+    monkeypatch.setattr(torch, "__version__", TorchVersion(version))
+    monkeypatch.setattr(shutdown.clock, "sleep", lambda _seconds: found.append("sleep"))
+    _abort_operations([Group()])
+    assert found == calls

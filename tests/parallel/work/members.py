@@ -308,6 +308,26 @@ def abort_operations_in_flight(rank: int, n: int) -> bool:
     return rank == 1 or len(sends) == 20
 
 
+def leave_groups_with_operations_in_flight(rank: int, n: int, path: str) -> bool:
+    """Rank 0 leaves groups in which it waits for rank 1, with tensors that nothing else references, and rank 1 keeps
+    its own until rank 0 has dropped them. Returns whether the groups are gone."""
+    groups = generation_groups.GlooGroups(None, "127.0.0.1", 0, 60.0)  # type: ignore[arg-type]
+    pair = dist.new_group([0, 1])
+    if rank == 0:
+        dist.all_reduce(torch.zeros(1000), async_op=True)
+        dist.all_reduce(torch.zeros(1000), group=pair, async_op=True)
+    groups._leave()
+    del pair
+    generation_groups.make_group(dist.FileStore(path, n), rank, n, 60.0)
+    if rank == 1:
+        dist.barrier()
+    groups.drop_old()
+    groups.join_threads()
+    if rank == 0:
+        dist.barrier()
+    return not any(each.is_alive() for each in groups._dropping)
+
+
 def make_group_after_failed_attempts(rank: int, n: int, path: str) -> float:
     """Makes a group after rank 1, as torch counts, has made three that rank 0 has not. Returns the sum of rank + 1."""
     dist.destroy_process_group()
