@@ -304,6 +304,7 @@ def test_a_restart_from_another_checkpoint_than_recorded_is_named_as_the_differe
 
 def run_in_process(original: NodeRun, folder: Path, resume: Path | None = None) -> ProcessRecords:
     """Runs nodes with checkpoints in this process. Returns what they recorded."""
+    folder.parent.mkdir(exist_ok=True)  # the run's, which checkpoints do not make
     hub, lives = Hub(NODES), dict[int, list[ProcessRecord]]()
     hub.run_id = b"\x07" * 8
     for uid in range(NODES):
