@@ -203,9 +203,8 @@ class Hooks(Generic[ConfigT]):
         """Any thread: says that these members failed or do not answer, so that the others continue without them."""
         raise NotImplementedError(f"{type(self).__name__} has no generations of members ({reason}: {sorted(uids)})")
 
-    def why_broken(self, uids: Collection[int]) -> str:  # noqa: ARG002
-        """Returns why the connections to these members broke, for those that broke in this generation; "" if none
-        did."""
+    def why_silent(self, uids: Collection[int]) -> str:  # noqa: ARG002
+        """Returns what is known about why nothing arrived from these members in the current round; "" if nothing is."""
         return ""
 
     def regroup(self) -> PendingGeneration:

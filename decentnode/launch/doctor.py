@@ -156,6 +156,8 @@ class DoctorServer:
         listen(self._router, bind, port)
         self._machine = machine
         self._over = threading.Event()
+        self.heard: set[int] = set()
+        """Machines that have asked."""
         self.done: set[int] = set()
         """Machines that have asked all their questions."""
         self._thread = threading.Thread(target=self._answer, daemon=True)
@@ -179,8 +181,8 @@ class DoctorServer:
             if question is None:
                 continue
             kind, number, payload = question
-            if kind == "done" and isinstance(payload, int):
-                self.done.add(payload)
+            if isinstance(payload, int):
+                (self.done if kind == "done" else self.heard).add(payload)
             reply = {"time": clock.wall(), "ping": None, "block": None, "done": None, "who": self._machine}.get(kind)
             self._router.send_multipart([who, msgpack.packb([kind, number, reply])])
 
@@ -263,7 +265,8 @@ def remote(experiment: Experiment, machine: int, wait_seconds: float) -> Iterato
         try:
             for other, client in clients.items():
                 where = f"machine {other} ({address_of(first[other].host, first[other].port)})"
-                yield from _check_machine(client, (machine, other), (where, interface_to(first[other].host)), deadline)
+                way = where, interface_to(first[other].host)
+                yield from _check_machine(client, server.heard, (machine, other), way, deadline)
             for other, client in clients.items():
                 client.ask("done", machine, 0.5 if other not in server.done else ASK_SECONDS)
             while not set(others) <= server.done and clock.now() < deadline:
@@ -287,12 +290,17 @@ def interface_to(host: str) -> str | None:
                  if any(each.address.partition("%")[0] == own for each in addresses)), None)  # fmt: skip
 
 
-def _no_answer(addresses: list[str]) -> str:
-    """Returns why a machine may not answer. addresses: those of its host, as resolved here."""
+def _no_answer(addresses: list[str], has_asked: bool) -> str:
+    """Returns why a machine may not answer. addresses: those of its host, as resolved here. has_asked: whether it has
+    asked this machine."""
     if not addresses:
         return "its name cannot be resolved here: correct it, or add it to the name server or to this machine's " \
                "/etc/hosts"  # fmt: skip
-    text = "no answer: start decentnode doctor there too, check address, port and firewall"
+    text = "no answer: " + (
+        "it reaches this machine, but connections to it do not pass: check its address in the mapping, open its ports "
+        "in its firewall or router, or list it under mapping.behind_nat"
+        if has_asked else "start decentnode doctor there too, check address, port and firewall"
+    )
     if len(addresses) > 1:
         text += f"; of the addresses of this name ({', '.join(addresses)}) only the first is tried: give the right" \
                 " one instead of the name"
@@ -300,15 +308,16 @@ def _no_answer(addresses: list[str]) -> str:
 
 
 def _check_machine(
-    client: DoctorClient, pair: tuple[int, int], way: tuple[str, str | None], deadline: float
+    client: DoctorClient, heard: set[int], pair: tuple[int, int], way: tuple[str, str | None], deadline: float
 ) -> Iterator[Finding]:
-    """pair: this machine and the other. way: the other's name in messages, and the interface that leads to it."""
+    """heard: machines that have asked this one. pair: this machine and the other. way: the other's name in messages,
+    and the interface that leads to it."""
     (own, other), (where, interface) = pair, way
     hello = None
     while hello is None and clock.now() < deadline:
-        hello = client.ask("who", None, min(ASK_SECONDS, max(0.1, deadline - clock.now())))
+        hello = client.ask("who", own, min(ASK_SECONDS, max(0.1, deadline - clock.now())))
     if hello is None:
-        yield Finding(where, False, _no_answer(resolved(client.host)))
+        yield Finding(where, False, _no_answer(resolved(client.host), other in heard))
         return
     if hello[0] != other:
         yield Finding(where, False, f"answers as machine {hello[0]}: the mapping's addresses are mixed up")

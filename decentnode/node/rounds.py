@@ -85,7 +85,7 @@ class NodeRounds:
         steps."""
         schedule = self._rules.schedule
         mixed = yield from schedule.mix()
-        self._account_missing(round, phase - 1, mixed)
+        self._account_missing(round, mixed)
         yield from schedule.send(phase)
         if phase == schedule.sharing.requirements.phases - 1:
             yield from self._buffers.send(self._buffer_view, schedule)
@@ -99,7 +99,7 @@ class NodeRounds:
         self._training.finish_round()
         if self.dumps is not None:
             schedule.dump(round, self.dumps)
-        self._account_missing(round, schedule.sharing.requirements.phases - 1, mixed)
+        self._account_missing(round, mixed)
         self._record_round(round)
         if self.trace is not None:
             self.trace.end(round)
@@ -150,24 +150,25 @@ class NodeRounds:
             return float(parameters.sum(dtype=sum_dtype(parameters.dtype)))
         return known_sum
 
-    def _account_missing(self, round: int, phase: int, mixed: Sequence[ExchangeOutcome]) -> None:
+    def _account_missing(self, round: int, mixed: Sequence[ExchangeOutcome]) -> None:
         """Account for the nodes from which nothing arrived in one phase. Raises PeerLost with `node.missing: fail`."""
         missing = frozenset(uid for each in mixed for uid in each.missing)
         lost = frozenset(uid for each in mixed for uid in each.missing - each.departed)
         self._missing |= missing
         self._lost |= lost
         if lost and self._config.missing != "return_weight":
-            self._handle_lost(round, phase, lost)
+            self._handle_lost(round, lost)
         if missing:
             logger.warning("round %d: continued without node %s", round, names(sorted(missing)))
 
-    def _handle_lost(self, round: int, phase: int, lost: frozenset[int]) -> None:
+    def _handle_lost(self, round: int, lost: frozenset[int]) -> None:
         """Handle lost neighbors without which the round may not continue: report them as suspects with `node.missing:
         regroup`, and raise PeerLost with `fail`."""
-        what, why = f"nothing from node {names(sorted(lost))} in round {round}", self._communication.why_broken(lost)
+        communication, what = self._communication, f"nothing from node {names(sorted(lost))} in round {round}"
+        why = communication.why_silent(lost)
         if self._config.missing == "regroup":
-            self._communication.suspect(lost, f"{what}: {why}" if why else what)
+            communication.suspect(lost, f"{what}: {why}" if why else what)
             return
-        within = (f" within {self._rules.schedule.timeout_seconds(phase):g} s (communication.timeout_seconds"
-                  f"{f' for each of {phase + 1} phases' if phase else ''})")  # fmt: skip
-        raise PeerLost(f"node {self._uid}: {what}{f': {why}' if why else within}", sorted(lost))
+        waited = f"waited {self._rules.schedule.times.wait:.1f} s"
+        limit = f"communication.timeout_seconds: {communication.config.timeout_seconds:g}"
+        raise PeerLost(f"node {self._uid}: {what}, {waited} ({limit}){f': {why}' if why else ''}", sorted(lost))

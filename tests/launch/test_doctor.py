@@ -111,9 +111,22 @@ def test_the_address_that_is_tried_is_named_where_a_name_has_several(monkeypatch
     with zmq.Context() as context:
         client = DoctorClient(context, "127.0.0.1", free_ports(1))
         client._socket.linger = 0
-        (found,) = _check_machine(client, (0, 1), ("machine 1", "lo"), clock.now() + 0.2)
+        (found,) = _check_machine(client, set(), (0, 1), ("machine 1", "lo"), clock.now() + 0.2)
         client.close()
     assert not found.ok and "(127.0.0.1, 127.0.0.2) only the first is tried" in found.detail
+
+
+def test_a_machine_that_asks_but_cannot_be_reached_is_told_from_one_without_a_doctor() -> None:
+    port = free_ports(2)
+    with DoctorServer("127.0.0.1", port, 0) as server, zmq.Context() as context:
+        hidden = DoctorClient(context, "127.0.0.1", port)
+        next(_check_machine(hidden, set(), (1, 0), ("machine 0", "lo"), clock.now() + 5))
+        client = DoctorClient(context, "127.0.0.1", port + 1)
+        client._socket.linger = 0
+        (found,) = _check_machine(client, server.heard, (0, 1), ("machine 1", "lo"), clock.now() + 0.2)
+        hidden.close()
+        client.close()
+    assert not found.ok and "it reaches this machine" in found.detail and "mapping.behind_nat" in found.detail
 
 
 def test_the_doctor_server_ignores_malformed_requests() -> None:
@@ -160,7 +173,7 @@ def check_through_proxy(rate: float, passed: float) -> Finding:
         client = DoctorClient(context, "127.0.0.1", proxy)
         client._socket.linger = 0
         try:
-            return next(_check_machine(client, (0, 1), ("machine 1", "eth0"), clock.now() + 10))
+            return next(_check_machine(client, set(), (0, 1), ("machine 1", "eth0"), clock.now() + 10))
         finally:
             client.close()
 

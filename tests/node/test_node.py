@@ -198,7 +198,7 @@ def test_a_silent_neighbor_fails_the_run_or_returns_its_weight(transport: str, m
             if node.uid == 2:
                 return
             if missing == "fail":
-                with pytest.raises(PeerLost, match=r"nothing from node 2 in round 0 within 1.5 s") as caught:
+                with pytest.raises(PeerLost, match=r"nothing from node 2 in round 0, waited 1\.[5-9] s") as caught:
                     node.run()
                 assert caught.value.missing == (2,)
                 return

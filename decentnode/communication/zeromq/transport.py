@@ -40,6 +40,7 @@ from decentnode.communication.zeromq.sockets.faulty_driver import FaultyDriver
 from decentnode.communication.zeromq.sockets.security import Keyring
 from decentnode.config import component
 from decentnode.errors import NodeFailed, PeerLost
+from decentnode.formatting import names
 from decentnode.payload import Payload
 from decentnode.wire.generation import Generation
 from decentnode.wire.orders import Action, Next
@@ -287,9 +288,17 @@ class ZeroMQ(Communication[ZeroMQConfig]):
         else:
             self._generations.suspect(uids, reason)
 
-    def why_broken(self, uids: Collection[int]) -> str:
+    def why_silent(self, uids: Collection[int]) -> str:
         with self._run_state.lock:
-            return self._run_state.why_broken(uids)
+            answers = sorted(self._inbox.state.reported_waiting.keys() & set(uids) - self._run_state.broken.keys())
+            reasons = [self._run_state.why_broken(uids)]
+        if answers:
+            reasons.append(f"node {names(answers)} answers that it is itself waiting")
+            machine_of = self._run.machine_of
+            if any(machine_of.get(uid) != machine_of.get(self.uid) for uid in answers):
+                reasons.append("if no node has failed, large packets may get lost between the machines (try a smaller "
+                               "MTU; decentnode doctor measures it)")
+        return "; ".join(filter(None, reasons))
 
     def begin_at(self, round: int) -> None:
         if self._generations is not None:

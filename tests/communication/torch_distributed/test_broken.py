@@ -79,7 +79,7 @@ def test_a_wait_ends_with_the_operation_its_peers_and_the_reason(transport: str,
         (arrival,) = exchange.arrivals(LONG)
         assert arrival.total is None and not exchange.departed
         assert arrival.missing <= set(others) and arrival.missing
-        found = node.why_broken(arrival.missing)
+        found = node.why_silent(arrival.missing)
         assert re.search(reason, found), found
         assert node.counters.faults["communicator_broken"] >= 1
 
@@ -96,7 +96,7 @@ def test_payloads_to_a_peer_with_a_broken_connection_are_undelivered_or_raise(tr
         first = nodes[0]
         (arrival,) = first.exchange(0, {1: payload}, (1,)).arrivals(LONG)
         assert arrival.missing == {1}
-        wait_until(lambda: bool(first.why_broken([1])))
+        wait_until(lambda: bool(first.why_silent([1])))
         if transport == BATCHED:
             with pytest.raises(PeerLost, match="node 0: the batch of round 0 with node 1 failed"):
                 first.exchange(1, {1: payload}, (1,))
@@ -124,7 +124,7 @@ def test_no_peer_is_blamed_if_the_nodes_own_device_or_host_is_out_of_memory(
         monkeypatch.setattr(*operation, lambda *_: fails() if transport == BATCHED else fails)
         with pytest.raises((RuntimeError, MemoryError), match=r"CUDA out of memory|allocate memory|^$"):
             list(nodes[0].exchange(0, {1: payload}, (1,)).arrivals(LONG))
-        assert not nodes[0].why_broken([1]) and "communicator_broken" not in nodes[0].counters.faults
+        assert not nodes[0].why_silent([1]) and "communicator_broken" not in nodes[0].counters.faults
         monkeypatch.undo()
 
 
