@@ -293,7 +293,7 @@ class ZeroMQ(Communication[ZeroMQConfig]):
             answers = sorted(self._inbox.state.reported_waiting.keys() & set(uids) - self._run_state.broken.keys())
             reasons = [self._run_state.why_broken(uids)]
         if answers:
-            reasons.append(f"node {names(answers)} answers that it is itself waiting")
+            reasons.append(f"node {names(answers)} still answers, itself waiting")
             machine_of = self._run.machine_of
             if any(machine_of.get(uid) != machine_of.get(self.uid) for uid in answers):
                 reasons.append("if no node has failed, large packets may get lost between the machines (try a smaller "

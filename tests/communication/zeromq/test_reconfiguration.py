@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 
 import pytest
 
@@ -94,6 +95,37 @@ def test_a_node_without_other_members_gives_up_after_its_time_out() -> None:
             now += STEP_SECONDS
             nodes[0].step(now)
     assert 160 < now <= 160 + 2 * STEP_SECONDS + 4
+
+
+def renew_generations(until: float, rounds_begin: bool) -> Iterator[float]:
+    """Ends every generation of three members as soon as it is in force, because of node 2; yields the times."""
+    nodes: dict[int, Node] = {}
+    nodes.update({uid: Node(uid, nodes) for uid in range(3)})
+    now = 100.0
+    nodes[0].reconfiguration.renew("nothing from node 2", now)
+    while now < until:
+        yield (now := now + STEP_SECONDS)
+        for node in nodes.values():
+            node.step(now)
+        if all(node.entered for node in nodes.values()):
+            for node in nodes.values():
+                assert node.entered is not None
+                if rounds_begin:
+                    node.reconfiguration.enter(node.entered.first_round)
+                node.wait = node.entered = None
+            nodes[0].reconfiguration.renew("nothing from node 2", now)
+
+
+def test_generations_of_the_same_members_in_which_no_round_begins_end_the_run() -> None:
+    """Messages about members arrive, but models do not: every generation is formed, and none gets any further."""
+    times = renew_generations(400.0, rounds_begin=False)
+    with pytest.raises(NoGeneration, match=r"no round began .* for 12\d s.*nothing from node 2; .*MTU"):
+        for now in times:
+            assert now < 240.0
+
+
+def test_generations_of_the_same_members_in_which_rounds_begin_do_not_end_the_run() -> None:
+    assert [*renew_generations(400.0, rounds_begin=True)][-1] >= 400.0
 
 
 def test_a_node_that_gives_up_names_the_leader_for_which_it_waited() -> None:

@@ -95,6 +95,11 @@ class Reconfiguration:
         """Returns where a member's control socket listens (tcp://...), for newcomers; the owner sets it."""
         self.in_force: Generation | None = None
         """A generation that is in force and that this node has not begun yet."""
+        self.fruitless_since: float | None = None
+        """Since when this node has been waiting for generations, all with the same members, in which it began no
+        round: messages about members arrive, but models do not. None if it is in a round."""
+        self._last_members: tuple[int, ...] = ()
+        """The members of the last generation that this node began."""
 
     @property
     def generation(self) -> Generation:
@@ -266,6 +271,7 @@ class Reconfiguration:
         Raises Regrouping if it may not begin."""
         if self.active:
             self.facts.raise_if_over()
+            self.fruitless_since = None
             self.is_catching_up = round < self.generation.first_round
             self.membership.position = max(self.membership.position, round + 1)
             self.membership.last_round = self.membership.limits.rounds
@@ -295,6 +301,8 @@ class Reconfiguration:
     def note_begun(self, generation: Generation) -> None:
         """Notes that this node begins `generation`, which is in force."""
         self.facts.regrouping, self.is_catching_up = "", False
+        if generation.members != self._last_members:
+            self._last_members, self.fruitless_since = generation.members, None
         self._report("generation", f"{generation.number} of nodes {', '.join(map(str, generation.members))}")
 
 
@@ -325,15 +333,19 @@ class GenerationWait:
         self._reconfiguration, self._install = reconfiguration, install
         self._alone_seconds, self._together_seconds = alone_seconds, together_seconds
         self._began = self.deadline = now
+        if reconfiguration.fruitless_since is None:
+            reconfiguration.fruitless_since = now
+        self._fruitless_since = reconfiguration.fruitless_since
         self.generation: Generation | None = None
 
     def step(self, now: float) -> bool:
         """Returns whether the next generation is in force.
 
         Raises NoGeneration if there is none after `alone_seconds` without enough other nodes, or after
-        `together_seconds` in total. If the run is to stop, raises Interrupted after STOPPED_OUTSIDE_SECONDS if this
-        node is outside, and after STOPPING_TIMEOUT_SECONDS if it hears from no node that would close with it. Raises
-        AssemblyError if this node is refused.
+        `together_seconds` in total, to which earlier waits for the same members count if no round began since. If the
+        run is to stop, raises Interrupted after STOPPED_OUTSIDE_SECONDS if this node is outside, and after
+        STOPPING_TIMEOUT_SECONDS if it hears from no node that would close with it. Raises AssemblyError if this node is
+        refused.
         """
         reconfiguration, membership = self._reconfiguration, self._reconfiguration.membership
         reconfiguration.facts.raise_if_failed()
@@ -363,7 +375,7 @@ class GenerationWait:
         if membership.stopping:
             patience = min(patience, STOPPED_OUTSIDE_SECONDS if outside else STOPPING_TIMEOUT_SECONDS)
         self.deadline = min(math.inf if reconfiguration.alone_since is None else since + patience,
-                            self._began + self._together_seconds)  # fmt: skip
+                            self._fruitless_since + self._together_seconds)  # fmt: skip
         if now < self.deadline:
             return
         reason = membership.reason
@@ -373,6 +385,12 @@ class GenerationWait:
             reason += f"; {membership.describe(membership.coordinator)} had to begin one"
         if membership.stopping and now - since >= patience:
             raise Interrupted(f"node {membership.uid}: stopped while {reason}")
+        if self._fruitless_since < self._began and now >= self._fruitless_since + self._together_seconds:
+            raise NoGeneration(
+                f"node {membership.uid}: no round began in any generation for {now - self._fruitless_since:.0f} s, "
+                f"although its members answered: {reason}; large packets may get lost between machines (try a smaller "
+                "MTU; decentnode doctor measures it)"
+            )
         raise NoGeneration(
             f"node {membership.uid}: no new generation of members within {now - self._began:.0f} s; {reason}"
             f"{reconfiguration.counters.refused_handshakes()}"
