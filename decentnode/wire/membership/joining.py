@@ -14,6 +14,8 @@ class JoinRequests:
 
     def __init__(self, suspect_seconds: float) -> None:
         self._suspect_seconds = suspect_seconds
+        self.begins_at = 0.0
+        """When the node asks for the first time since `begin`."""
         self._next = 0.0
         self._times_outside = 0
         self._generation_of: dict[int, Name] = {}
@@ -22,7 +24,8 @@ class JoinRequests:
     def begin(self, now: float) -> None:
         """Notes that the node is outside from now on. The first time it asks at once. Each further time it first waits
         longer (exponential backoff), because a node with a bad link would otherwise end every generation."""
-        self._next = now + self._suspect_seconds * ((1 << min(self._times_outside, MAX_DOUBLINGS)) - 1)
+        self.begins_at = now + self._suspect_seconds * ((1 << min(self._times_outside, MAX_DOUBLINGS)) - 1)
+        self._next = self.begins_at
         self._times_outside += 1
         self._generation_of.clear()
 

@@ -10,7 +10,7 @@ import pytest
 from decentnode.communication.counters import Counters
 from decentnode.communication.run_state import RunFacts
 from decentnode.communication.zeromq.protocol.reconfiguration import GenerationWait, Reconfiguration
-from decentnode.errors import Interrupted, NoGeneration, PeerLost, Regrouping
+from decentnode.errors import DecentnodeError, Interrupted, NoGeneration, PeerLost, Regrouping
 from decentnode.wire.codec import to_bitmap
 from decentnode.wire.generation import Generation, Limits, new_origin
 from decentnode.wire.membership import Membership
@@ -98,33 +98,40 @@ def test_a_node_without_other_members_gives_up_after_its_time_out() -> None:
 
 
 def renew_generations(until: float, rounds_begin: bool) -> Iterator[float]:
-    """Ends every generation of three members as soon as it is in force, because of node 2; yields the times."""
+    """Leaves node 2 out of every generation as soon as it is in force, whereupon node 2 asks to join; yields the
+    times."""
     nodes: dict[int, Node] = {}
     nodes.update({uid: Node(uid, nodes) for uid in range(3)})
-    now = 100.0
-    nodes[0].reconfiguration.renew("nothing from node 2", now)
+    now, formed = 100.0, set[tuple[int, ...]]()
+    nodes[0].reconfiguration.suspect([2], "nothing from node 2", now)
     while now < until:
         yield (now := now + STEP_SECONDS)
+        nodes[2].facts.waiting = None if nodes[2].facts.regrouping else ((0,), now - 1.0)
         for node in nodes.values():
             node.step(now)
-        if all(node.entered for node in nodes.values()):
-            for node in nodes.values():
-                assert node.entered is not None
+        entered = nodes[0].entered
+        members = () if entered is None else entered.members
+        if members and all(nodes[uid].entered for uid in members):
+            assert entered is not None
+            formed.add(members)
+            for uid in members:
+                nodes[uid].wait = nodes[uid].entered = None
                 if rounds_begin:
-                    node.reconfiguration.enter(node.entered.first_round)
-                node.wait = node.entered = None
-            nodes[0].reconfiguration.renew("nothing from node 2", now)
+                    nodes[uid].reconfiguration.enter(entered.first_round)
+            if 2 in members:
+                nodes[0].reconfiguration.suspect([2], "nothing from node 2", now)
+    assert formed == {(0, 1), (0, 1, 2)}
 
 
-def test_generations_of_the_same_members_in_which_no_round_begins_end_the_run() -> None:
+def test_generations_of_the_same_members_in_turn_in_which_no_round_begins_end_the_run() -> None:
     """Messages about members arrive, but models do not: every generation is formed, and none gets any further."""
     times = renew_generations(400.0, rounds_begin=False)
-    with pytest.raises(NoGeneration, match=r"no round began .* for 12\d s.*nothing from node 2; .*MTU"):
+    with pytest.raises(NoGeneration, match=r"no round began .* for 12\d s, .* answered: .*; .*MTU"):
         for now in times:
             assert now < 240.0
 
 
-def test_generations_of_the_same_members_in_which_rounds_begin_do_not_end_the_run() -> None:
+def test_generations_of_the_same_members_in_turn_in_which_rounds_begin_do_not_end_the_run() -> None:
     assert [*renew_generations(400.0, rounds_begin=True)][-1] >= 400.0
 
 
@@ -151,6 +158,26 @@ def test_a_node_that_is_not_admitted_names_the_nodes_that_it_asked(answers: bool
     with pytest.raises(PeerLost, match=f"it comes from outside; {asked}$"):
         for tick in range(300):
             node.step(100.0 + STEP_SECONDS * tick)
+
+
+@pytest.mark.parametrize(("error", "at", "stop_at"), [(NoGeneration, 222.0, 900), (Interrupted, 150.0, 200)])
+def test_a_node_that_was_outside_often_and_therefore_asks_late_gives_up_later(
+    error: type[DecentnodeError], at: float, stop_at: int
+) -> None:
+    """It asks 62 s after the sixth time; with the suspect_seconds of a run, that is longer than it waits."""
+    nodes: dict[int, Node] = {}
+    node = nodes[0] = Node(0, nodes)
+    for _ in range(5):
+        node.reconfiguration.membership.joining.begin(0.0)
+    node.reconfiguration.leave("it comes from outside", 100.0)
+    assert node.reconfiguration.membership.joining.begins_at == 162.0
+    with pytest.raises(error, match="no member of the run answers"):
+        for tick in range(900):
+            now = 100.0 + STEP_SECONDS * tick
+            if tick == stop_at:
+                node.reconfiguration.stop(now)
+            node.step(now)
+    assert at <= now <= at + 4.0
 
 
 def test_a_node_without_other_members_renews_its_control_connections_less_and_less_often() -> None:

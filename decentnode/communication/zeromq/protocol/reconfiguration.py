@@ -96,10 +96,10 @@ class Reconfiguration:
         self.in_force: Generation | None = None
         """A generation that is in force and that this node has not begun yet."""
         self.fruitless_since: float | None = None
-        """Since when this node has been waiting for generations, all with the same members, in which it began no
+        """Since when this node has been waiting for generations, all with members with whom it had already begun no
         round: messages about members arrive, but models do not. None if it is in a round."""
-        self._last_members: tuple[int, ...] = ()
-        """The members of the last generation that this node began."""
+        self._tried_members: set[tuple[int, ...]] = set()
+        """The members of the generations since the last round, which alternate if two nodes cannot get a model."""
 
     @property
     def generation(self) -> Generation:
@@ -272,6 +272,7 @@ class Reconfiguration:
         if self.active:
             self.facts.raise_if_over()
             self.fruitless_since = None
+            self._tried_members.clear()
             self.is_catching_up = round < self.generation.first_round
             self.membership.position = max(self.membership.position, round + 1)
             self.membership.last_round = self.membership.limits.rounds
@@ -301,8 +302,9 @@ class Reconfiguration:
     def note_begun(self, generation: Generation) -> None:
         """Notes that this node begins `generation`, which is in force."""
         self.facts.regrouping, self.is_catching_up = "", False
-        if generation.members != self._last_members:
-            self._last_members, self.fruitless_since = generation.members, None
+        if generation.members not in self._tried_members:
+            self._tried_members.add(generation.members)
+            self.fruitless_since = None
         self._report("generation", f"{generation.number} of nodes {', '.join(map(str, generation.members))}")
 
 
@@ -336,14 +338,18 @@ class GenerationWait:
         if reconfiguration.fruitless_since is None:
             reconfiguration.fruitless_since = now
         self._fruitless_since = reconfiguration.fruitless_since
+        self._asks_at = -math.inf
+        """When this node asked to be admitted for the first time, or will: until then nobody can admit it."""
+        self._is_fruitless = self._fruitless_since < now
+        self._why_over = reconfiguration.facts.regrouping
         self.generation: Generation | None = None
 
     def step(self, now: float) -> bool:
         """Returns whether the next generation is in force.
 
         Raises NoGeneration if there is none after `alone_seconds` without enough other nodes, or after
-        `together_seconds` in total, to which earlier waits for the same members count if no round began since. If the
-        run is to stop, raises Interrupted after STOPPED_OUTSIDE_SECONDS if this node is outside, and after
+        `together_seconds` in total, to which earlier waits count if members only repeat and no round began since. If
+        the run is to stop, raises Interrupted after STOPPED_OUTSIDE_SECONDS if this node is outside, and after
         STOPPING_TIMEOUT_SECONDS if it hears from no node that would close with it. Raises AssemblyError if this node is
         refused.
         """
@@ -369,13 +375,16 @@ class GenerationWait:
     def _raise_if_hopeless(self, now: float) -> None:
         """Raises if the wait has no chance of success any more, and updates `deadline`."""
         reconfiguration, membership = self._reconfiguration, self._reconfiguration.membership
-        since = now if reconfiguration.alone_since is None else max(reconfiguration.alone_since, self._began)
         outside = membership.stage == "outside"
+        if outside:
+            self._asks_at = membership.joining.begins_at
+        began = self._began if membership.stopping else max(self._began, self._asks_at)
+        since = now if reconfiguration.alone_since is None else max(reconfiguration.alone_since, began)
         patience = self._alone_seconds
         if membership.stopping:
             patience = min(patience, STOPPED_OUTSIDE_SECONDS if outside else STOPPING_TIMEOUT_SECONDS)
         self.deadline = min(math.inf if reconfiguration.alone_since is None else since + patience,
-                            self._fruitless_since + self._together_seconds)  # fmt: skip
+                            (self._fruitless_since if self._is_fruitless else began) + self._together_seconds)
         if now < self.deadline:
             return
         reason = membership.reason
@@ -385,13 +394,13 @@ class GenerationWait:
             reason += f"; {membership.describe(membership.coordinator)} had to begin one"
         if membership.stopping and now - since >= patience:
             raise Interrupted(f"node {membership.uid}: stopped while {reason}")
-        if self._fruitless_since < self._began and now >= self._fruitless_since + self._together_seconds:
+        if self._is_fruitless and now >= self._fruitless_since + self._together_seconds:
             raise NoGeneration(
                 f"node {membership.uid}: no round began in any generation for {now - self._fruitless_since:.0f} s, "
-                f"although its members answered: {reason}; large packets may get lost between machines (try a smaller "
-                "MTU; decentnode doctor measures it)"
+                f"although members answered: {self._why_over}; large packets may get lost between machines (try a "
+                "smaller MTU; decentnode doctor measures it)"
             )
         raise NoGeneration(
-            f"node {membership.uid}: no new generation of members within {now - self._began:.0f} s; {reason}"
+            f"node {membership.uid}: no new generation of members within {now - began:.0f} s; {reason}"
             f"{reconfiguration.counters.refused_handshakes()}"
         )
