@@ -264,3 +264,23 @@ def test_the_time_out_restarts_when_a_payload_arrived_and_not_when_it_was_notice
     node.status.wait = wait  # type: ignore[method-assign]
     assert node.wait_for((1, 2)) == {2}
     assert clock.now() - began == TIMEOUT_SECONDS
+
+
+@pytest.mark.parametrize("machines", [1, 2])
+def test_neighbors_that_answer_although_no_payload_arrives_are_named_and_large_packets_between_machines(
+    machines: int,
+) -> None:
+    reasons: dict[int, str] = {}
+    with open_nodes("tcp", 2, flat_schema(ELEMENTS), timeout_seconds=0.4) as nodes:
+
+        def work(node: Communication) -> None:
+            assert isinstance(node, ZeroMQ) and isinstance(node._run.machine_of, dict)
+            node._run.machine_of[1] = machines - 1
+            assert not node.why_silent([1 - node.uid])
+            exchange = node.exchange(0, {}, (1 - node.uid,))
+            assert [each.missing for each in exchange.arrivals(0.4)] == [{1 - node.uid}]
+            reasons[node.uid] = node.why_silent([1 - node.uid])
+
+        run_on_all(nodes, work)
+    assert reasons[0].startswith("node 1 still answers, itself waiting")
+    assert ("large packets may get lost" in reasons[0]) == (machines == 2)
