@@ -36,7 +36,8 @@ WAITS_OF_A_ROUND = {
     **dict.fromkeys(["powergossip", "powergossip of rank 1"], 2),  # whether a neighbor's difference has full rank
     **dict.fromkeys(["clipped_gossip", "clipped_gossip he", "clipped_gossip nearest", "clipped_gossip of a radius"],
                     1),  # the distances of all neighbors
-    "secure_aggregation": 1 + 3 * 2,  # the largest entry; for each of two neighbors two kinds of keys and the model
+    **dict.fromkeys(["secure_aggregation", "secure_aggregation of a part"],
+                    1 + 3 * 2),  # the largest entry; for each of two neighbors two kinds of keys and the model
     "fedstc": 5,  # three clients and a server, which codes for all of them
 }  # fmt: skip
 """Rule -> waits per node in a round; 0 for all others."""

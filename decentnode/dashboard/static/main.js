@@ -293,6 +293,7 @@ function togglePicker(open = $("runs").hidden) {
   $("runs").hidden = !open;
   $("pick").setAttribute("aria-expanded", String(open));
   if (open) { list().catch(() => {}); $("filter").focus(); }
+  else if ($("runs").contains(document.activeElement)) document.activeElement.blur(); // else it takes keys until a frame is drawn
 }
 
 function sync() {
