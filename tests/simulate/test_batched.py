@@ -120,17 +120,19 @@ def run_batched(config: Experiment, way: str, workers: int = 1) -> tuple[Batched
 
 
 def compare_engines(config: Experiment, way: str, workers: int = 1, atol: float = 1e-5) -> Batched:
-    """Runs both engines, asserts that all models, figures and records are the same, and returns the batched engine."""
+    """Runs both engines, asserts that all models, figures and records are the same, and returns the batched engine.
+    atol: for entries of models, and for figures if above theirs: on a CPU a node adds up models of 16 bits in their own
+    dtype (`mix_into`), the batched engine in float32; only there do nodes of a complete graph have equal models."""
     nodes, records = run_stepped(config)
     engine, sink = run_batched(config, way, workers)
     for node, row in zip(nodes, engine.population.parameters, strict=True):
         torch.testing.assert_close(row, node.training.model.parameters.detach(), rtol=0, atol=atol)
     for node in nodes:
-        assert_close(engine.figures(node.uid), node.figures())
+        assert_close(engine.figures(node.uid), node.figures(), atol)
         own = [record for uid, record in sink.records if uid == node.uid]
         theirs = [record for record in records[node.uid] if record["kind"] != "round"]
         for record, wanted in zip(own, theirs, strict=True):
-            assert_close(record, wanted)
+            assert_close(record, wanted, atol)
         rounds = [record for record in records[node.uid] if record["kind"] == "round"]
         for found, wanted in zip(sink.rounds, rounds, strict=True):
             assert found.local.losses[node.uid] == pytest.approx(wanted["loss"], abs=1e-4, nan_ok=True)
@@ -145,14 +147,14 @@ def compare_engines(config: Experiment, way: str, workers: int = 1, atol: float 
     return engine
 
 
-def assert_close(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+def assert_close(found: dict[str, Any], wanted: dict[str, Any], atol: float = 0.0) -> None:
     assert found.keys() == wanted.keys()
     for key, value in wanted.items():
         if isinstance(value, str):
             assert found[key] == value, key
         elif "seconds" not in key and key != "time":
             # an accuracy may differ by a sample whose two likeliest classes are equally likely
-            assert found[key] == pytest.approx(value, rel=1e-3, abs=6e-3 if "accuracy" in key else 1e-4), key
+            assert found[key] == pytest.approx(value, rel=1e-3, abs=6e-3 if "accuracy" in key else max(1e-4, atol)), key
 
 
 def test_the_list_STACKED_names_all_rules_with_a_stacked_form() -> None:
