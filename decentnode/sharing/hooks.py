@@ -92,9 +92,15 @@ class Hooks:
         return view
 
     def phase_bytes(self, view: RoundView, elements: int) -> tuple[float, ...] | None:  # noqa: ARG002
-        """Returns the bytes of a payload in each phase for a model of `elements` entries; None if they are the same in
-        all phases. For simulated networks, and for the sizes that a run announces."""
+        """Returns the bytes of a payload in each phase for a model of `elements` entries, as means over the rounds;
+        None if they are the same in all phases and have to be measured. Called after `payload_schema`, for simulated
+        networks and for the sizes that a run announces."""
         return None
+
+    def measured_views(self, view: RoundView) -> Sequence[RoundView]:
+        """Returns views of rounds whose payloads have the mean size over all rounds together; more than `view` if the
+        rule draws sizes. `outgoing` is called with them, for the same purposes as `phase_bytes`."""
+        return (view,)
 
     def wait_seconds(self, phase: int, timeout_seconds: float) -> float:
         """Returns how long the node waits in a phase after the last payload arrived. In a later phase, neighbors may

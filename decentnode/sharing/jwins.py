@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 from pydantic import Field, field_validator
@@ -36,7 +39,20 @@ class JWINS(Wavelet):
     config: JWINSConfig
 
     def fraction(self, view: RoundView) -> float:
-        return self.config.fractions[int(view.rng("jwins").integers(len(self.config.fractions)))]
+        return self.config.fractions[self._drawn(view)]
+
+    def _drawn(self, view: RoundView) -> int:
+        return int(view.rng("jwins").integers(len(self.config.fractions)))
+
+    def measured_views(self, view: RoundView) -> Sequence[RoundView]:
+        """Returns for each fraction, which are drawn equally often, the first round that draws it."""
+        found = dict[int, RoundView]()
+        for r in itertools.count(view.round):
+            each = replace(view, round=r)
+            found.setdefault(self._drawn(each), each)
+            if len(found) == len(self.config.fractions):
+                return list(found.values())
+        raise AssertionError
 
     def largest_fraction(self) -> float:
         return max(self.config.fractions)

@@ -15,7 +15,7 @@ from decentnode.config import component
 from decentnode.config.component import Config
 from decentnode.errors import PeerFault
 from decentnode.graph.base import RoundView
-from decentnode.payload import Payload, ScalarSpec, TensorSpec
+from decentnode.payload import SCALAR_BYTES, Payload, ScalarSpec, TensorSpec
 from decentnode.sharing.base import Sharing
 from decentnode.sharing.requirements import Requirements
 
@@ -67,6 +67,7 @@ class PowerGossip(Sharing):
         self.edges: dict[int, EdgeFactors] = {}
         self._sent: dict[int, list[Tensor]] = {}
         self._plain = torch.empty(0)
+        self._itemsize = 0
 
     def set_parameter_shapes(self, shapes: Sequence[tuple[int, ...]]) -> None:
         start = 0
@@ -160,9 +161,15 @@ class PowerGossip(Sharing):
         self.edges[uid] = EdgeFactors(edge.turn + 1, [q.to(model.dtype).contiguous() for q in fresh])
 
     def payload_schema(self, elements: int, dtype: torch.dtype) -> dict[str, TensorSpec]:
-        products = self.rank * sum(max(m.rows, m.columns) for m in self.matrices)
+        products, self._itemsize = self.rank * sum(max(m.rows, m.columns) for m in self.matrices), dtype.itemsize
         plain = sum(b - a for a, b in self.plain) if self.matrices else elements
         return {"products": TensorSpec(dtype, products, exact=False), "plain": TensorSpec(dtype, plain)}
+
+    def phase_bytes(self, view: RoundView, elements: int) -> tuple[float, ...]:  # noqa: ARG002
+        """Returns the mean of payloads with right and with left factors, which alternate."""
+        products = self.rank * sum(m.rows + m.columns for m in self.matrices) / 2
+        plain = sum(b - a for a, b in self.plain) if self.matrices else elements
+        return (self._itemsize * (products + plain) + SCALAR_BYTES * len(self.requirements.scalars),)
 
     def state_dict(self) -> dict[str, Any]:
         return {

@@ -58,6 +58,9 @@ class Wrapper(Sharing):
     def phase_bytes(self, view: RoundView, elements: int) -> tuple[float, ...] | None:
         return self.rule.phase_bytes(view, elements)
 
+    def measured_views(self, view: RoundView) -> Sequence[RoundView]:
+        return self.rule.measured_views(view)
+
     def wait_seconds(self, phase: int, timeout_seconds: float) -> float:
         return self.rule.wait_seconds(phase, timeout_seconds)
 

@@ -172,8 +172,7 @@ def payload_bytes(
     rule: Sharing, fragment: Fragment, seed: int, dtype: torch.dtype
 ) -> tuple[tuple[float, ...], bool]:
     """Returns (mean bytes of a payload in each phase, whether all neighbors get the same payload in the first phase),
-    for a model of normally distributed entries after an update. If payloads differ from exchange to exchange
-    (powergossip), those of the first exchange count.
+    for a model of normally distributed entries after an update.
 
     rule: a fresh one, whose state this changes. Payloads of later phases, which depend on
     what neighbors sent, are taken to be as large as those of the first unless the rule has sizes (`phase_bytes`). The
@@ -189,12 +188,14 @@ def payload_bytes(
             planned = [rule.plan(replace(view, phase=phase)) for phase in range(rule.requirements.phases)]
             if planned[0].neighbors:
                 break
-        rule.begin(model, planned[0])
-        model += UPDATE_SCALE * torch.randn(model.shape, generator=draws).to(dtype)
-        if rule.requirements.sequential:
-            rule.adjust(model, planned[0], 1.0)
-        payloads = rule.outgoing(model, planned[0])
-        each = [sum(payload.bytes()) for payload in payloads.values()]
+        each = []
+        for view in rule.measured_views(planned[0]):
+            rule.begin(model, view)
+            model += UPDATE_SCALE * torch.randn(model.shape, generator=draws).to(dtype)
+            if rule.requirements.sequential:
+                rule.adjust(model, view, 1.0)
+            payloads = rule.outgoing(model, view)
+            each += [sum(payload.bytes()) for payload in payloads.values()]
     size = sum(each) / len(each) if each else 0.0
     sizes = rule.phase_bytes(planned[0], fragment.elements) or (size,) * len(planned)
     return sizes, len({id(payload) for payload in payloads.values()}) == 1

@@ -24,7 +24,7 @@ from decentnode.launch.files.provenance import source_hash
 from decentnode.launch.reporting.notices import default_lr_notice, privacy_notice, short_timeout_warning
 from decentnode.mapping.hosts import address
 from decentnode.node.schedules.schedules import payload_schema, sent_dtype
-from decentnode.payload import TensorSpec
+from decentnode.payload import SCALAR_BYTES, TensorSpec
 from decentnode.sharing.base import Sharing
 from decentnode.sharing.fragments import Fragment
 from decentnode.sharing.parameters import layout_of, named
@@ -35,8 +35,8 @@ from decentnode.version import __version__
 LOOKED_AT = 64
 """How many exchanges are searched for the first one in which node 0 sends a message."""
 MEASURED_ELEMENTS = 4_000_000
-"""Largest number of elements for which a payload whose size depends on its values is made and measured: the start must
-not wait for it (.1 s of CPU with choco)."""
+"""Largest number of elements of payloads that are made and measured as their sizes depend on their values: the start
+must not wait for it (.1 s of CPU with choco)."""
 
 
 def header(experiment: Experiment, local: Sequence[int], connected: bool = True) -> list[list[str]]:
@@ -189,8 +189,8 @@ class TrafficEstimate:
     """Bytes that a node sends in a round with an exchange, as the mean over the nodes, and with fragments also over the
     rounds."""
     source: Literal["exact", "measured", "bound"]
-    """Whether all payloads have these sizes, or sizes depend on the values that are sent and these are those of one
-    payload of random values, or upper bounds."""
+    """Whether all payloads have these sizes; or sizes differ and these are means over the rounds, of payloads of random
+    values where they depend on values; or these are upper bounds."""
     most: float
     """The largest possible `message`."""
     first: int
@@ -223,8 +223,10 @@ def _phase_sizes(
 ) -> tuple[float, ...]:
     """Returns the measured bytes of a payload in each phase, or () if they are known or the payload is too large to
     measure. rule: one that has sent nothing, whose state this changes."""
-    known = all(spec.exact for spec in schema.values()) or _has_phase_bytes(fragment, rule)
-    if known or fragment.elements > MEASURED_ELEMENTS:
+    if all(spec.exact for spec in schema.values()) or _has_phase_bytes(fragment, rule):
+        return ()
+    payloads = len(rule.measured_views(rule_view(rule, fragment.graph, 0, 0, seed)))
+    if payloads * fragment.elements > MEASURED_ELEMENTS:
         return ()
     if rule.requirements.star:
         down, _ = bytes_down(rule, fragment, seed, dtype)
@@ -242,6 +244,7 @@ def _estimate_fragment(
     """Returns the traffic of one fragment whose payloads have this schema. For a fragment that is exchanged every k-th
     round, `sent` is the k-th part of an exchange's bytes."""
     bound = sum(spec.max_elements * spec.dtype.itemsize for spec in schema.values())
+    bound += SCALAR_BYTES * len(rule.requirements.scalars)
 
     def messages(uid: int, exchange: int) -> list[float]:
         view = replace(rule_view(rule, fragment.graph, uid, exchange, seed), fragment=fragment.index)
@@ -252,8 +255,9 @@ def _estimate_fragment(
     candidates = itertools.islice(exchange_rounds(rule), LOOKED_AT)
     first = next((exchange for exchange in candidates if messages(0, exchange)), 0)
     every = [each for uid in nodes for each in messages(uid, first)]
-    exact = all(spec.exact for spec in schema.values()) or _has_phase_bytes(fragment, rule)
+    known = _has_phase_bytes(fragment, rule)
+    exact = all(spec.exact for spec in schema.values()) or (known and rule.requirements.phases > 1)
     return TrafficEstimate(
         max(every, default=bound), sum(every) / len(nodes) / fragment.every,
-        "measured" if measured else "exact" if exact else "bound", bound, fragment.round_of(first),
+        "exact" if exact else "measured" if measured or known else "bound", bound, fragment.round_of(first),
     )  # fmt: skip
