@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -192,6 +192,42 @@ def test_entries_follow_from_seed_and_round_alone() -> None:
     assert all(torch.equal(torch.cat(first[a : a + 4]).sort().values, torch.arange(1000)) for a in (0, 4))  # type: ignore[arg-type]
     assert not torch.equal(first[0], first[4])  # type: ignore[arg-type]
     assert not torch.equal(first[0], one._sent_entries(models[0], view(graph, 0, 0, 2)))  # type: ignore[arg-type]
+
+
+@given(elements=st.integers(2, 400), fraction=st.floats(1e-3, 0.99))
+@settings(deadline=None)
+def test_no_entry_is_left_out_of_a_turn(elements: int, fraction: float) -> None:
+    """Whether or not the entries can be divided into equal pieces; in one round, no entry is sent twice."""
+    model = torch.zeros(elements)
+    (each,), graph = secure([model], fraction=fraction), make("complete", nodes=4)
+    assume(each._count(elements) < elements)
+    turn = -(-elements // each._count(elements))
+    pieces = [each._sent_entries(model, view(graph, 0, r, 1)) for r in range(turn, 2 * turn)]
+    sizes = [(len(piece), len(piece.unique())) for piece in pieces]  # type: ignore[arg-type,union-attr]
+    assert set(sizes) == {(each._count(elements),) * 2}
+    assert torch.equal(torch.cat(pieces).unique(), torch.arange(elements))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("fraction", [0.1, 0.5])
+def test_every_entry_is_sent_over_all_edges_of_a_graph_that_alternates(fraction: float) -> None:
+    """Turns of an even number of rounds do not keep an entry to the odd ones."""
+    model, graph = torch.zeros(1000), make("complete", nodes=4)
+    (each,) = secure([model], fraction=fraction)
+    sent = torch.zeros(2, 1000)
+    for r in range(400):
+        sent[r % 2, each._sent_entries(model, view(graph, 0, r, 1))] += 1
+    expected = 200 * fraction
+    assert float((sent.sum(0) - 2 * expected).abs().max()) == 0
+    assert float(sent.min()) > expected / 3 and abs(float(sent[0].mean()) - expected) < 1e-3
+
+
+def test_the_choice_of_entries_takes_no_memory_of_the_size_of_the_model() -> None:
+    """An index for each of these entries would take 8 GB."""
+    model = torch.zeros(1).expand(10**9)
+    (each,) = secure([torch.zeros(2)], fraction=1e-8)
+    at = each._sent_entries(model, view(make("complete", nodes=4), 0, 5, 1))
+    assert at is not None and len(at.unique()) == 10
+    assert 0 <= int(at.min()) < int(at.max()) < 10**9
 
 
 @pytest.mark.parametrize("family", ["ring", "complete"])
