@@ -27,10 +27,10 @@ def reason_against_weights(needs: Requirements) -> str:
         return "has weights of its own (weighted_by)"
     if needs.unweighted:
         return "uses no weights"
-    if needs.overrides_topology or needs.phases > 1:
-        return "chooses neighbors and weights itself"
     if needs.symmetric or needs.doubly_stochastic or needs.column_stochastic or needs.static or needs.tree:
         return "needs weights that keep the mean of all models, or that stay the same"
+    if needs.overrides_topology or needs.phases > 1:
+        return "chooses neighbors and weights itself"
     return "" if needs.tolerates_missing else "cannot recover from a missing payload"
 
 

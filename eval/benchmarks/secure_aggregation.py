@@ -1,6 +1,7 @@
-"""bash eval/bench.sh secure_aggregation: the CPU time of a node's rule in one round, beside that of full.
+"""bash eval/bench.sh secure_aggregation: the CPU time of a node's rule in one round, with whole models and with parts,
+beside that of full.
 
-Both rules take turns in one process with one thread, without a network; the least time of the turns counts.
+All take turns in one process with one thread, without a network; the least time of the turns counts.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ from decentnode.sharing import SHARINGS
 from decentnode.sharing.base import Sharing
 
 NODES, TURNS = 9, 7
+FRACTIONS = (1.0, 0.7, 0.3, 0.1)
 
 
 class Nodes:
     """The rules and models of all nodes."""
 
-    def __init__(self, name: str, graph: Graph, parameters: int) -> None:
-        config = load_class(name, SHARINGS, "sharing").Config.model_validate({"name": name})
+    def __init__(self, name: str, graph: Graph, parameters: int, **options: float) -> None:
+        config = load_class(name, SHARINGS, "sharing").Config.model_validate({"name": name, **options})
         self.rules: list[Sharing] = [load_class(name, SHARINGS, "sharing")(config) for _ in range(NODES)]
         self.models, self.graph, self.seconds = [torch.randn(parameters) for _ in range(NODES)], graph, [float("inf")]
         for each in self.rules:
@@ -50,18 +52,20 @@ class Nodes:
 def main() -> None:
     torch.set_num_threads(1)
     print(machine())
-    print("parameters  neighbors      full    secure_aggregation   times")
+    print("parameters  neighbors      full" + "".join(f"{f'fraction {each:g}':>15s}" for each in FRACTIONS), "   times")
     for parameters in (10_000, 1_000_000):
         for degree in (2, 4, 8):
             config = section(GRAPHS, "graph").validate({"name": "regular", "nodes": NODES, "degree": degree})
             weights = section(WEIGHTS, "weights").validate({"name": "metropolis_hastings"})
             graph = build(config, weights, 1)
-            both = [Nodes(name, graph, parameters) for name in ("full", "secure_aggregation")]
+            every = [Nodes("full", graph, parameters)]
+            every += [Nodes("secure_aggregation", graph, parameters, fraction=each) for each in FRACTIONS]
             for turn in range(TURNS):
-                for each in both:
+                for each in every:
                     each.round(turn)
-            full, secure = (1e3 * min(each.seconds) for each in both)
-            print(f"{parameters:10,d} {degree:10d} {full:7.2f} ms {secure:15.2f} ms {secure / full:11.0f}", flush=True)
+            full, *secure = (1e3 * min(each.seconds) for each in every)
+            columns = "".join(f"{each:12.2f} ms" for each in secure)
+            print(f"{parameters:10,d} {degree:10d} {full:7.2f} ms{columns} {secure[0] / full:8.0f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -386,6 +386,8 @@ def test_nodes_agree_at_zero_gradient_as_with_plain_gossip() -> None:
     (["sharing.compression={name: int8}"], "sharing.compression is not a known key"),
     (["node.schedule=gossip_async"], "needs its neighbors' payloads of the same round"),
     (["model={name: resnet, depth: 8}"], "does not protect the model's statistics"),
+    (["node.missing=return_weight", "node.quorum={weights: samples}"], "secure_aggregation needs weights that keep the "
+     "mean of all models"),
 ])  # fmt: skip
 def test_runs_that_would_protect_nothing_are_refused(changes: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
