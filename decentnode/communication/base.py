@@ -235,8 +235,12 @@ class Communication(Hooks[ConfigT], Component, abc.ABC):
         Does not block."""
 
     @abc.abstractmethod
-    def fail(self, uid: int, reason: str) -> None:
-        """Any thread: tells every node that `uid` failed, so that their waits raise PeerLost. Does not block."""
+    def fail(self, uid: int, reason: str, *, ends_run: bool = False) -> None:
+        """Any thread: tells every node that `uid` failed, so that their waits raise PeerLost. Does not block.
+
+        ends_run: whether the waits of this node raise it also with `missing: regroup`, with which it otherwise
+        continues without `uid`.
+        """
 
     @abc.abstractmethod
     def close(self) -> None:

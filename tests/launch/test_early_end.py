@@ -22,7 +22,7 @@ def test_the_failure_that_others_follow_from_is_reported_as_the_cause() -> None:
     end.fail(Failed(0, 8, "a bug", ""))
     end.report_cause()
     assert observer.failed_uids == [0], "the cause is reported once"
-    assert [type(message) for message in run.nodes.workers[0].sent] == [PeerFailure], "the first failure is passed on"
+    assert run.nodes.workers[0].sent == [PeerFailure(1, "nothing from node 0", ends_run=True)], "the first is passed on"
 
 
 def test_nodes_that_do_not_end_within_the_grace_time_are_killed_and_listed_as_silent() -> None:

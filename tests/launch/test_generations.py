@@ -89,6 +89,19 @@ def test_the_other_nodes_finish_without_a_node_that_dies(tmp_path: Path, way: st
     assert any("generation 1: 4 of 5 nodes continue" in text for text in recorder.notices)
 
 
+@pytest.mark.parametrize("per_process", [1, 5])
+@pytest.mark.slow
+def test_a_failure_that_ends_the_run_ends_the_other_nodes_at_once(tmp_path: Path, per_process: int) -> None:
+    """They neither continue in a generation without that node, nor have to be killed."""
+    outcome, recorder = run_with_failure(
+        tmp_path, "SetsNaN", rounds=100_000,
+        mapping={"machines": 1, "nodes_per_machine": 5, "nodes_per_process": per_process},
+    )  # fmt: skip
+    assert outcome.exit_code == 6 and outcome.failure is not None and outcome.failure.uid == 2
+    assert outcome.silent == () and set(outcome.followers) == {0, 1, 3, 4}
+    assert not any("continue" in text for text in recorder.notices)
+
+
 @pytest.mark.slow
 @pytest.mark.sampled(one=["rule"])
 @pytest.mark.parametrize("rule", ["push_sum", "full"])

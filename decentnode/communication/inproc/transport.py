@@ -340,7 +340,7 @@ class Inproc(Communication[CommunicationConfig]):
     def depart(self, rounds: int, neighbors: Collection[int]) -> None:  # noqa: ARG002
         self.hub.departed[self.uid] = rounds
 
-    def fail(self, uid: int, reason: str) -> None:
+    def fail(self, uid: int, reason: str, *, ends_run: bool = False) -> None:  # noqa: ARG002
         self.hub.failed[uid] = reason
 
     def close(self) -> None:

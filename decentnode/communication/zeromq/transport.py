@@ -423,10 +423,12 @@ class ZeroMQ(Communication[ZeroMQConfig]):
         self._inbox.end(rounds)
         self._driver.call(lambda: self._protocol.depart(rounds, neighbors, clock.now()))
 
-    def fail(self, uid: int, reason: str) -> None:
+    def fail(self, uid: int, reason: str, *, ends_run: bool = False) -> None:
         if self._generations is not None and self._generations.reconfiguration.active:
             if uid == self.uid:
                 self._generations.fail()
+            elif ends_run:  # nobody is missing: the node does not look for a generation without `uid`
+                self._run_state.fail(PeerLost(f"{self.describe(uid)} failed: {reason}", []))
             else:
                 self._generations.suspect([uid], reason, dead=True)
             return

@@ -296,6 +296,8 @@ class PeerFailure:
 
     uid: int
     reason: str
+    ends_run: bool = False
+    """Whether the nodes of this machine end because of it, even if they could continue without that node."""
 
 
 ChildMessage = (

@@ -137,7 +137,7 @@ class Commands:
         if isinstance(message, StopRun):
             node.ask_stop()
         elif isinstance(message, PeerFailure) and message.uid != node.uid:
-            node.communication.fail(message.uid, message.reason)
+            node.communication.fail(message.uid, message.reason, ends_run=message.ends_run)
 
     def attach(self, node: Node) -> None:
         """Passes stops and failures to the node from now on, and those received before."""

@@ -51,7 +51,7 @@ class EarlyEnd:
         end."""
         self._ledger.failures.append(failed)
         if len(self._ledger.failures) == 1:
-            self._nodes.send_to_all(PeerFailure(failed.uid, failed.title))
+            self._nodes.send_to_all(PeerFailure(failed.uid, failed.title, ends_run=True))
             self._kill_at = clock.now() + (GRACE_SECONDS if self._nodes.phase == "running" else 1.0)
         if not failed.follower:
             self.report_cause()

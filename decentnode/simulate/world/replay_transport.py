@@ -214,7 +214,7 @@ class ReplayTransport(Simulated):
     def suspect(self, uids: Any, reason: str) -> None:
         """Does nothing: the record decides when the generation is over."""
 
-    def fail(self, uid: int, reason: str) -> None:
+    def fail(self, uid: int, reason: str, *, ends_run: bool = False) -> None:
         """Does nothing: the record decides when the generation is over."""
 
     def depart(self, rounds: int, neighbors: Any) -> None:

@@ -379,7 +379,7 @@ class Simulated(Communication[ZeroMQConfig]):
         self.inbox.end(rounds)
         self.io.call(lambda: self.protocol.depart(rounds, neighbors, clock.now()))
 
-    def fail(self, uid: int, reason: str) -> None:
+    def fail(self, uid: int, reason: str, *, ends_run: bool = False) -> None:  # noqa: ARG002
         of = self.reconfiguration
         if of is not None and of.active:
             if uid == self.uid:
