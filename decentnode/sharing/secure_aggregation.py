@@ -48,8 +48,9 @@ class SecureAggregationConfig(Config):
     """The largest absolute value that an entry of a model may have; a larger one ends the run with an error. Entries
     are rounded to multiples of `largest` / 2^30, by default to 1.2e-7."""
     fraction: Annotated[float, ADDED, Field(gt=0, le=1)] = 1.0
-    """Part of the model's P entries that a node sends in a round: K, the same random ones on all nodes, other ones in
-    every round. In any ceil(P / K) rounds from a multiple of this number on, each entry is sent at least once."""
+    """Part of the model's entries that a node sends in a round: the same random ones on all nodes, other ones in every
+    round. If K of P entries are sent, each is sent at least once in any ceil(P / K) rounds that follow a multiple of
+    this number."""
 
 
 class SecureAggregation(Sharing):
