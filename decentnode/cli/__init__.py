@@ -55,6 +55,12 @@ COMMANDS: dict[str, str] = {
 }
 """Command -> its line in the help. The file decentnode/cli/<command>.py defines it as `command`."""
 
+_WITHOUT_NAME: dict[int | None, str] = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "cannot write"),
+    **dict.fromkeys((errno.EMFILE, errno.ENFILE), "the limit of open files (ulimit -n) is too low"),
+}
+"""What an OSError without the name of a file means for the user, by its number."""
+
 
 class LazyGroup(click.Group):
     """A click group that imports a command's file when it is called, and turns errors meant for the user into messages
@@ -106,11 +112,11 @@ class LazyGroup(click.Group):
                 click.echo(f"{prefix}{error}", err=True)
             ctx.exit(error.exit_code)
         except OSError as error:
-            if error.filename is None and error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            if error.filename is None and error.errno not in _WITHOUT_NAME:
                 raise  # not a file of the user's: a closed pipe, which click handles, or a bug of ours
             if ctx.meta["decentnode.traceback"]:
                 click.echo(traceback.format_exc(), err=True)
-            place = "cannot write" if error.filename is None else os.fsdecode(error.filename)
+            place = _WITHOUT_NAME[error.errno] if error.filename is None else os.fsdecode(error.filename)
             click.echo(f"error: {place}: {error.strerror}", err=True)
             ctx.exit(EnvironmentFault.exit_code)
         except KeyboardInterrupt:

@@ -192,19 +192,22 @@ def best_of_each(results: Results) -> tuple[list[Row], list[str]]:
     rows, in sentences). A row that lacks the value of a seed is never the best; among equal ones the first is."""
     names = short_names(results.best_by)
     groups = _groups(results.rows, results.best_by)
+    short = [short_values(column) for column in zip(*groups, strict=True)]
+    short_of = _short_by_key(results.rows)
     metric, largest = results.metric, "largest" if results.better == "higher" else "smallest"
     notes = [f"the best for each {' and '.join(names.values())}: the {largest} mean over the seeds of "
              f"{metric.title or metric.name} after the last round"]  # fmt: skip
     best = []
     for values, rows in groups.items():
-        values_text = " ".join(f"{name}={value}" for name, value in zip(names.values(), values, strict=True))
+        values_text = " ".join(f"{name}={texts[value]}"
+                               for name, value, texts in zip(names.values(), values, short, strict=True))  # fmt: skip
         complete = [each for each in rows if each.whole]
         best += complete[:1]
         if not complete:
             notes.append(f"{values_text}: no combination has finished with every seed")
-        elif equal := [each.label for each in complete[1:]
-                       if (each.rounds, each.mean) == (complete[0].rounds, complete[0].mean)]:  # fmt: skip
-            notes.append(f"{values_text}: as good as {complete[0].label}, which stands first: {'; '.join(equal)}")
+        elif len(equal := [label_of(each.settings, short=short_of) for each in complete
+                           if (each.rounds, each.mean) == (complete[0].rounds, complete[0].mean)]) > 1:  # fmt: skip
+            notes.append(f"{values_text}: as good as {equal[0]}, which stands first: {'; '.join(equal[1:])}")
     return best, notes
 
 
@@ -219,9 +222,14 @@ def keys_of(results: Results) -> dict[str, str]:
 
 def short_settings(rows: Sequence[Row]) -> list[dict[str, str]]:
     """Returns for each row its values by key, shortened as far as they still differ from those of the other rows."""
-    keys = dict.fromkeys(key for each in rows for key, _ in each.settings)
-    short = {key: short_values(value for each in rows for name, value in each.settings if name == key) for key in keys}
+    short = _short_by_key(rows)
     return [{key: short[key][value] for key, value in each.settings} for each in rows]
+
+
+def _short_by_key(rows: Sequence[Row]) -> dict[str, dict[str, str]]:
+    """Returns for each key the short texts of its values in these rows."""
+    keys = dict.fromkeys(key for each in rows for key, _ in each.settings)
+    return {key: short_values(value for each in rows for name, value in each.settings if name == key) for key in keys}
 
 
 def _shown_rows(results: Results) -> list[Row]:

@@ -284,12 +284,16 @@ def test_processes_that_the_system_does_not_start_are_an_error_that_names_the_li
 
 
 @pytest.mark.slow
-def test_a_hard_limit_of_open_files_is_an_error_without_a_traceback_of_the_fork_server(tmp_path: Path) -> None:
-    limits = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (24, 24))"
+@pytest.mark.parametrize(("limit", "expected"), [
+    (24, "error: too few open files are allowed: .*, the limit is 24 .*; raise the limit"),
+    (16, r"error: .* could not be started: \[Errno 24\] Too many open files; raise the limit \(ulimit -n\)"),
+    (8, r"error: the limit of open files \(ulimit -n\) is too low: Too many open files"),
+])  # fmt: skip
+def test_a_hard_limit_of_open_files_is_an_error_without_a_traceback(tmp_path: Path, limit: int, expected: str) -> None:
+    limits = f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, ({limit}, {limit}))"
     words = ["run", "configs/quickstart.yaml", "--set", "node.rounds=1", "--run-dir", str(tmp_path), "--plain"]
     with started(ROOT, *words, merged=True, before=limits) as process:
         output, _ = process.communicate()
-        expected = "error: too few open files are allowed: .*, the limit is 24 .*; raise the limit"
         assert process.wait() == 3 and re.search(expected, output), output
         assert "Traceback" not in output, output
 

@@ -177,6 +177,11 @@ def test_best_by_takes_keys_inside_a_section(tmp_path: Path) -> None:
     state = State(replace(make_sweep(tmp_path), plan=Plan(Request("x.yaml"), axes(["a=full"]), best_by=("a.name",))),
                   0.0, [], found)  # fmt: skip
     assert [each["a"] for each in frame_rows(results_of(state))] == ["{name: topk, keep: 2}", "full"]
+    found = [ended_point(tmp_path, Point((("a.rule", text), ("a.lr", lr)), 1), 0.5)
+             for text in sections for lr in (".1", ".2")]  # fmt: skip
+    notes = text_table(results_of(set_best_by(State(state.sweep, 0.0, [], found), 1, "a.rule"))).splitlines()[-3:]
+    assert notes == [f"rule={text}: as good as rule={text} lr=.1, which stands first: rule={text} lr=.2"
+                     for text in ("topk keep=1", "topk keep=2", "full")], "sections as short as in tables"  # fmt: skip
     with pytest.raises(UsageError, match=r"--best-by must name keys of -g \(graph.name\), got 'graph'.*'graph.name'"):
         Plan(Request("x.yaml"), axes(["graph.name=ring"]), best_by=("graph",))
 

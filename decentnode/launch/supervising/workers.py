@@ -4,6 +4,7 @@ the experiment."""
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import signal
@@ -303,8 +304,8 @@ class Loader:
 
     def facts(self, observer: Observer, signals: StopSignals) -> Facts:
         """Waits for the facts and returns them. Blocking. Raises LoadError or LoadConfigError with the child's error,
-        NodeFailed if the child died or could not be started, EnvironmentFault after LOAD_SECONDS, Interrupted after a
-        signal."""
+        NodeFailed if the child died or could not be started, EnvironmentFault after LOAD_SECONDS or with too few open
+        files, Interrupted after a signal."""
         started = clock.now()
         while True:
             worker = self.worker
@@ -325,6 +326,9 @@ class Loader:
             if worker is not None and (worker.process.sentinel in ready or not worker.open):
                 worker.reap()
                 raise NodeFailed(f"the process that loads the experiment {worker.ending()}")
+            if isinstance(self._problem, OSError) and self._problem.errno in (errno.EMFILE, errno.ENFILE):
+                raise EnvironmentFault("the process that loads the experiment could not be started: "
+                                       f"{self._problem}; raise the limit (ulimit -n)") from self._problem  # fmt: skip
             if self._problem is not None:
                 raise NodeFailed("the process that loads the experiment could not be started: "
                                  f"{self._problem!r}") from self._problem  # fmt: skip
