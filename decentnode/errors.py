@@ -24,6 +24,9 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
+LARGE_PACKETS = "large packets may get lost between the machines (try a smaller MTU; decentnode doctor measures it)"
+"""What to try if nothing comes from another machine although its processes run."""
+
 
 class DecentnodeError(Exception):
     """Base of all errors meant for the user; `str()` of it is the whole message."""

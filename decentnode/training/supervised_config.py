@@ -61,8 +61,9 @@ class SupervisedConfig(Config):
     """Passes over the node's samples per round, instead of local_steps."""
     local_seconds: Annotated[float | None, ADDED] = Field(None, gt=0)
     """Seconds that the local steps of a round take, instead of their number: each node makes as many steps as fit at
-    its own measured speed, at least one. Slow nodes then make fewer steps and do not delay the others. Such a run does
-    not repeat to the bit."""
+    its own measured speed, at least one. The first round has one step, and each next round at most twice as many as
+    the one before. Slow nodes then make fewer steps and do not delay the others. Such a run does not repeat to the
+    bit."""
     accumulate: int = Field(1, ge=1)
     """Number of batches whose gradients make one optimizer step, which then covers batch_size * accumulate samples."""
     clip_norm: float | None = Field(None, gt=0)

@@ -39,7 +39,7 @@ from decentnode.communication.zeromq.sockets.connections import hold_in_frame
 from decentnode.communication.zeromq.sockets.faulty_driver import FaultyDriver
 from decentnode.communication.zeromq.sockets.security import Keyring
 from decentnode.config import component
-from decentnode.errors import NodeFailed, PeerLost
+from decentnode.errors import LARGE_PACKETS, NodeFailed, PeerLost
 from decentnode.formatting import names
 from decentnode.payload import Payload
 from decentnode.wire.generation import Generation
@@ -296,8 +296,7 @@ class ZeroMQ(Communication[ZeroMQConfig]):
             reasons.append(f"node {names(answers)} still answers, itself waiting")
             machine_of = self._run.machine_of
             if any(machine_of.get(uid) != machine_of.get(self.uid) for uid in answers):
-                reasons.append("if no node has failed, large packets may get lost between the machines (try a smaller "
-                               "MTU; decentnode doctor measures it)")
+                reasons.append(f"if no node has failed, {LARGE_PACKETS}")
         return "; ".join(filter(None, reasons))
 
     def begin_at(self, round: int) -> None:

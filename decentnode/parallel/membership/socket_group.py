@@ -12,7 +12,7 @@ import struct
 import threading
 import zlib
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
 from typing import Any
 
@@ -22,7 +22,7 @@ import zmq
 from torch import Tensor
 
 from decentnode import clock
-from decentnode.errors import PeerLost
+from decentnode.errors import LARGE_PACKETS, PeerLost
 from decentnode.parallel.membership.keys import Sockets
 from decentnode.wire.generation import Name
 from decentnode.wire.messages import ORIGIN_BYTES
@@ -128,11 +128,22 @@ class GroupSockets:
             raise PeerLost(f"rank {key[2]} has sent {sum(map(len, held))} bytes where {size} were expected", [key[2]])
         return held
 
+    def silence_hint(self, ranks: Iterable[int]) -> str:
+        """As the function `silence_hint`, for ranks of the generation in force."""
+        return silence_hint(self.endpoint, [self._peers[rank] for rank in ranks if rank < len(self._peers)])
+
     def close(self) -> None:
         for each in self._senders.values():
             each.close(LINGER_MILLISECONDS)
         self._senders.clear()
         self._listener.close(0)
+
+
+def silence_hint(own: str, silent: Iterable[str]) -> str:
+    """Returns the end of a sentence about ranks whose messages do not arrive: what to try if they run, which may help
+    if one is on another host. own, silent: endpoints."""
+    hosts = {each.rpartition(":")[0] for each in silent}
+    return f"; if they run, {LARGE_PACKETS}" if hosts - {own.rpartition(":")[0]} else ""
 
 
 class SocketWork:
@@ -169,8 +180,9 @@ class SocketWork:
             self._group.sockets.receive(POLL_SECONDS)
         if not self._is_done:
             who = ", ".join(map(str, sorted(self._awaited)))
+            hint = self._group.sockets.silence_hint(self._awaited)
             raise PeerLost(f"an operation of all ranks took longer than {self._group.timeout_seconds:g} s: nothing "
-                           f"came from rank {who}", sorted(self._awaited))  # fmt: skip
+                           f"came from rank {who}{hint}", sorted(self._awaited))  # fmt: skip
         return True
 
 

@@ -163,7 +163,11 @@ class BucketExchange(abc.ABC):
         self.interrupt(peer, started, now)
         if now - started > self.timeout_seconds:
             raise PeerLost(f"rank {self.rank}: the exchange of step {step} with rank {peer} took longer than "
-                           f"{self.timeout_seconds:g} s{waiting}", [peer])  # fmt: skip
+                           f"{self.timeout_seconds:g} s{waiting}{self._silence_hint(peer)}", [peer])  # fmt: skip
+
+    def _silence_hint(self, peer: int) -> str:  # noqa: ARG002
+        """Returns what to try if a rank that sends nothing runs, as the end of a sentence; "" for nothing."""
+        return ""
 
     def drain(self) -> None:
         """Waits for all buckets in flight and discards them. Blocking. Raises PeerLost as `arrive`."""

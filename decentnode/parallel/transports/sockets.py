@@ -22,6 +22,7 @@ from decentnode.errors import PeerLost
 from decentnode.parallel.buckets.bucket import Bucket
 from decentnode.parallel.membership.addresses import format_endpoint, parse_endpoint
 from decentnode.parallel.membership.keys import Sockets
+from decentnode.parallel.membership.socket_group import silence_hint
 from decentnode.parallel.planning.plan import Plan
 from decentnode.parallel.process_group.collectives import gather_texts
 from decentnode.parallel.transports.base import Flight
@@ -87,6 +88,9 @@ class SocketExchange(HostMemoryExchange):
                 self._check_wait(peer, started, clock.now(), self._step, " (waiting for it to take the parameters)")
             else:
                 return
+
+    def _silence_hint(self, peer: int) -> str:
+        return silence_hint(self._endpoints[self.rank], [self._endpoints[peer]])
 
     def _await(self, flight: Flight) -> None:
         self.collect(flight.bucket, flight, self.plan.view(flight.step).sources)

@@ -13,7 +13,7 @@ from dataclasses import replace
 from decentnode.communication.counters import Counters
 from decentnode.communication.run_state import STOPPING_TIMEOUT_SECONDS, RunFacts
 from decentnode.communication.zeromq.protocol.link_sender import LinkSender
-from decentnode.errors import AssemblyError, Interrupted, NoGeneration, PeerFault
+from decentnode.errors import LARGE_PACKETS, AssemblyError, Interrupted, NoGeneration, PeerFault
 from decentnode.wire.bounds import fitting
 from decentnode.wire.generation import (
     Broken,
@@ -397,8 +397,7 @@ class GenerationWait:
         if self._is_fruitless and now >= self._fruitless_since + self._together_seconds:
             raise NoGeneration(
                 f"node {membership.uid}: no round began in any generation for {now - self._fruitless_since:.0f} s, "
-                f"although members answered: {self._why_over}; large packets may get lost between machines (try a "
-                "smaller MTU; decentnode doctor measures it)"
+                f"although members answered: {self._why_over}; {LARGE_PACKETS}"
             )
         raise NoGeneration(
             f"node {membership.uid}: no new generation of members within {now - began:.0f} s; {reason}"
