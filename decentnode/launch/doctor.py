@@ -30,7 +30,7 @@ from decentnode.experiment import Experiment
 from decentnode.experiment.initial_model import module_without_values
 from decentnode.formatting import size
 from decentnode.launch import open_files
-from decentnode.mapping.hosts import by_ipv6, endpoint, resolved, unreachable
+from decentnode.mapping.hosts import by_ipv6, endpoint, only_first_tried, resolved, unreachable
 
 ASK_SECONDS = 2.0
 MAX_PAYLOAD = 1 << 20
@@ -296,15 +296,11 @@ def _no_answer(addresses: list[str], has_asked: bool) -> str:
     if not addresses:
         return "its name cannot be resolved here: correct it, or add it to the name server or to this machine's " \
                "/etc/hosts"  # fmt: skip
-    text = "no answer: " + (
+    return "no answer: " + (
         "it reaches this machine, but connections to it do not pass: check its address in the mapping, open its ports "
         "in its firewall or router, or list it under mapping.behind_nat"
         if has_asked else "start decentnode doctor there too, check address, port and firewall"
-    )
-    if len(addresses) > 1:
-        text += f"; of the addresses of this name ({', '.join(addresses)}) only the first is tried: give the right" \
-                " one instead of the name"
-    return text
+    ) + only_first_tried("this name", addresses)
 
 
 def _check_machine(

@@ -109,6 +109,15 @@ def by_ipv6(addresses: list[str]) -> bool:
     return not any(":" not in each for each in addresses)
 
 
+def only_first_tried(name: str, addresses: list[str]) -> str:
+    """Returns what may be wrong if nothing answers at a name with these addresses, as the end of a sentence; "" if
+    there is only one."""
+    if len(addresses) < 2:
+        return ""
+    return (f"; of the addresses of {name} ({', '.join(addresses)}) only the first is tried: give the right one "
+            "instead of the name")  # fmt: skip
+
+
 def is_loopback(addresses: list[str]) -> bool:
     """Returns whether there are addresses and all of them are loopback addresses, which lead only to this machine."""
     return bool(addresses) and all(ipaddress.ip_address(each).is_loopback for each in addresses)

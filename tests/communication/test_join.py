@@ -13,6 +13,7 @@ from decentnode.communication.zeromq.config import ZeroMQConfig
 from decentnode.communication.zeromq.sockets.security import load_keyring, write_keys
 from decentnode.communication.zeromq.transport import ZeroMQ
 from decentnode.errors import AssemblyError, PeerLost
+from decentnode.mapping import hosts
 from decentnode.wire.generation import Limits
 from tests.communication.contract import flat_schema, run_on_all
 from tests.conftest import free_ports, wait_until
@@ -94,3 +95,21 @@ def test_the_time_out_of_a_start_mentions_refused_handshakes(tmp_path: Path) -> 
     finally:
         for node in nodes:
             node.close()
+
+
+def test_the_time_out_of_a_start_names_the_addresses_of_a_name_of_which_only_the_first_is_tried(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hosts, "resolved", lambda _: ["192.0.2.1", "127.0.0.1"])
+    node = make_node(1, 2)
+    try:
+        node.set_peers({0: ("tcp://localhost:1", "tcp://localhost:1"), 1: node.bind()})
+        thread = threading.Thread(target=lambda: (wait_until(lambda: bool(node._io.peers.senders)),
+                                                  node._io.call(lambda: node._protocol.give_up(now()))))  # fmt: skip
+        thread.start()
+        said = r"no answer from node 0.*; of the addresses of localhost \(192.0.2.1, 127.0.0.1\) only the first is"
+        with pytest.raises(AssemblyError, match=said):
+            node.start(1000)
+        thread.join()
+    finally:
+        node.close()

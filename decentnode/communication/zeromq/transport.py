@@ -94,7 +94,7 @@ class ZeroMQ(Communication[ZeroMQConfig]):
         return NodeProtocol(ProtocolParts(
             session=run.session, links=self._links, inbox=run.inbox, facts=run.state, counters=run.counters,
             maker=run.maker, hold=hold_in_frame, consumed=run.driver.consumed, has_room=self._note_room,
-            joined=self._io.joined, lock=run.state.lock,
+            joined=self._io.joined, untried_addresses=self._io.peers.untried_addresses, lock=run.state.lock,
             reconfiguration=None if generations is None else generations.reconfiguration,
         ))  # fmt: skip
 

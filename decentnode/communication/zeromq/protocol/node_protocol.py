@@ -92,6 +92,8 @@ class ProtocolParts:
     """has_room(uid) is called when the queue of a peer, which was full, has room again."""
     joined: Callable[[], None]
     """Called when every node has joined."""
+    untried_addresses: Callable[[], str] = str
+    """Returns what a message about nodes that do not answer says of their addresses (`PeerSockets`)."""
     reconfiguration: Reconfiguration | None = None
     """None if the run has only one generation of members."""
     lock: contextlib.AbstractContextManager[object] = field(default_factory=contextlib.nullcontext)
@@ -344,7 +346,8 @@ class NodeProtocol:
             else (f"node {self._session.uid} did not receive the start signal")
         )
         text = f"{text}; {event.reason}" if event.reason else text
-        return AssemblyError(text + self._counters.refused_handshakes(), event.missing)
+        text += self._counters.refused_handshakes() + self._parts.untried_addresses()
+        return AssemblyError(text, event.missing)
 
     def fail_with(self, error: Exception) -> None:
         """Makes every wait of this node raise `error` from now on, unless it has failed already. May be called from any

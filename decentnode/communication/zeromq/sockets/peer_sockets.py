@@ -14,7 +14,7 @@ from decentnode.communication.zeromq.protocol.link_state import BULK, CONTROL, B
 from decentnode.communication.zeromq.sockets import connections
 from decentnode.communication.zeromq.sockets.socket_parts import BROKEN_HANDSHAKES, MORE, NOW, WRITABLE, SocketParts
 from decentnode.communication.zeromq.sockets.tcp_progress import acknowledged_bytes
-from decentnode.mapping.hosts import by_ipv6, host_of, resolve_all
+from decentnode.mapping.hosts import by_ipv6, host_of, only_first_tried, resolve_all
 
 SEND_MESSAGES = 1000
 """Most messages that wait in the socket to one peer."""
@@ -43,7 +43,8 @@ class PeerSockets:
         """(uid, plane) of sockets that refused a message and that the I/O thread watches."""
         self.senders: dict[tuple[int, int], zmq.Socket[bytes]] = {}
         self._monitors: dict[tuple[int, int], zmq.Socket[bytes]] = {}
-        self._by_ipv6: dict[str, bool] = {}
+        self._addresses: dict[str, list[str]] = {}
+        """host -> its addresses, as they were found by `connect_to`."""
         self._parts, self._handler, self._watch_blocked = parts, parts.handler, watch_blocked
 
     def connect_to(self, endpoints: Mapping[int, Endpoints]) -> None:
@@ -55,19 +56,26 @@ class PeerSockets:
         """
         self.endpoints.update(endpoints)
         hosts = {host for pair in endpoints.values() for each in pair if (host := host_of(each))}
-        self._by_ipv6.update((host, by_ipv6(found)) for host, found in resolve_all(hosts).items())
+        self._addresses.update(resolve_all(hosts))
+
+    def untried_addresses(self) -> str:
+        """Returns the end of a sentence about peers that do not answer: the names with several addresses among the
+        hosts to which this node has connected."""
+        hosts = dict.fromkeys(host_of(self.endpoints[uid][plane]) for uid, plane in self.senders)
+        return "".join(only_first_tried(host, self._addresses.get(host, [])) for host in hosts)
 
     def add_peer(self, uid: int, endpoints: Endpoints) -> None:
         """Adds a peer that listens at these numeric addresses, or changes its addresses. Called with `Handler.lock`
         held."""
         self.endpoints[uid] = endpoints
-        self._by_ipv6[host_of(endpoints[CONTROL])] = ":" in host_of(endpoints[CONTROL])
+        self._addresses[host_of(endpoints[CONTROL])] = [host_of(endpoints[CONTROL])]
         for plane in (CONTROL, BULK):
             self.renew(uid, plane)
 
     def by_ipv6(self, at: str) -> bool:
         """Returns whether connections to an endpoint use IPv6."""
-        return self._by_ipv6.get(host_of(at), False)
+        found = self._addresses.get(host_of(at))
+        return found is not None and by_ipv6(found)
 
     def send(self, uid: int, plane: int, first: bytes, body: Body | None) -> bool:
         """Passes one message to the socket of a peer. Called with `Handler.lock` held.
