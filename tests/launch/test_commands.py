@@ -27,7 +27,7 @@ def test_a_restarted_node_ignores_peer_failures_from_before_it_joined(monkeypatc
     for message in (PeerFailure(3, "gone"), Peers({"0": ["a", "b"]})):
         supervisor.send(message)
     assert commands.peers() == {"0": ["a", "b"]}
-    communication = SimpleNamespace(fail=lambda uid, why: failed.append((uid, why)))
+    communication = SimpleNamespace(fail=lambda uid, why, ends_run: failed.append((uid, why)))
     node: Any = SimpleNamespace(uid=0, communication=communication)
     commands.attach(node)
     assert not failed
