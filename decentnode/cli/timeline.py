@@ -56,7 +56,7 @@ def command(
     experiment = load(file, overrides, check=run is None, connected=False)
     seconds = None
     if run is not None:
-        done, seconds = recorded_step_seconds(experiment, run)
+        done, seconds = recorded_step_seconds(run)
         rounds = rounds or done
     described = experiment.simulate.links if links is None else read_links(links)
     timeline, _ = time_line_of(experiment, rounds or experiment.node.rounds, step_seconds=seconds, links=described)

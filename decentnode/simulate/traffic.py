@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -15,7 +17,7 @@ from decentnode.graph.base import Graph, RoundView
 from decentnode.node.schedules.schedules import payload_schema, sent_dtype
 from decentnode.sharing.base import Sharing
 from decentnode.sharing.fragments import Fragment
-from decentnode.sharing.rounds import rule_view
+from decentnode.sharing.rounds import exchange_rounds, rule_view
 from decentnode.simulate.timeline.network import NO_TRANSFERS, Transfers
 
 UPDATE_SCALE = 1e-2
@@ -67,6 +69,16 @@ class Traffic:
         if self._servers:
             return self._clients
         return None if self._experiment.node.training_rounds is None else self._trained
+
+    @property
+    def cycle(self) -> int:
+        """The number of rounds after which the rounds with local steps and those with exchanges repeat."""
+        rounds = self._experiment.node.training_rounds
+        cycles = [1 if rounds is None else rounds.train + rounds.mix]
+        for each in self.exchanged:
+            for first, second in itertools.pairwise(itertools.islice(exchange_rounds(each.rule), 2)):
+                cycles.append((second - first) * each.fragment.every)
+        return math.lcm(*cycles)
 
     def _clients(self, round: int) -> np.ndarray:
         found, (each, *_) = np.zeros(self.num_nodes, bool), self.exchanged

@@ -105,7 +105,7 @@ def make_clock(
         compute, network, transfers, steps_before=traffic.steps_before, trains=traffic.trains,
         overlapped=experiment.node.schedule == "overlapped",
         mixes_in_background=experiment.node.mix_in_background is not False,
-        asynchronous=asynchronous, rounds=experiment.node.rounds,
+        asynchronous=asynchronous, rounds=experiment.node.rounds, cycle=traffic.cycle,
     )  # fmt: skip
 
 
@@ -152,7 +152,7 @@ def time_line_of(experiment: Experiment, rounds: int, **options: Any) -> tuple[T
     return time_line(made, rounds), made
 
 
-def recorded_step_seconds(experiment: Experiment, run: Path) -> tuple[int, float | None]:
+def recorded_step_seconds(run: Path) -> tuple[int, float | None]:
     """Returns (the number of rounds that all nodes of a run finished, the median seconds of its local steps or None if
     there are none recorded). Raises UsageError if not every node has finished a round."""
     rounds: list[int] = []
@@ -160,7 +160,7 @@ def recorded_step_seconds(experiment: Experiment, run: Path) -> tuple[int, float
     for file in sorted(run.glob("nodes/*/metrics.jsonl")):
         own = [record for record in read(file) if record.get("kind") == "round"]
         rounds.append(1 + max((record["round"] for record in own), default=-1))
-        seconds += [record["train_seconds"] / local_steps(experiment) for record in own]
+        seconds += [record["train_seconds"] / record["steps"] for record in own if record["steps"]]
     if not rounds or not min(rounds):
         raise UsageError(f"{run} has no round that all nodes finished")
     return min(rounds), statistics.median(seconds) if seconds else None

@@ -3,6 +3,7 @@ virtual time count the rounds with steps."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from decentnode.launch.reporting.notices import privacy_notice
 from decentnode.node.node import Node
 from decentnode.node.training_rounds import TrainingRoundsConfig
 from decentnode.simulate.timeline.rounds import time_line
-from decentnode.simulate.virtual import make_clock
+from decentnode.simulate.virtual import make_clock, recorded_step_seconds
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 SMALL = ["graph.nodes=4", "graph.degree=2", "mapping.nodes_per_machine=4", "model.hidden=[6]", "node.rounds=7",
@@ -101,6 +102,22 @@ def test_virtual_time_has_no_local_steps_in_the_other_rounds() -> None:
     assert (found.computed - found.steps_began).round(3).tolist() == [[2.0] * 4] * 2 + [[0.0] * 4] + [[2.0] * 4] * 2 + [
         [0.0] * 4
     ]
+
+
+def test_the_virtual_duration_of_a_round_is_the_mean_over_whole_cycles() -> None:
+    chosen = experiment(TWO_OF_THREE, "simulate.compute={step_seconds: 1}")
+    seconds = [time_line(make_clock(chosen), rounds).steady_seconds() for rounds in (2, 3, 6, 7, 15, 100)]
+    assert seconds == pytest.approx([2, *[4 / 3] * 5])
+
+
+def test_the_step_seconds_of_a_run_are_those_of_rounds_with_local_steps(tmp_path: Path) -> None:
+    for uid, steps in enumerate([[2, 0, 0, 0, 4], [0] * 5]):
+        file = tmp_path / "nodes" / str(uid) / "metrics.jsonl"
+        file.parent.mkdir(parents=True)
+        records = ({"kind": "round", "round": round, "steps": made, "train_seconds": 0.3 * made + 0.001 * (not made)}
+                   for round, made in enumerate(steps))  # fmt: skip
+        file.write_text("".join(f"{json.dumps(each)}\n" for each in records))
+    assert recorded_step_seconds(tmp_path) == (5, pytest.approx(0.3))
 
 
 def test_the_announced_epsilon_counts_rounds_with_local_steps() -> None:

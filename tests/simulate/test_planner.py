@@ -17,6 +17,7 @@ from decentnode.graph.spectrum import contraction, rounds_to_consensus
 from decentnode.simulate.planner import consensus
 from decentnode.simulate.planner.candidates import Choices, Plan, _label, pareto, ranked
 from decentnode.simulate.planner.consensus import graph_consensus, rule_consensus
+from decentnode.simulate.planner.predict import predict
 
 ROOT = Path(__file__).parents[2]
 TWO_MACHINES = str(ROOT / "configs" / "two_machines.yaml")
@@ -101,6 +102,28 @@ def test_a_plan_predicts_bytes_and_seconds_of_candidates_and_ranks_them() -> Non
         beaten = any(o.samples_per_second > each.samples_per_second and (o.consensus_seconds or np.inf)
                      < (each.consensus_seconds or np.inf) for o in found)  # fmt: skip
         assert not (star and beaten)
+
+
+@pytest.mark.parametrize(("overrides", "trained", "exchanges"), [
+    (["node.training_rounds={train: 4, mix: 4}"], 1 / 2, 1), (["node.training_rounds={train: 1, mix: 30}"], 1 / 31, 1),
+    (["sharing={name: local_sgd, every: 10}"], 1, 1 / 10), (["sharing={name: diloco, every: 50}"], 1, 1 / 50),
+    (["sharing={name: local_sgd, every: 3}", "node.training_rounds={train: 1, mix: 1}"], 1 / 2, 1 / 3),
+])  # fmt: skip
+def test_the_figures_of_a_candidate_are_means_over_whole_cycles_of_local_steps_and_exchanges(
+    overrides: list[str], trained: float, exchanges: float
+) -> None:
+    """Two local steps take 2 s and 32 samples on each of 6 nodes; an exchange with both neighbors takes 1 s."""
+    model = 4 * (64 * 64 + 64 + 64 * 10 + 10)
+    links = f"{{node_mbit_per_second: {2 * model * 8 / 1e6}}}"
+    experiment = load(ROOT / "configs" / "quickstart.yaml", [
+        "graph={name: ring, nodes: 6}", "mapping.nodes_per_machine=6", "training.local_steps=2", *overrides,
+        f"simulate={{compute: {{step_seconds: 1, spread: 0}}, links: {links}}}",
+    ], check=False)  # fmt: skip
+    found = predict(experiment, links=None, step_seconds=None, target=1e-3)
+    assert found.bytes_per_node == pytest.approx(exchanges * 2 * model)
+    assert found.compute_seconds == pytest.approx(2 * trained)
+    assert found.round_seconds == pytest.approx(2 * trained + exchanges, rel=0.01)
+    assert found.samples_per_second == pytest.approx(6 * 32 * trained / found.round_seconds)
 
 
 def test_candidates_that_cannot_run_are_skipped_with_the_reason() -> None:

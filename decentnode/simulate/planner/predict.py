@@ -18,8 +18,10 @@ from decentnode.simulate.timeline.rounds import time_line
 from decentnode.simulate.traffic import Traffic
 from decentnode.simulate.virtual import local_steps, make_clock, make_compute, make_network
 
-# a candidate's figures are means over four periods of its graph, with at least and at most this many rounds
 LEAST_ROUNDS, MAX_ROUNDS = 16, 128
+"""Least and greatest number of rounds whose means are a candidate's figures; four periods of its graph in between."""
+MAX_CYCLED_ROUNDS = 1024
+"""Greatest number of rounds if two cycles of local steps and exchanges have more than MAX_ROUNDS."""
 OPTIMIZER_STATES = {"adam": 2, "adamw": 2, "accum_adam": 3, "accum_adamw": 3}
 """Copies of the parameters that optimizers keep. Other optimizers keep 1 if they have momentum, else 0."""
 
@@ -111,7 +113,8 @@ def predict(
     traffic = Traffic(experiment, module)
     made = make_clock(experiment, links=links, step_seconds=step_seconds, traffic=traffic)
     period = experiment.make_graph().period or 4
-    rounds = min(MAX_ROUNDS, max(LEAST_ROUNDS, 4 * period))
+    cycles = max(2, -(-min(MAX_ROUNDS, max(LEAST_ROUNDS, 4 * period)) // traffic.cycle))
+    rounds = min(cycles * traffic.cycle, MAX_CYCLED_ROUNDS)
     found = time_line(made, rounds)
     loads: dict[str, list[float]] = {}
     sent = 0.0

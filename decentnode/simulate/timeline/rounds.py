@@ -36,6 +36,8 @@ class TimeLine:
     """bool: whether the node took part in the round."""
     asynchronous: bool = False
     """Whether nodes may be in different rounds; the first node that has made all rounds then ends the run."""
+    cycle: int = 1
+    """The number of rounds after which local steps and exchanges repeat."""
 
     @property
     def rounds(self) -> int:
@@ -55,10 +57,14 @@ class TimeLine:
         return np.diff(self.end.mean(axis=1), prepend=0.0)
 
     def steady_seconds(self) -> float:
-        """Returns the mean duration of a round, without the first fifth of the rounds, which are not typical."""
-        first = self.rounds // 5
+        """Returns the mean duration of a round over whole cycles, without at least the first fifth of the rounds, which
+        are not typical; of all rounds if they are fewer than two cycles."""
+        first = -(-(self.rounds // 5) // self.cycle) * self.cycle
+        count = (self.rounds - first) // self.cycle * self.cycle
+        if not count:
+            first, count = 0, self.rounds
         begin = self.end[first - 1].mean() if first else 0.0
-        return float((self.end[-1].mean() - begin) / (self.rounds - first))
+        return float((self.end[first + count - 1].mean() - begin) / count)
 
     def waits(self, most: int = 10) -> list[tuple[int, int, int, float]]:
         """Returns (node, the neighbor that it waited for, number of rounds, total seconds), sorted by seconds."""
@@ -79,6 +85,7 @@ class Clock:
         self, compute: Compute, network: Network, transfers: TransfersOfRound, *, overlapped: bool = False,
         mixes_in_background: bool = True, leaves_after: float | None = None, asynchronous: bool = False,
         steps_before: int = 0, trains: Callable[[int], np.ndarray] | None = None, rounds: int | None = None,
+        cycle: int = 1,
     ) -> None:
         """transfers: returning the same objects for the same transfers makes it fast. mixes_in_background: with
         `overlapped`, whether arrivals are mixed during the steps. leaves_after: share of the local steps after which
@@ -88,9 +95,9 @@ class Clock:
         round consists of the local steps and the mixing of as much as arrives in a synchronous one. steps_before: the
         phase before which the local steps are made; earlier phases start with the round. trains: returns which nodes
         make local steps in a round, bool [N]; None: all. rounds: number of rounds after which nodes stop; None: they
-        never stop."""
+        never stop. cycle: as in `TimeLine`."""
         self.compute, self.network, self.transfers = compute, network, transfers
-        self.asynchronous = asynchronous
+        self.asynchronous, self.cycle = asynchronous, cycle
         self._schedule = RoundSchedule(
             compute, transfers, overlapped=overlapped, mixes_in_background=mixes_in_background,
             leaves_after=leaves_after, asynchronous=asynchronous, steps_before=steps_before, trains=trains,
@@ -131,4 +138,4 @@ def time_line(clock: Clock, rounds: int) -> TimeLine:
     waits_for, present = np.empty((rounds, n), np.int32), np.empty((rounds, n), bool)
     for r in range(rounds):
         begin[r], began[r], computed[r], end[r], waits_for[r], waited[r], present[r] = clock.step()
-    return TimeLine(begin, began, computed, end, waits_for, waited, present, clock.asynchronous)
+    return TimeLine(begin, began, computed, end, waits_for, waited, present, clock.asynchronous, clock.cycle)
