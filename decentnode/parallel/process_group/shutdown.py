@@ -95,6 +95,7 @@ def _close_all() -> None:
     if os.getpid() not in _processes:
         return
     report_end()  # before the others see that this rank has left
+    let_threads_release_tensors()  # a wrapper may hold the last reference to a group that the script has destroyed
     for wrapper in reversed(list(_wrappers)):  # reversed, as a wrapper uses the job, which was registered before it
         wrapper.close()
     for exchange, _ in _kept:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -75,17 +76,31 @@ def test_the_first_end_of_a_script_is_reported_printable_and_short(how: str) -> 
         assert bool(text) == (how == "error")
 
 
-@pytest.mark.parametrize(("version", "calls"), [("2.6.0", ["sleep", "destroy", "sleep"]), ("2.13.0", ["destroy"])])
+@pytest.mark.parametrize(
+    ("version", "calls"),
+    [("2.6.0", ["sleep", "close wrapper", "sleep", "destroy", "sleep"]), ("2.13.0", ["close wrapper", "destroy"])],
+)
 def test_threads_release_their_tensors_before_a_group_is_destroyed_by_an_old_torch(
     version: str, calls: list[str], single_rank_group: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its destructor joins the threads while it holds the interpreter's lock, which a thread needs that still has a
-    tensor: a process of torch 2.6 hung for ever. Nothing there tells its threads from others by their names."""
+    tensor: a process of torch 2.6 hung for ever, in a wrapper's `close` too if the script had destroyed the groups.
+    Nothing there tells its threads from others by their names."""
+    class Wrapper:
+        def close(self) -> None:
+            found.append("close wrapper")
+
     found: list[str] = []
+    wrapper = Wrapper()
+    monkeypatch.setattr(shutdown, "_wrappers", weakref.WeakKeyDictionary())
+    monkeypatch.setattr(shutdown, "_kept", [])
+    monkeypatch.setattr(shutdown, "_processes", set())
+    monkeypatch.setattr(shutdown, "report_end", lambda: None)
+    shutdown.close_at_exit(wrapper)
     monkeypatch.setattr(torch, "__version__", TorchVersion(version))
     monkeypatch.setattr(shutdown.clock, "sleep", lambda _seconds: found.append("sleep"))
     monkeypatch.setattr(shutdown.dist, "destroy_process_group", lambda: found.append("destroy"))
-    shutdown.leave_groups()
+    shutdown._close_all()
     monkeypatch.undo()
     assert found[: len(calls)] == calls  # threads that are left get another moment
 
