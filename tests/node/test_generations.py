@@ -16,6 +16,7 @@ from decentnode.config.component import load_class
 from decentnode.graph.base import Graph
 from decentnode.graph.repaired import Repair, Repaired
 from decentnode.graph.weights import Laplacian, LaplacianConfig
+from decentnode.launch.reporting.observer import lacking_notice
 from decentnode.node.config import NodeConfig
 from decentnode.node.node import Node, NodeParts
 from decentnode.sharing import AMONG_EQUALS
@@ -248,6 +249,17 @@ def test_survivors_in_disconnected_parts_of_the_graph_are_named(caplog: pytest.L
     assert "no longer connects nodes 2, 3 to the others; they continue separately" in caplog.text
     (record,) = [record for record in run.records if record["kind"] == "apart"]
     assert record["parts"] == [[0, 5], [2, 3]] and record["edges"] == [] and record["uid"] == 0
+
+
+@pytest.mark.parametrize(("rule", "lacking"), [("full", ""), ("secure_aggregation", "0, 2")])
+def test_survivors_with_fewer_neighbors_than_the_rule_needs_are_named(rule: str, lacking: str) -> None:
+    run = Run(make("ring", nodes=6), rounds=12, rule=rule)
+    run.step(4)
+    run.lose(1)
+    run.end()
+    notices = [lacking_notice(record) for record in run.records if record["kind"] == "lacking"]
+    text = "generation 1: without the absent nodes, these have fewer neighbors than the sharing rule needs (2): node "
+    assert notices == ([text + lacking] if lacking else [])
 
 
 @pytest.mark.slow

@@ -137,6 +137,12 @@ def apart_notice(record: Mapping[str, Any]) -> str:
     return f"{text}; edges added: {', '.join(f'{i} - {j}' for i, j in edges)}"
 
 
+def lacking_notice(record: Mapping[str, Any]) -> str:
+    """Returns the sentence for a record of kind "lacking"."""
+    return f"generation {record.get('generation', 0)}: without the absent nodes, these have fewer neighbors than the " \
+           f"sharing rule needs ({record.get('needed')}): node {names(record.get('nodes', []))}"  # fmt: skip
+
+
 def generation_notice(record: Mapping[str, Any], num_nodes: int) -> str:
     """Returns the sentence for a record of kind "generation"."""
     members, left, joined = (record.get(key, []) for key in ("members", "left", "joined"))

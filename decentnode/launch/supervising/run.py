@@ -31,7 +31,14 @@ from decentnode.launch.children.messages import (
 )
 from decentnode.launch.files.run_dir import Records, promote_merged_model
 from decentnode.launch.reporting.checked import check_run
-from decentnode.launch.reporting.observer import apart_notice, checkpoint_notice, engine_notice, names, resumed_notice
+from decentnode.launch.reporting.observer import (
+    apart_notice,
+    checkpoint_notice,
+    engine_notice,
+    lacking_notice,
+    names,
+    resumed_notice,
+)
 from decentnode.launch.reporting.outcome import Durations, Ledger, Outcome, first_cause, summary
 from decentnode.launch.reporting.trackers import Trackers
 from decentnode.launch.supervising.controlling import OrderHandler
@@ -182,6 +189,8 @@ class Run:
             self._orders.report_executed(message.record, self)
         elif kind == "apart":
             self.observer.notice(apart_notice(message.record))
+        elif kind == "lacking":
+            self.observer.notice(lacking_notice(message.record))
         elif kind == "resumed":
             self._on_resumed(message.uid, message.record)
         elif kind == "checkpoint" and (

@@ -1,4 +1,4 @@
-"""Finds and describes graphs that are disconnected without the absent nodes."""
+"""Finds and describes graphs that are disconnected without the absent nodes, or in which members lack neighbors."""
 
 from __future__ import annotations
 
@@ -38,3 +38,10 @@ def disconnected_graphs(graphs: Iterable[Graph], members: Sequence[int]) -> Iter
         components = [sorted(part) for part in parts(original, members, examined_rounds(original))]
         if len(components) > 1:
             yield DisconnectedGraph(components, edges)
+
+
+def lacking_neighbors(graphs: Iterable[Graph], members: Sequence[int], needed: int) -> list[int]:
+    """Returns the members, ascending, that receive from fewer than `needed` others in a round of one of the graphs."""
+    rounds = [(graph, round) for graph in graphs for round in range(examined_rounds(graph))] if needed else []
+    return [uid for uid in sorted(members)
+            if any(len(graph.sources(uid, round, members)) < needed for graph, round in rounds)]  # fmt: skip

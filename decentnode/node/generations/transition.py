@@ -17,7 +17,7 @@ from decentnode.node.checkpoints.handover import (
     skip_training,
 )
 from decentnode.node.checkpoints.resuming import evaluate_alone_if_missed, evaluation_missed
-from decentnode.node.generations.disconnected import disconnected_graphs
+from decentnode.node.generations.disconnected import disconnected_graphs, lacking_neighbors
 from decentnode.node.generations.merging import TrainingWork, merge_models
 from decentnode.node.resumable import NodeCheckpoints, Resumable
 from decentnode.node.rules import NodeRules
@@ -97,7 +97,7 @@ class NodeGenerations:
         })
         logger.info("generation %d of %d nodes from round %d", generation.number, len(generation.members), node.round)
         if node.uid == generation.members[0]:
-            self._report_disconnected(generation)
+            self._report_graphs(generation)
         if evaluation_is_missing:
             yield from node.evaluate_between()
         elif is_asynchronous and node.uid not in generation.fresh and not generation.stopping:
@@ -158,10 +158,14 @@ class NodeGenerations:
         while node.round < first_round and not node.makes_no_more():
             yield from node.make_round(only_this_node)
 
-    def _report_disconnected(self, generation: Generation) -> None:
-        node = self._node
-        for disconnected in disconnected_graphs((each.graph for each in self._rules.fragments), generation.members):
-            node.record({"kind": "apart", "generation": generation.number, "round": node.round,
-                         "time": clock.wall(), **asdict(disconnected)})  # fmt: skip
+    def _report_graphs(self, generation: Generation) -> None:
+        """Report what the graphs lack without the absent nodes."""
+        node, graphs = self._node, [each.graph for each in self._rules.fragments]
+        where = {"generation": generation.number, "round": node.round, "time": clock.wall()}
+        needed = node.sharing.requirements.min_neighbors
+        if lacking := lacking_neighbors(graphs, generation.members, needed):
+            node.record({"kind": "lacking", **where, "nodes": lacking, "needed": needed})
+        for disconnected in disconnected_graphs(graphs, generation.members):
+            node.record({"kind": "apart", **where, **asdict(disconnected)})
             node.communication.counters.on_event("apart", None, str(disconnected))
             logger.warning("%s", disconnected)
