@@ -18,7 +18,8 @@ from decentnode.checkpoint.agreement import gathered
 from decentnode.communication.base import Communication
 from decentnode.communication.counters import EVALUATION
 from decentnode.communication.run_state import Quorum, Steps, run_without_waits
-from decentnode.errors import Interrupted, PeerLost, Regrouping
+from decentnode.errors import Diverged, Interrupted, PeerLost, Regrouping
+from decentnode.formatting import names
 from decentnode.graph.base import Graph, RoundView
 from decentnode.metrics.figures import non_finite_losses
 from decentnode.metrics.generation_samples import packed
@@ -33,6 +34,7 @@ from decentnode.node.rounds import NodeRounds, Record
 from decentnode.node.rules import NodeRules, Rules
 from decentnode.node.sampling import Sampling
 from decentnode.node.schedules.schedule import Schedule
+from decentnode.sharing.attacks.attacked import Attacked
 from decentnode.sharing.base import Sharing
 from decentnode.sharing.fragments import Fragment
 from decentnode.training.base import Training, Update
@@ -201,6 +203,8 @@ class Node:
                     raise
                 reason = lost
                 self.communication.suspect(lost.missing, str(lost))
+            except Diverged as error:
+                raise Diverged(f"{error}{self._possible_cause()}") from error
             except Interrupted as stop:
                 if self.round == 0:
                     raise
@@ -213,6 +217,16 @@ class Node:
                 self.training.finish_round()
                 self.round += 1
             work = self._work(first=self.generations.regroup())
+
+    def _possible_cause(self) -> str:
+        """Returns the end of the sentence that a model diverged: it names the attackers if they may have sent models
+        that were mixed before the local steps of this round."""
+        rule = self.sharing
+        if not isinstance(rule, Attacked) or self.round <= rule.attack.config.first_round:
+            return ""
+        who = f"node {names(sorted(self._attackers))} attacks" if len(self._attackers) == 1 \
+            else f"nodes {names(sorted(self._attackers))} attack"  # fmt: skip
+        return f"; {who}, which can be the cause: compare with attack: null, or use another sharing rule"
 
     def _work(self, first: Steps[None] | None = None) -> Steps[None]:
         """Make all remaining rounds and end the run, as steps; `first` is run before them."""

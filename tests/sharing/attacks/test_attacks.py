@@ -19,7 +19,7 @@ from decentnode import Experiment
 from decentnode.build import build_in_process, samples_of, step_all
 from decentnode.config.component import load_class
 from decentnode.data.poisoned import poisoned
-from decentnode.errors import ConfigError, DataError
+from decentnode.errors import ConfigError, DataError, Diverged
 from decentnode.experiment import load
 from decentnode.graph.base import RoundView, view
 from decentnode.node.node import Node
@@ -352,3 +352,14 @@ def test_attackers_are_drawn_with_the_seed() -> None:
 def test_every_attack_has_the_common_keys() -> None:
     for name in ATTACKS:
         assert issubclass(load_class(name, ATTACKS, "attack").Config, AttackConfig)
+
+
+@pytest.mark.parametrize(("changes", "named"), [
+    (["attack.scale=1e20"], True),
+    (["attack=null", "training.optimizer.lr=1e20"], False),
+    (["attack.first_round=2", "training.optimizer.lr=1e20"], False),
+])  # fmt: skip
+def test_a_model_that_diverges_names_attackers_that_have_sent_models(changes: list[str], named: bool) -> None:
+    with pytest.raises(Diverged) as caught:
+        run_and_record(small_experiment("attack={name: noise, nodes: [1, 4]}", "sharing=full", *changes))
+    assert ("; nodes 1, 4 attack, which can be the cause" in str(caught.value)) == named
