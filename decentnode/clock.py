@@ -22,7 +22,11 @@ class Clock(abc.ABC):
 
     @abc.abstractmethod
     def wall(self) -> float:
-        """Returns seconds since 1970 (UTC), for records and for comparison with file times. It may jump."""
+        """Returns seconds since 1970 (UTC), for comparison with file times and other processes. It may jump."""
+
+    @abc.abstractmethod
+    def recorded(self) -> float:
+        """Returns seconds since 1970 (UTC), for records. Never goes back."""
 
     @abc.abstractmethod
     def sleep(self, seconds: float) -> None:
@@ -32,11 +36,22 @@ class Clock(abc.ABC):
 class RealClock(Clock):
     """The machine's clock."""
 
+    _since_boot = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
+    """Unlike CLOCK_MONOTONIC, CLOCK_BOOTTIME also counts the time in which the machine is suspended."""
+    _boot: float | None = None
+    """The time of day at which the machine was booted, as it was when this process recorded something first."""
+
     def now(self) -> float:
         return time.monotonic()
 
     def wall(self) -> float:
         return time.time()
+
+    def recorded(self) -> float:
+        since_boot = time.clock_gettime(self._since_boot)
+        if self._boot is None:
+            self._boot = time.time() - since_boot
+        return self._boot + since_boot
 
     def sleep(self, seconds: float) -> None:
         time.sleep(seconds)
@@ -54,6 +69,9 @@ class VirtualClock(Clock):
 
     def wall(self) -> float:
         return self._began + self._now
+
+    def recorded(self) -> float:
+        return self.wall()
 
     def sleep(self, seconds: float) -> None:
         """Advances the clock by `seconds` and returns immediately."""
@@ -81,6 +99,12 @@ jumps: list[Callable[[], float]] = []
 def wall() -> float:
     """Returns seconds since 1970 (UTC)."""
     return _clock.wall() + sum(jump() for jump in jumps) if jumps else _clock.wall()
+
+
+def recorded() -> float:
+    """Returns seconds since 1970 (UTC), for records: the time of day at this process's first record plus the time since
+    then. So a clock that is set during a run changes neither the order of records nor the time between them."""
+    return _clock.recorded()
 
 
 def sleep(seconds: float) -> None:

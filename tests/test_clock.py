@@ -29,6 +29,17 @@ def test_after_virtual_time_the_clock_is_the_machines_again() -> None:
     assert before <= clock.wall() <= time.time()
 
 
+@pytest.mark.parametrize("by", [-3600.0, 3600.0])
+def test_a_clock_that_is_set_does_not_change_the_time_between_records(
+    by: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine, wall = clock.RealClock(), time.time
+    began = machine.recorded()
+    assert abs(began - wall()) < 1
+    monkeypatch.setattr(time, "time", lambda: wall() + by)
+    assert abs(machine.wall() - wall() - by) < 1 and began <= machine.recorded() < began + 60
+
+
 @pytest.mark.parametrize("source", [
     "import time\nprint(time.monotonic())\n",
     "from time import sleep\nsleep(1.0)\n",

@@ -109,7 +109,7 @@ class EventLog:
                 self._write({"kind": kind, **fields})
 
     def _write(self, record: dict[str, object]) -> None:
-        self._writer.write({"time": clock.wall(), "uid": self.uid, **record})
+        self._writer.write({"time": clock.recorded(), "uid": self.uid, **record})
 
     def close(self) -> None:
         """Writes how many events of each kind were only counted, and closes the file. Idempotent."""

@@ -411,11 +411,11 @@ class Node:
             self.early_stopping.take(self.evaluation, self.round)
         if self.early_stopping.over and not closing:
             figures = self.early_stopping.figures()
-            self.record({"kind": "early_stop", "round": self.round, "time": clock.wall(), **figures})
+            self.record({"kind": "early_stop", "round": self.round, "time": clock.recorded(), **figures})
 
     def _record_evaluation(self, *, merged: bool) -> None:
         """merged: as for `non_finite_losses`."""
-        self.record({"kind": "evaluation", "round": self.round, "time": clock.wall(), **self.evaluation})
+        self.record({"kind": "evaluation", "round": self.round, "time": clock.recorded(), **self.evaluation})
         if problem := non_finite_losses(self.evaluation, merged=merged):
             logger.warning("evaluation after round %d: %s", self.round, problem)
             self.communication.counters.on_event("loss_overflowed", None, f"after round {self.round}: {problem}")

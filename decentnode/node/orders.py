@@ -117,4 +117,4 @@ class OrderHandler:
             self._record_action("resumed")
 
     def _record_action(self, action: str) -> None:
-        self._node.record({"kind": "control", "what": action, "round": self._node.round, "time": clock.wall()})
+        self._node.record({"kind": "control", "what": action, "round": self._node.round, "time": clock.recorded()})

@@ -120,7 +120,7 @@ class NodeRounds:
         seconds = clock.now() - self._started
         self.totals.add(seconds, times, self._lost)
         self._record({
-            "kind": "round", "round": round, "time": clock.wall(), "seconds": seconds,
+            "kind": "round", "round": round, "time": clock.recorded(), "seconds": seconds,
             "train_seconds": times.train, "send_seconds": times.send,
             "wait_seconds": times.wait, "mix_seconds": times.mix, "overlap": times.overlap,
             "loss": update.loss, "steps": update.steps, "samples": update.samples, **update.report,

@@ -246,7 +246,7 @@ class TrainingRun:
         seconds, waited = clock.now() - epoch.began, metrics["exposed_seconds"] - epoch.exposed
         steps = self.model.steps - epoch.first_step
         record: dict[str, Any] = {
-            "kind": "round", "round": self.done, "time": clock.wall(), "seconds": seconds,
+            "kind": "round", "round": self.done, "time": clock.recorded(), "seconds": seconds,
             "train_seconds": max(0.0, seconds - waited), "wait_seconds": waited, "steps": steps,
             "steps_per_second": steps / seconds, "lr": self.model._gossip.rate(),
             "data_bytes_sent": self._records.bytes_sent_before + int(metrics["bytes_sent"]), "metadata_bytes_sent": 0,
@@ -263,7 +263,7 @@ class TrainingRun:
         record's figures. Blocking, on all ranks."""
         self._write_status("evaluates")
         found = self._ranks.evaluate(None if self._evaluate_model is None else self._measure)
-        self._records.write({"kind": "evaluation", "round": self.done, "time": clock.wall(), **found,
+        self._records.write({"kind": "evaluation", "round": self.done, "time": clock.recorded(), **found,
                              "contributors": self.model.world_size})  # fmt: skip
         return found
 

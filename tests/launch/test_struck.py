@@ -54,7 +54,7 @@ def test_slow_nodes_and_clock_jumps_are_injected_into_a_run_in_this_process(tmp_
     assert found.summary["checked"] == {"payloads": 4 * 6 * 2, "generations": 0}
     assert clock.wall() < before + 3600 and not system.disk_full_checks and not clock.jumps
     rounds = list(read_kind(found.path / "nodes" / "000" / "metrics.jsonl", "round"))
-    assert len(rounds) == 6 and rounds[-1]["time"] > before + 80000
+    assert len(rounds) == 6 and before <= rounds[-1]["time"] < before + 3600
     assert [json.loads(line)["do"] for line in (found.path / "faults.jsonl").read_text().splitlines()] == [
         "slow", "clock_jump"]  # fmt: skip
 

@@ -94,7 +94,7 @@ def test_adjacent_spans_do_not_overlap_after_rounding(tmp_path: Path) -> None:
 
 def test_times_are_recorded_as_spans_when_they_are_added(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     trace, now = NodeTrace(tmp_path, every=2), [100.0]
-    monkeypatch.setattr(clock, "wall", lambda: now[0])
+    monkeypatch.setattr(clock, "recorded", lambda: now[0])
     monkeypatch.setattr(clock, "now", lambda: now[0] - 90.0)
     times = trace.begin(0)()
     assert isinstance(times, TracedTimes) and times.overlap == 1.0

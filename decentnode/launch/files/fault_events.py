@@ -22,7 +22,7 @@ def record_fault(directory: Path | None, uid: int, fault: Mapping[str, Any]) -> 
         return
     try:
         writer = MetricsWriter(node_dir(directory, uid) / "events.jsonl")
-        writer.write({"time": clock.wall(), "uid": uid, "kind": "fault", "peer": None,
+        writer.write({"time": clock.recorded(), "uid": uid, "kind": "fault", "peer": None,
                       "detail": json.dumps(dict(fault))})  # fmt: skip
         writer.close()
     except OSError as error:

@@ -56,7 +56,7 @@ def deal_samples(node: Resumable, first_round: int) -> None:
     if node.config.orphans == "adopted":
         generation, training = node.generation, node.training
         training.deal_among(generation.members, generation.number, first_round)
-        node.record({"kind": "dealt", "time": clock.wall(), **asdict(training.dealt[-1])})
+        node.record({"kind": "dealt", "time": clock.recorded(), **asdict(training.dealt[-1])})
         logger.info("trains on %d samples, %d of them of nodes that are not there", training.num_samples,
                     training.dealt[-1].adopted)  # fmt: skip
 

@@ -297,7 +297,7 @@ class Checkpoints:
         figures.bytes += written.bytes
         figures.cpu_seconds += written.cpu_seconds
         self.node.record({
-            "kind": "checkpoint", "round": round, "time": clock.wall(), "bytes": written.bytes,
+            "kind": "checkpoint", "round": round, "time": clock.recorded(), "bytes": written.bytes,
             "copy_seconds": copied, "wait_seconds": waited, "write_seconds": written.seconds,
             "writer_cpu_seconds": written.cpu_seconds, "best": written.cut == self._best_cut,
         })  # fmt: skip
@@ -325,7 +325,7 @@ class Checkpoints:
             self._due_asynchronously.begin_period(clock.now())
         self._finish_resuming(found.manifest, where.round)
         node.record({
-            "kind": "resumed", "round": where.round, "time": clock.wall(), "without": where.without,
+            "kind": "resumed", "round": where.round, "time": clock.recorded(), "without": where.without,
             "problems": found.problems[:20], "rule": "anew" if where.without else "restored",
             **({"own_rounds": True} if node.schedule.asynchronous else {}),
         })  # fmt: skip

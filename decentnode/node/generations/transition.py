@@ -88,7 +88,7 @@ class NodeGenerations:
         departed = sorted((old_members - new_members) & node.communication.departed())
         node.record({
             "kind": "generation", "generation": generation.number, "origin": generation.origin.hex(),
-            "round": node.round, "time": clock.wall(),
+            "round": node.round, "time": clock.recorded(),
             "members": sorted(new_members), "left": sorted(old_members - new_members),
             "joined": sorted(new_members - old_members | generation.fresh),
             **({"departed": departed} if departed else {}), **({"own_rounds": True} if is_asynchronous else {}),
@@ -161,7 +161,7 @@ class NodeGenerations:
     def _report_graphs(self, generation: Generation) -> None:
         """Report what the graphs lack without the absent nodes."""
         node, graphs = self._node, [each.graph for each in self._rules.fragments]
-        where = {"generation": generation.number, "round": node.round, "time": clock.wall()}
+        where = {"generation": generation.number, "round": node.round, "time": clock.recorded()}
         needed = node.sharing.requirements.min_neighbors
         if lacking := lacking_neighbors(graphs, generation.members, needed):
             node.record({"kind": "lacking", **where, "nodes": lacking, "needed": needed})

@@ -66,7 +66,7 @@ class NodeTrace:
 
     def _add(self, name: str, seconds: float) -> None:
         """Add a span of `seconds` that ends now."""
-        self._spans.append((name, clock.wall() - seconds, seconds))
+        self._spans.append((name, clock.recorded() - seconds, seconds))
 
     def _write(self, round: int) -> None:
         spans, self._spans = self._spans, []

@@ -135,7 +135,7 @@ class Batched:
             self._record_order(sink, "resumed")
 
     def _record_order(self, sink: Sink, what: str) -> None:
-        record = {"kind": "control", "what": what, "round": self.round, "time": clock.wall()}
+        record = {"kind": "control", "what": what, "round": self.round, "time": clock.recorded()}
         for uid in range(self.population.num_nodes):
             sink.take_record(uid, dict(record))
 
@@ -174,7 +174,7 @@ class Batched:
         self._seconds.append(over - started)
         self._train_seconds += (trained - training) / count
         found = PopulationRound(
-            self.round, clock.wall(), over - started, (trained - training) / count,
+            self.round, clock.recorded(), over - started, (trained - training) / count,
             (over - trained + training - started) / count, local, sent.edges, self._data.copy(),
             self._metadata.copy(), self._evaluation.copy(),
         )  # fmt: skip
@@ -202,7 +202,7 @@ class Batched:
         found = self.found = self._evaluator.evaluate()
         self.evaluated = self.round
         self._evaluation += self._tree * found.sent
-        now = clock.wall()
+        now = clock.recorded()
         for uid, figures in enumerate(found.figures):
             sink.take_record(uid, {"kind": "evaluation", "round": self.round, "time": now, **figures})
         if not ordered:
