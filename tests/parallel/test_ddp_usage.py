@@ -287,6 +287,15 @@ def test_buffers_of_every_type_and_layout_become_those_of_rank_0(transport: str)
     assert run_ranks(2, ddp_usage.find_wrong_buffers, transport) == [[], []]
 
 
+@pytest.mark.parametrize(("other", "named"), [
+    ("wrap its optimizer", "'make the optimizer'"), ("gather", "something else"),
+])
+def test_ranks_that_do_different_things_are_told_so(other: str, named: str) -> None:
+    """Each took the other's text for its own: "rank 1 could not wrap the model: ..."."""
+    (succeeded, error), _ = outcomes_of_ranks(2, ddp_usage.diverge, other, timeout_seconds=60)
+    assert not succeeded and f"AssemblyError: rank 1 is at {named}, rank 0 at 'wrap the model': all ranks must" in error
+
+
 def test_wrapping_fails_where_ranks_have_different_buffers() -> None:
     for succeeded, error in outcomes_of_ranks(2, ddp_usage.wrap_with_different_buffers, timeout_seconds=60):
         assert not succeeded and "rank 1 has another list of buffers than rank 0: 'kept (4,)" in error

@@ -10,12 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from decentnode.errors import AssemblyError
 from decentnode.formatting import names
 from decentnode.parallel.process_group.default_group import num_ranks
 from decentnode.parallel.process_group.rank_status import allow_store, dead_ranks, first_reported_end
 from decentnode.tensors import distinct
 
 MAX_TEXT_BYTES = 1 << 24
+MAX_NAME = 100
+"""Characters of the longest name of texts; a longer one was sent by something else than `gather_texts`."""
 
 _wait_function: Callable[[Any], None] | None = None
 
@@ -51,8 +54,8 @@ def failure_reason(error: BaseException, found: Sequence[int] | None = None) -> 
 
 def gather_texts(text: str, device: torch.device, what: str, group: Any = None) -> list[str]:
     """Returns [rank] the text of every rank of a group, of all ranks if None. Blocking. Raises ValueError if this
-    rank's text is too long. what: the texts' name."""
-    own = text.encode(errors="replace")
+    rank's text is too long, AssemblyError if another rank does something else here. what: the texts' name."""
+    own = f"{what}\n{text}".encode(errors="replace")
     if len(own) > MAX_TEXT_BYTES:
         raise ValueError(f"the description of the {what} is too long: {len(own)} bytes")
     size = torch.tensor([len(own)], dtype=torch.int64, device=device)
@@ -63,7 +66,14 @@ def gather_texts(text: str, device: torch.device, what: str, group: Any = None) 
     padded[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8).to(device) if own else padded[:0]
     texts = [torch.zeros_like(padded) for _ in sizes]
     wait(dist.all_gather(texts, padded, group=group, async_op=True))
-    return [bytes(t[: int(n)].tolist()).decode(errors="replace") for t, n in zip(texts, sizes, strict=True)]
+    named = [bytes(t[: int(n)].tolist()).decode(errors="replace") for t, n in zip(texts, sizes, strict=True)]
+    for rank, each in enumerate(named):
+        name = each.partition("\n")[0]
+        if name != what:
+            does = repr(name) if name.isprintable() and 0 < len(name) < MAX_NAME else "something else"
+            raise AssemblyError(f"rank {rank} is at {does}, rank {dist.get_rank(group)} at {what!r}: all ranks must "
+                                "make the same objects and call the same functions in one order", [rank])  # fmt: skip
+    return [each.partition("\n")[2] for each in named]
 
 
 def broadcast_all(tensors: Iterable[Tensor]) -> None:

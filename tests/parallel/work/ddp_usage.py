@@ -125,6 +125,19 @@ def find_wrong_buffers(rank: int, n: int, transport: Any) -> list[str]:
     return wrong
 
 
+def diverge(rank: int, _: int, other: str) -> None:
+    """Wraps a model on rank 0, while rank 1 does `other`."""
+    if rank == 0:
+        DecentralizedDataParallel(nn.Linear(2, 1), optimizer=SGD, topology="complete")
+    elif other == "wrap its optimizer":
+        CommOptimizer(torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=0.1), world_size=2)
+    else:
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(2)]
+        dist.all_gather(sizes, torch.tensor([3]))
+        dist.all_gather([torch.zeros(int(max(sizes)), dtype=torch.uint8) for _ in range(2)],
+                        torch.full((int(max(sizes)),), 1, dtype=torch.uint8))  # fmt: skip
+
+
 def wrap_with_different_buffers(rank: int, n: int) -> None:
     module = model()
     module.register_buffer("kept", torch.zeros(3 + rank))
