@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 from functools import partial
@@ -26,6 +27,8 @@ from decentnode.parallel.process_group.agreement import collective_operation
 from decentnode.parallel.process_group.rank_status import ENTRY_KEY
 
 SLOW_SECONDS = 0.3
+RANK_SECONDS = 60
+"""After so long SIGALRM ends a rank that hangs, whatever its threads hold."""
 KEPT: list[Any] = []
 """Objects that a script holds until the interpreter exits."""
 
@@ -111,6 +114,7 @@ def fork_rank(case: str, rank: int, world: int, port: str, errors: Path) -> int:
     """Returns the id of a process that runs a case as one rank and then exits as an interpreter does."""
     process = os.fork()
     if process == 0:
+        signal.alarm(RANK_SECONDS)
         os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT, 0o600), 2)
         torch.set_num_threads(1)
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
