@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import ClassVar, Self
 
+import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor
 
 from decentnode import rng
 from decentnode.config import component
-from decentnode.graph.base import RoundView
+from decentnode.graph.base import Graph, RoundView
 from decentnode.payload import Payload, TensorSpec
 from decentnode.sharing.hooks import Mixing
 from decentnode.sharing.local_sgd import LocalSGD, LocalSGDConfig
@@ -24,7 +25,8 @@ class NoLoCoConfig(LocalSGDConfig):
     every: int = Field(3, ge=1)
     """Number of rounds per exchange; nodes exchange in the last of these rounds."""
     momentum: float = Field(0.5, ge=0, lt=1)
-    """Momentum b of the outer optimizer. With 0.8 or more, slow models drift apart, the sooner the more nodes."""
+    """Momentum b of the outer optimizer. A large one drives slow models apart: with 0.9 and the default pull, runs of
+    three or more nodes are refused."""
     pull: float = Field(0.7, gt=0, le=1)
     """Weight of the pair's mean change (a) and of the pull toward the pair's mean slow model (g)."""
 
@@ -46,6 +48,27 @@ class NoLoCo(Tensors, LocalSGD):
         self.beta, self.pull = config.momentum, config.pull
         self.slow: Tensor | None = None
         self.momentum: Tensor | None = None
+
+    def growth(self, num_nodes: int, momentum: float) -> float:
+        """Returns the factor by which the root mean square of differences between slow models grows per exchange
+        without local steps, over the draws of pairs.
+
+        With p and m relative to their means, the second moments E|p|^2, E<p, m>, E|m|^2 follow a linear recursion:
+        L = I - W is a projection, E<p, L p> = E|L p|^2 = met E|p|^2 and E<m, L p> = met E<p, m>."""
+        met = num_nodes // 2 / (num_nodes - 1)
+        inner = np.array([-self.pull * met, momentum, 0.0])
+        square = np.array([self.pull**2 * met, -2 * momentum * self.pull * met, momentum**2])
+        moments = np.stack([np.array([1.0, 0.0, 0.0]) + 2 * inner + square, inner + square, square])
+        return float(abs(np.linalg.eigvals(moments)).max() ** 0.5)
+
+    def objection(self, graph: Graph) -> str:
+        n = graph.num_nodes
+        if n < 2 or (growth := self.growth(n, self.beta)) <= 1:
+            return ""
+        stable = next(b for b in np.arange(9, -1, -1) / 10 if b < self.beta and self.growth(n, b) < 1)
+        return (f"drives the models of {n} nodes apart with momentum {self.beta:g} and pull {self.pull:g}: without any "
+                f"training, their differences grow by {growth - 1:.1%} per exchange (root mean square); use momentum: "
+                f"{stable:g} or less")  # fmt: skip
 
     def plan(self, view: RoundView) -> RoundView:
         if not self.meets(view.round):
