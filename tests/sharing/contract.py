@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 
 import numpy as np
@@ -351,14 +351,16 @@ def tensors_in(state: object) -> Iterator[Tensor]:
 
 def run_round(
     rules: list[Sharing], models: list[Tensor], graph: Topology, round: int, pull: float = 0.1,
-    missing: frozenset[int] = frozenset(), step: Callable[[int, Tensor], object] | None = None, lr: float = 1.0,
+    missing: frozenset[int] = frozenset(), step: Callable[[int, Tensor], object] | None = None,
+    lr: float | Sequence[float] = 1.0,
 ) -> None:
-    """Runs one round of all nodes; changes `models` in place.
+    """Runs one round of all nodes; changes `models` in place. lr: of all nodes, or of each.
 
     missing: nodes whose payloads are lost. step: the local step of a node, given its uid and its model. Default: model
     u moves by the fraction `pull` toward a model of which every entry is u. The training loss of node u is u.
     """
-    before_plan = [replace(rule_view(rule, graph, uid, round, 1), lr=lr) for uid, rule in enumerate(rules)]
+    rates = [lr] * len(rules) if isinstance(lr, float) else lr
+    before_plan = [replace(rule_view(rule, graph, uid, round, 1), lr=rates[uid]) for uid, rule in enumerate(rules)]
     phases = [
         [rule.plan(replace(before, phase=phase)) for rule, before in zip(rules, before_plan, strict=True)]
         for phase in range(rules[0].requirements.phases)
