@@ -536,6 +536,17 @@ def test_ad_psgd_pairs_average_at_both_ends_or_at_neither_when_other_nodes_die(s
     assert rms_deviation(made.nodes) < 0.5
 
 
+def test_the_end_of_ad_psgd_needs_no_confirmation_that_a_full_mailbox_dropped() -> None:
+    """Node 0 ends and repeats `closed` while node 1 is in a round of 6 s, so that node 1's mailbox drops the
+    confirmation before. The answer that node 1 sends again has several chunks, and arrives after node 0 has ended."""
+    made, world = run_world(graph=make("complete", nodes=2), slow={0: 40.0, 1: 60.0}, rounds=6, lr=0.0, seed=0,
+                      elements=600_000, evaluate_every=0, schedule="ad_psgd",
+                      faults=Faults(links=Link(latency_seconds=0.01, bytes_per_second=1e8)))  # fmt: skip
+    found = ad_psgd_schedules(made)
+    assert not any(pair.is_unsettled for schedule in found.values() for pair in schedule._pairs.values())
+    assert found[0].given[1] + found[1].given[0] > 0 and world.heap.now < 40
+
+
 def test_malformed_ad_psgd_messages_change_no_model() -> None:
     made = NodeRun(make("ring", nodes=NODES), RULES["full"], rounds=3, schedule="ad_psgd", lr=0.0, evaluate_every=0)
     made.in_process()

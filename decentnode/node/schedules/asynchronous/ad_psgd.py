@@ -26,7 +26,8 @@ flight from one node of a pair to the other; a message that is lost beyond that 
 OFFER, WITHDRAW, ANSWER, DECLINE, APPLIED, CLOSED = "offer", "withdraw", "answer", "decline", "applied", "closed"
 KINDS = (OFFER, WITHDRAW, ANSWER, DECLINE, APPLIED, CLOSED)
 """The kinds of messages. Each carries the number of an offer: one of the sender's (offer, withdraw, applied), one of
-the receiver's (answer, decline), or the sender's last plus one (closed: it makes no further offers)."""
+the receiver's (answer, decline), or the sender's last plus one (closed: all its offers are settled, and it makes no
+further ones)."""
 RETRY_SECONDS = 0.5
 """At the end of the run: how long to wait for a neighbor's message before it is requested again."""
 
@@ -144,8 +145,8 @@ class ADPSGD(Asynchronous):
             if kind in (ANSWER, DECLINE):
                 self._settle_own_offer(each, pair, kind, number)
                 continue
-            if kind == CLOSED:
-                pair.closed, number = True, number - 1
+            if kind == CLOSED:  # also confirms the last offer, as the mailbox may have dropped that confirmation
+                pair.closed, kind, number = True, APPLIED, number - 1
             if number > pair.settled:
                 pair.settled, pair.change, pair.unsaid = number, None, True
                 if kind == OFFER:
@@ -231,7 +232,8 @@ class ADPSGD(Asynchronous):
         between it and this node is unsettled, at the latest after the time-out of the communication.
 
         Repeated requests can fill the mailbox of a neighbor that is still in a long round. As the mailbox only keeps
-        the newest messages, `closed` is sent again after each repetition."""
+        the newest messages, `closed` is sent again after each repetition. It is sent once the neighbor has replied to
+        the last offer, so that it confirms that offer as well."""
         config, due, closed = self.communication.config, clock.now(), set[int]()
         peers = self._former.union(view.neighbors)
         deadline = clock.now() + config.timeout_seconds
@@ -245,7 +247,7 @@ class ADPSGD(Asynchronous):
                 pair.unsaid = pair.unsaid or (is_retry and pair.change is not None)
                 if is_retry and (pair.is_unsettled or not pair.closed):
                     closed.discard(uid)
-                if uid not in closed and self._send_message(uid, CLOSED, pair.offered + 1):
+                if uid not in closed and not pair.open and self._send_message(uid, CLOSED, pair.offered + 1):
                     closed.add(uid)
             self._send_pending_replies()
             pairs = [self._pairs[uid] for uid in peers]
