@@ -223,6 +223,18 @@ def environment(machine: int, torch: str = "2.13.0", source: str = "aaaa") -> by
                        "versions": {"decentnode": "0.1.0", "torch": torch}}).encode()  # fmt: skip
 
 
+def test_what_a_killed_command_left_is_removed_and_what_a_running_one_copies_is_not(tmp_path: Path) -> None:
+    run, other = make_folder(tmp_path / "run", 0), make_folder(tmp_path / "other", 1)
+    for name in ("killed", "running"):
+        (run / f".collect-1-{name}").mkdir()
+        (run / f".collect-1-{name}" / "003.safetensors").write_bytes(b"a part")
+    (run / ".collect-1-link").symlink_to(other)
+    with module._locked(run / ".collect-1-running"):
+        collect(run, [other])
+    assert [name for name in names(run) if name[0] == "."] == [".collect-1-link", ".collect-1-running"]
+    assert names(other / "nodes") == ["001"]
+
+
 def test_the_environments_of_other_machines_are_collected_under_their_numbers(tmp_path: Path) -> None:
     commit = "5" * 40
     run = make_folder(tmp_path / "run", 0, env__json=environment(0), git__txt=f"repo {commit}\n".encode())

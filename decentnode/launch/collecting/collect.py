@@ -7,6 +7,7 @@ that a run uses are copied. Nothing here imports torch unless there are checkpoi
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import json
 import os
@@ -237,17 +238,34 @@ def _conflicts(one: Share, other: Share, uid: int) -> Iterator[Parts]:
 
 @contextlib.contextmanager
 def _temporary(run: Path) -> Iterator[Path]:
-    """Yields a temporary folder inside the run's folder, from which files are moved to their places. Raises
-    EnvironmentFault if it cannot be created."""
+    """Yields a temporary folder inside the run's folder, from which files are moved to their places, and removes those
+    of commands that were killed, whose locks are free. Raises EnvironmentFault if it cannot be created."""
+    for left in run.glob(".collect-*"):
+        with contextlib.suppress(OSError), _locked(left):
+            shutil.rmtree(left, ignore_errors=True)
     place = run / f".collect-{os.getpid()}-{entropy.word(3)}"
     try:
         place.mkdir()
     except OSError as error:
         raise EnvironmentFault(f"cannot write into {run}: {error.strerror}") from error
     try:
-        yield place
+        with contextlib.ExitStack() as stack:
+            with contextlib.suppress(OSError):  # a disk on which folders have no locks: then nothing is removed
+                stack.enter_context(_locked(place))
+            yield place
     finally:
         shutil.rmtree(place, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Holds the lock of a folder, which ends with the process. Raises OSError if another process holds it."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 class _Copy:
