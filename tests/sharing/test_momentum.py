@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from decentnode.errors import ConfigError
 from decentnode.experiment import load
 from decentnode.parallel.planning.plan import Plan
 from decentnode.sharing.base import Sharing
+from decentnode.sharing.rounds import rule_view
 from decentnode.sharing.slowmo import SlowMo
 from tests.graph.contract import make
 from tests.sharing.contract import random_models, rule, run_round, set_up_rules
@@ -140,6 +142,29 @@ def test_outer_steps_that_drive_models_apart_are_refused(
     plan = nullcontext() if not diverges else pytest.raises(ValueError, match="drives the models apart on this graph")
     with plan:
         Plan(graph, make_rule(), 0)
+
+
+@pytest.mark.parametrize(("name", "momentum", "growth"), [("slowmo", 0.5, 1.032), ("diloco", 0.8, 1.016)])
+def test_a_momentum_that_converges_may_diverge_after_nodes_died(name: str, momentum: float, growth: float) -> None:
+    """The numbers of algorithms.rst: one_peer_exponential with 16 nodes, without nodes 3 and 4."""
+    graph, members = make("one_peer_exponential", nodes=16), [uid for uid in range(16) if uid not in (3, 4)]
+    models, period = random_models(14, 6, torch.float64), graph.period
+    assert period is not None
+    rules = set_up_rules(rule(name, every=1, outer_momentum=momentum), models)
+    slow = rules[0]
+    assert isinstance(slow, SlowMo) and not slow.objection(graph)
+    distances = []
+    for r in range(100 * period):
+        weights = [graph.weights(uid, r, frozenset(members)) for uid in members]
+        rows = [[row.get(source, 0.0) for source in members] for row in weights]
+        view = replace(rule_view(slow, graph, 0, r, 1), lr=1.0)
+        for each, model in zip(rules, models, strict=True):
+            each.begin(model, view)
+        mixed = torch.tensor(rows, dtype=torch.float64) @ torch.stack(models)
+        for each, model, row in zip(rules, models, mixed, strict=True):
+            each.finish(model.copy_(row), view)
+        distances.append(float((mixed - mixed.mean(0)).norm()))
+    assert (distances[-1] / distances[-1 - 50 * period]) ** (0.02 / period) == pytest.approx(growth, rel=2e-3)
 
 
 def test_runs_whose_outer_steps_drive_models_apart_are_refused() -> None:
