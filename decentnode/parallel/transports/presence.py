@@ -59,20 +59,20 @@ class Presence:
         """Returns the reason why one of the ranks `awaited`, which have not sent what they should have, will not; None
         if none is known.
 
-        A rank whose process is gone comes first, then the one that has taken the fewest steps: the others may have
-        ended because of it.
+        Of several it is the one that came least far, in steps and then in averages: the others may have ended because
+        of it.
         """
         if not self._segments:
             return None
-        for rank in [r for r in awaited if self._segments[r].owner_is_gone()]:
-            if not self._words[rank][_ENDED]:
-                return Absence(rank, f"the process of rank {rank} is gone, after {self._words[rank][_STEP]} steps")
         own = self._words[self.rank]
-        found = [(self._words[r][_STEP], r) for r in awaited
-                 if self._words[r][_ENDED] or self._words[r][_AVERAGES] > own[_AVERAGES]]  # fmt: skip
+        gone = {r for r in awaited if self._segments[r].owner_is_gone()}  # read before `ended`, which is set before
+        found = [(self._words[r][_STEP], self._words[r][_AVERAGES], r) for r in awaited
+                 if r in gone or self._words[r][_ENDED] or self._words[r][_AVERAGES] > own[_AVERAGES]]  # fmt: skip
         if not found:
             return None
-        steps, rank = min(found)
+        steps, _, rank = min(found)
+        if rank in gone and not self._words[rank][_ENDED]:
+            return Absence(rank, f"the process of rank {rank} is gone, after {steps} steps")
         ended = first_reported_end()
         if ended is not None and ended[0] in awaited and ended[1]:
             rank, error = ended

@@ -181,6 +181,31 @@ def leave_and_ask_presence(rank: int, n: int, how: str, folder: str) -> str:
     return "" if absence is None else absence.reason
 
 
+def end_and_kill(rank: int, n: int, folder: str, progress: dict[int, tuple[int, int]]) -> None:
+    """Rank 1 ends its training, then rank 2 is killed. Rank 0 raises PeerLost with the rank that it finds absent.
+    progress: {rank: (steps that it took, averages that it entered)}."""
+    paths = [Path(folder, str(r)) for r in range(n)]
+    own = Segment.create(paths[rank], 2 * PAGE, PAGE, watched=True)
+    dist.barrier()
+    segments = [own if r == rank else Segment.attach(p, 2 * PAGE, PAGE, watched=True) for r, p in enumerate(paths)]
+    presence = Presence(segments, [segment.words(0, WORDS) for segment in segments], rank)
+    steps, averages = progress[rank]
+    presence.at_step(steps)
+    for _ in range(averages):
+        presence.enter_average()
+    dist.barrier()
+    if rank == 1:
+        presence.close()
+    dist.barrier()
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 0:
+        wait_until(segments[2].owner_is_gone)
+        absence = presence.absent([1, 2])
+        assert absence is not None
+        raise PeerLost(absence.reason, [absence.rank])
+
+
 def hang_on_rank_0(rank: int, n: int) -> None:
     """Rank 0 sleeps, while the others wait for it in a barrier."""
     if rank == 0:
