@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import multiprocessing
 import os
+import re
 import signal
 import tempfile
 import time
@@ -16,6 +17,10 @@ from typing import Any
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed", "tests.parallel.work.training"])
+
+
+IN_STACK = re.compile(r'([^/"]+", line \d+ in \S+)')
+"""The file's name, the line and the function of a call in a stack that `faulthandler` has written."""
 
 
 def _run_rank(work: Callable[..., Any], rank: int, n: int, store: str, pipe: Connection, args: tuple[Any, ...],
@@ -78,7 +83,7 @@ def outcomes_of_ranks(n: int, work: Callable[..., Any], *args: Any, timeout_seco
         try:
             outcomes = []
             for rank, pipe in enumerate(pipes):
-                assert pipe.poll(timeout_seconds), f"rank {rank} hangs\n{_stacks(processes, folder)}"
+                assert pipe.poll(timeout_seconds), f"rank {rank} hangs; {_stacks(processes, folder)}"
                 try:
                     outcomes.append(pipe.recv())
                 except EOFError:
@@ -91,10 +96,14 @@ def outcomes_of_ranks(n: int, work: Callable[..., Any], *args: Any, timeout_seco
 
 
 def _stacks(processes: list[Any], folder: str) -> str:
-    """Returns the Python stacks of all threads of the ranks that live. Blocking for a second."""
+    """Returns a line with where the main thread of each rank is, as far as it fits in a message that is cut, then the
+    Python stacks of all threads of the ranks that live. Blocking for a second."""
     files = [Path(folder, f"store-stacks-{rank}") for rank in range(len(processes))]
     for process, file in zip(processes, files, strict=True):
         if process.is_alive() and file.exists():
             os.kill(process.pid, signal.SIGUSR2)
     time.sleep(1)
-    return "\n".join(f"{file.name}:\n{file.read_text() if file.exists() else 'did not start'}" for file in files)
+    stacks = [file.read_text() if file.exists() else "did not start" for file in files]
+    places = [" < ".join(IN_STACK.findall(stack.rpartition("Current thread")[2])[:2]) for stack in stacks]
+    lines = [f"rank {rank}: {place or 'has no stack'}" for rank, place in enumerate(places)]
+    return "; ".join(lines) + "".join(f"\n{f.name}:\n{stack}" for f, stack in zip(files, stacks, strict=True))
