@@ -29,7 +29,7 @@ from decentnode.parallel.process_group.rank_status import report_end
 EXIT_SECONDS = 2.0
 NAMED_THREADS = "2.8"
 """The first torch which certainly names the threads of gloo, and joins them without the interpreter's lock."""
-SETTLE_SECONDS = 0.3
+SETTLE_SECONDS = 0.6
 """How long the threads of groups get to release their tensors: of groups that the script itself still references, and
 of all groups with torch before 2.8."""
 
