@@ -92,8 +92,13 @@ class Graph(abc.ABC):
         sources = np.array([source for row in rows for source in row], np.int64)
         return Entries(starts, sources, np.array([weight for row in rows for weight in row.values()]))
 
-    def matrix(self, round: int) -> np.ndarray:
-        """Returns W of one round: [n, n] float64, where W[i, j] is the weight that i gives to what j sent."""
+    def matrix(self, round: int, members: Collection[int] | None = None) -> np.ndarray:
+        """Returns W of one round: [n, n] float64, where W[i, j] is the weight that i gives to what j sent. With
+        `members`, only their rows and columns, uids ascending."""
+        if members is not None:
+            uids, alive = sorted(members), frozenset(members)
+            rows = [self.weights(uid, round, alive) for uid in uids]
+            return np.array([[row.get(source, 0.0) for source in uids] for row in rows])
         w, found = np.zeros((self.num_nodes, self.num_nodes)), self.entries(round)
         counts = np.diff(found.starts, append=len(found.sources))
         w[np.repeat(np.arange(self.num_nodes), counts), found.sources] = found.weights

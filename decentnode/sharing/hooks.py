@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar, Protocol, Self
 
 import torch
@@ -55,9 +55,10 @@ class Hooks:
         key."""
         return None
 
-    def objection(self, graph: Graph) -> str:  # noqa: ARG002
+    def objection(self, graph: Graph, members: Collection[int] | None = None) -> str:  # noqa: ARG002
         """Returns why this rule, with its config, cannot run on a graph that meets its requirements, and what to use
-        instead; "" if it can. Called before a run starts."""
+        instead; "" if it can. members: the uids that are alive; None: all. Called before a run starts, which is then
+        refused, and when a generation with absent nodes begins, which is then warned of."""
         return ""
 
     def set_machines(self, machines: Sequence[Sequence[int]]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import ClassVar, Self
 
@@ -61,8 +61,8 @@ class NoLoCo(Tensors, LocalSGD):
         moments = np.stack([np.array([1.0, 0.0, 0.0]) + 2 * inner + square, inner + square, square])
         return float(abs(np.linalg.eigvals(moments)).max() ** 0.5)
 
-    def objection(self, graph: Graph) -> str:
-        n = graph.num_nodes
+    def objection(self, graph: Graph, members: Collection[int] | None = None) -> str:
+        n = graph.num_nodes if members is None else len(members)
         if n < 2 or (growth := self.growth(n, self.beta)) <= 1:
             return ""
         stable = next(b for b in np.arange(9, -1, -1) / 10 if b < self.beta and self.growth(n, b) < 1)

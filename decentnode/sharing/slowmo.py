@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from typing import ClassVar, Self
 
@@ -52,23 +53,25 @@ class SlowMo(MomentumAndRate, LocalSGD):
         self.start: Tensor | None = None
         self.momentum: Tensor | None = None
 
-    def growth(self, graph: Graph, momentum: float) -> float:
+    def growth(self, graph: Graph, momentum: float, members: Collection[int] | None = None) -> float:
         """Returns the factor by which differences between models grow per exchange without local steps: the spectral
         radius of (x0, v) -> (x0', v') over a period of the graph, without the mean of all models."""
-        n, exchanges = graph.num_nodes, min(graph.period or CHECKED_EXCHANGES, CHECKED_EXCHANGES)
+        n = graph.num_nodes if members is None else len(members)
+        exchanges = min(graph.period or CHECKED_EXCHANGES, CHECKED_EXCHANGES)
         same, zero = np.eye(n), np.zeros((n, n))
         product = np.kron(np.eye(2), same - 1 / n)
         for number in range(exchanges):
-            change = np.hstack([same - graph.matrix(number), zero])
+            change = np.hstack([same - graph.matrix(number, members), zero])
             velocity = change + np.hstack([zero, momentum * same])
             step = change + momentum * velocity if self.nesterov else velocity
             product = np.vstack([np.hstack([same, zero]) - self.outer_lr * step, velocity]) @ product
         return float(abs(np.linalg.eigvals(product)).max() ** (1 / exchanges))
 
-    def objection(self, graph: Graph) -> str:
-        if graph.num_nodes > MAX_CHECKED_NODES or (growth := self.growth(graph, self.beta)) <= 1 + 1e-6:
+    def objection(self, graph: Graph, members: Collection[int] | None = None) -> str:
+        if graph.num_nodes > MAX_CHECKED_NODES or (growth := self.growth(graph, self.beta, members)) <= 1 + 1e-6:
             return ""
-        stable = next((b for b in np.arange(9, -1, -1) / 10 if b < self.beta and self.growth(graph, b) < 1), None)
+        smaller = [b for b in np.arange(9, -1, -1) / 10 if b < self.beta]
+        stable = next((b for b in smaller if self.growth(graph, b, members) < 1), None)
         instead = "a smaller outer_lr" if stable is None else f"outer_momentum: {stable:g} or less"
         return (f"drives the models apart on this graph with outer_lr {self.outer_lr:g} and outer_momentum "
                 f"{self.beta:g}: without any training, their differences grow by {growth - 1:.1%} per exchange; use "

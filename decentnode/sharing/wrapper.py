@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Self
 
 import torch
@@ -29,8 +29,8 @@ class Wrapper(Sharing):
         """Returns the wrapper's requirements: `dataclasses.replace(inner, ...)` with the differing fields."""
         return inner
 
-    def objection(self, graph: Graph) -> str:
-        return self.rule.objection(graph)
+    def objection(self, graph: Graph, members: Collection[int] | None = None) -> str:
+        return self.rule.objection(graph, members)
 
     def set_machines(self, machines: Sequence[Sequence[int]]) -> None:
         self.rule.set_machines(machines)

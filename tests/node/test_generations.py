@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,7 +17,7 @@ from decentnode.config.component import load_class
 from decentnode.graph.base import Graph
 from decentnode.graph.repaired import Repair, Repaired
 from decentnode.graph.weights import Laplacian, LaplacianConfig
-from decentnode.launch.reporting.observer import lacking_notice
+from decentnode.launch.reporting.observer import lacking_notice, objection_notice
 from decentnode.node.config import NodeConfig
 from decentnode.node.node import Node, NodeParts
 from decentnode.sharing import AMONG_EQUALS
@@ -260,6 +261,19 @@ def test_survivors_with_fewer_neighbors_than_the_rule_needs_are_named(rule: str,
     notices = [lacking_notice(record) for record in run.records if record["kind"] == "lacking"]
     text = "generation 1: without the absent nodes, these have fewer neighbors than the sharing rule needs (2): node "
     assert notices == ([text + lacking] if lacking else [])
+
+
+@pytest.mark.parametrize(("lost", "growths"), [((5, 4), []), ((3, 4), ["3.2"])])
+def test_a_momentum_that_diverges_among_the_survivors_is_reported(lost: tuple[int, int], growths: list[str]) -> None:
+    """Such a momentum is refused where all nodes are there; with them, this one converges."""
+    run = Run(make("one_peer_exponential", nodes=16), rounds=12, rule="slowmo")
+    run.step(4)
+    for uid in lost:
+        run.lose(uid)
+    run.end()
+    notices = [objection_notice(record) for record in run.records if record["kind"] == "objection"]
+    text = r"generation .: without the absent nodes, the sharing rule drives the models apart .* grow by (\S+)% per .*"
+    assert [re.fullmatch(text, notice)[1] for notice in notices] == growths  # type: ignore[index]
 
 
 @pytest.mark.slow

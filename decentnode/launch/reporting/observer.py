@@ -143,6 +143,12 @@ def lacking_notice(record: Mapping[str, Any]) -> str:
            f"sharing rule needs ({record.get('needed')}): node {names(record.get('nodes', []))}"  # fmt: skip
 
 
+def objection_notice(record: Mapping[str, Any]) -> str:
+    """Returns the sentence for a record of kind "objection"."""
+    return f"generation {record.get('generation', 0)}: without the absent nodes, the sharing rule " \
+           f"{record.get('reason', '')}"  # fmt: skip
+
+
 def generation_notice(record: Mapping[str, Any], num_nodes: int) -> str:
     """Returns the sentence for a record of kind "generation"."""
     members, left, joined = (record.get(key, []) for key in ("members", "left", "joined"))

@@ -37,6 +37,7 @@ from decentnode.launch.reporting.observer import (
     engine_notice,
     lacking_notice,
     names,
+    objection_notice,
     resumed_notice,
 )
 from decentnode.launch.reporting.outcome import Durations, Ledger, Outcome, first_cause, summary
@@ -191,6 +192,8 @@ class Run:
             self.observer.notice(apart_notice(message.record))
         elif kind == "lacking":
             self.observer.notice(lacking_notice(message.record))
+        elif kind == "objection":
+            self.observer.notice(objection_notice(message.record))
         elif kind == "resumed":
             self._on_resumed(message.uid, message.record)
         elif kind == "checkpoint" and (

@@ -159,12 +159,15 @@ class NodeGenerations:
             yield from node.make_round(only_this_node)
 
     def _report_graphs(self, generation: Generation) -> None:
-        """Report what the graphs lack without the absent nodes."""
+        """Report what the graphs lack without the absent nodes, for any rule and for this one."""
         node, graphs = self._node, [each.graph for each in self._rules.fragments]
         where = {"generation": generation.number, "round": node.round, "time": clock.recorded()}
         needed = node.sharing.requirements.min_neighbors
         if lacking := lacking_neighbors(graphs, generation.members, needed):
             node.record({"kind": "lacking", **where, "nodes": lacking, "needed": needed})
+        if objection := next(filter(None, (node.sharing.objection(each, generation.members) for each in graphs)), ""):
+            node.record({"kind": "objection", **where, "rule": type(node.sharing).__name__, "reason": objection})
+            logger.warning("without the absent nodes, the sharing rule %s", objection)
         for disconnected in disconnected_graphs(graphs, generation.members):
             node.record({"kind": "apart", **where, **asdict(disconnected)})
             node.communication.counters.on_event("apart", None, str(disconnected))
