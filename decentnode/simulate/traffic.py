@@ -39,8 +39,21 @@ class ExchangedFragment:
     """Bytes of one payload in each phase."""
     is_shared: bool = False
     """Whether all neighbors get the same payload, judging by the first phase."""
-    bytes_to_inactive: float = 0.0
-    """Bytes that a server sends to a client that takes no part in the round."""
+    down: ServerBytes | None = None
+    """What a server sends; None for rules without one."""
+
+
+@dataclass(frozen=True)
+class ServerBytes:
+    """Bytes that a server sends to a client that takes part in a round, and to one that does not."""
+
+    first: tuple[float, float]
+    """In the first exchange, in which some rules send whole models."""
+    later: tuple[float, float]
+
+    def to(self, takes_part: bool, number: int) -> float:
+        """Returns the bytes for a client. number: that of the exchange."""
+        return (self.later if number else self.first)[0 if takes_part else 1]
 
 
 class Traffic:
@@ -56,7 +69,9 @@ class Traffic:
             module = module_without_values(experiment, experiment.open_data().spec)
         shared = shared_model(experiment, module)
         self.model_bytes = shared.model.num_parameters * shared.model.dtype.itemsize
-        self.buffer_bytes = float(shared.model.buffers.numel() * shared.model.buffers.dtype.itemsize)
+        averaged = experiment.node.buffers == "average"
+        self.buffer_bytes = float(shared.model.buffers.nbytes) if averaged else 0.0
+        self._graph = graph
         self.exchanged = self._measure_payloads(shared, graph)
         self.phases = self.exchanged[0].rule.requirements.phases
         self.steps_before = self.exchanged[0].rule.requirements.steps_before
@@ -107,9 +122,9 @@ class Traffic:
             dtype = sent_dtype(schedule, rule, model)
             # `fresh`, which has sent nothing, plans the rounds; measuring changes the state of `rule`
             if rule.requirements.star:
-                down, inactive = bytes_down(rule, fragment, self._experiment.seed, dtype)
-                found.append(ExchangedFragment(fragment, fresh, model, (down,) * rule.requirements.phases,
-                                       bytes_to_inactive=inactive))  # fmt: skip
+                down = bytes_down(rule, fragment, self._experiment.seed, dtype)
+                sizes = (down.later[0],) * rule.requirements.phases
+                found.append(ExchangedFragment(fragment, fresh, model, sizes, down=down))
             else:
                 sizes, is_shared = payload_bytes(rule, fragment, self._experiment.seed, dtype)
                 found.append(ExchangedFragment(fragment, fresh, model, sizes, is_shared))
@@ -131,29 +146,37 @@ class Traffic:
         due = self.due(round)
         key: tuple[object, ...] = tuple((each.fragment.index, self._edges_key(each, number, round))
                                         for each, number in due)  # fmt: skip
+        if self.buffer_bytes:
+            number = self.exchanged[0].rule.exchange_number(round)
+            key += (None if number is None else self._edges_key(self.exchanged[0], number, round, self._graph),)
         if key not in self._cache:
             if len(self._cache) >= CACHED_TRANSFERS:
                 self._cache.clear()
             self._cache[key] = tuple(self._transfers(due, round, phase) for phase in range(self.phases))
         return self._cache[key]
 
-    def _edges_key(self, each: ExchangedFragment, number: int, round: int) -> object:
-        """Returns a key on which the edges of an exchange depend."""
-        period = each.fragment.graph.period
-        if _chooses_receivers(each.rule):
+    def _edges_key(self, each: ExchangedFragment, number: int, round: int, graph: Graph | None = None) -> object:
+        """Returns a key on which the edges of an exchange depend. graph: None for that of the fragment."""
+        period = (graph or each.fragment.graph).period
+        if not follows_graph(each.rule):
             return ("round", round)  # the rule's edges may be different in every round
         return number if period is None else number % period
 
     def _transfers(self, due: list[tuple[ExchangedFragment, int]], round: int, phase: int) -> Transfers:
         total: dict[tuple[int, int], float] = {}
-        for index, (each, number) in enumerate(due):
-            size = each.phase_bytes[phase]
-            if index == 0 and phase == self.phases - 1:
-                size += self.buffer_bytes
-            trains = self._clients(round) if phase == 0 and self._servers else None
+        for each, number in due:
+            down = each.down if phase == 0 else None
+            trains = None if down is None else self._clients(round)
             for edge in self._edges(each, number, round, phase):
-                served = trains is None or trains[edge[1]]
-                total[edge] = total.get(edge, 0.0) + (size if served else each.bytes_to_inactive)
+                size = each.phase_bytes[phase]
+                if down is not None and trains is not None:
+                    size = down.to(bool(trains[edge[1]]), number)
+                total[edge] = total.get(edge, 0.0) + size
+        if self.buffer_bytes and phase == self.phases - 1:
+            rule, seed = self.exchanged[0].rule, self._experiment.seed
+            for uid in range(self.num_nodes):
+                for j in buffer_receivers(rule, self._graph, uid, round, seed):
+                    total[uid, j] = total.get((uid, j), 0.0) + self.buffer_bytes
         if not total:
             return NO_TRANSFERS
         source, target = zip(*total, strict=True)
@@ -161,7 +184,7 @@ class Traffic:
 
     def _edges(self, each: ExchangedFragment, number: int, round: int, phase: int) -> list[tuple[int, int]]:
         graph, rule = each.fragment.graph, each.rule
-        if not _chooses_receivers(rule):
+        if follows_graph(rule):
             return [(uid, j) for uid in range(self.num_nodes) for j in graph.neighbors(uid, number)]
         found = []
         for uid in range(self.num_nodes):
@@ -170,14 +193,21 @@ class Traffic:
         return found
 
 
-def _chooses_receivers(rule: Sharing) -> bool:
-    """Returns whether a rule chooses its receivers itself, instead of sending to all neighbors in the graph."""
-    return rule.requirements.overrides_topology or rule.requirements.star
+def follows_graph(rule: Sharing) -> bool:
+    """Returns whether a rule sends to all neighbors in the graph, instead of choosing its receivers itself."""
+    return not (rule.requirements.overrides_topology or rule.requirements.star)
 
 
 def view_of(rule: Sharing, fragment: Fragment, uid: int, round: int, seed: int) -> RoundView:
     """Returns a node's view of a round, before its rule plans it."""
     return replace(rule_view(rule, fragment.graph, uid, fragment.turn(round), seed), fragment=fragment.index)
+
+
+def buffer_receivers(rule: Sharing, graph: Graph, uid: int, round: int, seed: int) -> tuple[int, ...]:
+    """Returns the nodes to which a node sends its float buffers in a round. rule: that of the first fragment. graph:
+    that of the run."""
+    view = rule_view(rule, graph, uid, round, seed)
+    return (rule.plan(view) if rule.requirements.phases == 1 else rule.plan_buffers(view)).neighbors
 
 
 def payload_bytes(
@@ -213,16 +243,17 @@ def payload_bytes(
     return sizes, len({id(payload) for payload in payloads.values()}) == 1
 
 
-def bytes_down(rule: Sharing, fragment: Fragment, seed: int, dtype: torch.dtype) -> tuple[float, float]:
-    """Returns the bytes that a server sends to a client that takes part in a round, and to one that does not, once all
-    clients have received the model. What clients send up is taken to be as large as the former. rule: a fresh one,
-    whose state this changes."""
+def bytes_down(rule: Sharing, fragment: Fragment, seed: int, dtype: torch.dtype) -> ServerBytes:
+    """Returns what a server sends. What clients send up is taken to be as large as what those that take part get
+    later. rule: a fresh one, whose state this changes."""
     draws = torch.Generator().manual_seed(seed)
     model = torch.randn(fragment.elements, generator=draws).to(dtype)
     view = rule.plan(view_of(rule, fragment, min(fragment.graph.servers), 0, seed))
+    found = []
     with torch.no_grad():
         rule.begin(model, view)
-        rule.outgoing(model, view)  # the first payloads of some rules are whole models
-        model += UPDATE_SCALE * torch.randn(model.shape, generator=draws).to(dtype)
-        sizes = [float(sum(payload.bytes())) for payload in rule.outgoing(model, view).values()]
-    return max(sizes, default=0.0), min(sizes, default=0.0)
+        for _ in range(2):
+            sizes = [float(sum(payload.bytes())) for payload in rule.outgoing(model, view).values()]
+            found.append((max(sizes, default=0.0), min(sizes, default=0.0)))
+            model += UPDATE_SCALE * torch.randn(model.shape, generator=draws).to(dtype)
+    return ServerBytes(*found)

@@ -29,11 +29,17 @@ from decentnode.sharing.base import Sharing
 from decentnode.sharing.fragments import Fragment
 from decentnode.sharing.parameters import layout_of, named
 from decentnode.sharing.rounds import exchange_rounds, rule_view
-from decentnode.simulate.traffic import bytes_down, payload_bytes
+from decentnode.simulate.traffic import (
+    ServerBytes,
+    buffer_receivers,
+    bytes_down,
+    follows_graph,
+    payload_bytes,
+)
 from decentnode.version import __version__
 
-LOOKED_AT = 64
-"""How many exchanges are searched for the first one in which node 0 sends a message."""
+LOOKED_AT, MAX_PLANS = 64, 2048
+"""How many exchanges at most are counted to announce their mean, and how many plans of nodes are made for that."""
 MEASURED_ELEMENTS = 4_000_000
 """Largest number of elements of payloads that are made and measured as their sizes depend on their values: the start
 must not wait for it (.1 s of CPU with choco)."""
@@ -186,8 +192,9 @@ class TrafficEstimate:
     message: float
     """Bytes of one payload; that of the largest fragment if there are several."""
     sent: float
-    """Bytes that a node sends in a round with an exchange, as the mean over the nodes, and with fragments also over the
-    rounds."""
+    """Bytes that a node sends in a round with an exchange, as the mean over the nodes and over the run's rounds, or
+    over the first of these or a period of the graph. With fragments, the mean also counts rounds without an
+    exchange."""
     source: Literal["exact", "measured", "bound"]
     """Whether all payloads have these sizes; or sizes differ and these are means over the rounds, of payloads of random
     values where they depend on values; or these are upper bounds."""
@@ -204,34 +211,46 @@ def estimate_traffic(experiment: Experiment, module: nn.Module) -> TrafficEstima
     shared = shared_model(experiment, module)
     model, graph = shared.model, experiment.make_graph()
     fragments = shared.fragments or (Fragment(0, model.num_parameters, graph),)
-    rules, estimates = shared.make_rules(), []
+    rules, estimates, rounds = shared.make_rules(), [], experiment.node.rounds
     for fragment, rule, measured in zip(fragments, rules, shared.make_rules(), strict=True):
         schema, _ = (payload_schema(experiment.node.schedule, each, fragment.elements, model.dtype)
                      for each in (rule, measured))  # fmt: skip
         dtype = sent_dtype(experiment.node.schedule, rule, model.dtype)
         sizes = _phase_sizes(fragment, measured, schema, experiment.seed, dtype)
-        estimates.append(_estimate_fragment(fragment, rule, schema, experiment.seed, sizes))
+        estimates.append(_estimate_fragment(fragment, rule, schema, experiment.seed, rounds, sizes))
     buffers = model.buffers.nbytes if experiment.node.buffers == "average" else 0
     first = min(each.first for each in estimates)
-    edges = sum(len(rule_view(rules[0], graph, uid, first).neighbors) for uid in range(graph.num_nodes))
-    largest = max(estimates, key=lambda each: each.message)
-    return replace(largest, sent=sum(each.sent for each in estimates) + buffers * edges / graph.num_nodes, first=first)
+    largest, sent = max(estimates, key=lambda each: each.message), sum(each.sent for each in estimates)
+    if buffers:
+        counted = _counted_exchanges(Fragment(0, model.num_parameters, graph), rules[0], rounds)
+        edges = sum(len(buffer_receivers(rules[0], graph, uid, round, experiment.seed))
+                    for uid in range(graph.num_nodes) for round in counted)  # fmt: skip
+        sent += buffers * edges / graph.num_nodes / len(counted)
+    return replace(largest, sent=sent, first=first)
+
+
+def _counted_exchanges(fragment: Fragment, rule: Sharing, rounds: int) -> list[int]:
+    """Returns the first exchanges, whose mean is announced: those of a period if the rule uses the graph's edges, else
+    those of the run, up to LOOKED_AT; at least one."""
+    period = fragment.graph.period if follows_graph(rule) else None
+    most = max(1, min(LOOKED_AT, MAX_PLANS // fragment.graph.num_nodes))
+    found = [*itertools.islice(exchange_rounds(rule), most if period is None else min(most, period))]
+    return [exchange for exchange in found if fragment.round_of(exchange) < rounds] or found[:1] or [0]
 
 
 def _phase_sizes(
     fragment: Fragment, rule: Sharing, schema: Mapping[str, TensorSpec], seed: int, dtype: torch.dtype
-) -> tuple[float, ...]:
-    """Returns the measured bytes of a payload in each phase, or () if they are known or the payload is too large to
-    measure. rule: one that has sent nothing, whose state this changes."""
+) -> tuple[float, ...] | ServerBytes:
+    """Returns the measured bytes of a payload in each phase, or what a server sends, or () if sizes are known or the
+    payload is too large to measure. rule: one that has sent nothing, whose state this changes."""
     if all(spec.exact for spec in schema.values()) or _has_phase_bytes(fragment, rule):
         return ()
     payloads = len(rule.measured_views(rule_view(rule, fragment.graph, 0, 0, seed)))
     if payloads * fragment.elements > MEASURED_ELEMENTS:
         return ()
-    if rule.requirements.star:
-        down, _ = bytes_down(rule, fragment, seed, dtype)
-        return (down,) * rule.requirements.phases
-    return payload_bytes(rule, fragment, seed, dtype)[0]
+    measure = bytes_down if rule.requirements.star else payload_bytes
+    found = measure(rule, fragment, seed, dtype)
+    return found if isinstance(found, ServerBytes) else found[0]
 
 
 def _has_phase_bytes(fragment: Fragment, rule: Sharing) -> bool:
@@ -239,25 +258,37 @@ def _has_phase_bytes(fragment: Fragment, rule: Sharing) -> bool:
 
 
 def _estimate_fragment(
-    fragment: Fragment, rule: Sharing, schema: Mapping[str, TensorSpec], seed: int, measured: tuple[float, ...]
+    fragment: Fragment, rule: Sharing, schema: Mapping[str, TensorSpec], seed: int, rounds: int,
+    measured: tuple[float, ...] | ServerBytes,
 ) -> TrafficEstimate:
     """Returns the traffic of one fragment whose payloads have this schema. For a fragment that is exchanged every k-th
-    round, `sent` is the k-th part of an exchange's bytes."""
+    round, `sent` is the k-th part of an exchange's bytes. rounds: those of the run."""
     bound = sum(spec.max_elements * spec.dtype.itemsize for spec in schema.values())
     bound += SCALAR_BYTES * len(rule.requirements.scalars)
+    num_phases, nodes = rule.requirements.phases, range(fragment.graph.num_nodes)
+    down = measured if isinstance(measured, ServerBytes) else None
+    usual = measured if not isinstance(measured, ServerBytes) else (measured.later[0],) * num_phases
 
     def messages(uid: int, exchange: int) -> list[float]:
         view = replace(rule_view(rule, fragment.graph, uid, exchange, seed), fragment=fragment.index)
-        sizes = rule.phase_bytes(view, fragment.elements) or measured or (bound,) * rule.requirements.phases
-        return [each for phase, each in enumerate(sizes) for _ in rule.plan(replace(view, phase=phase)).neighbors]
+        sizes = rule.phase_bytes(view, fragment.elements) or usual or (bound,) * num_phases
+        plans = [rule.plan(replace(view, phase=phase)) for phase in range(num_phases)]
+        found = [each for plan, each in zip(plans, sizes, strict=True) for _ in plan.neighbors]
+        if down is not None and uid in fragment.graph.servers:
+            clients, sources = plans[0].neighbors, plans[rule.requirements.steps_before].sources
+            found[: len(clients)] = [down.to(client in sources, exchange) for client in clients]
+        return found
 
-    nodes = range(fragment.graph.num_nodes)
-    candidates = itertools.islice(exchange_rounds(rule), LOOKED_AT)
-    first = next((exchange for exchange in candidates if messages(0, exchange)), 0)
-    every = [each for uid in nodes for each in messages(uid, first)]
+    counted = _counted_exchanges(fragment, rule, rounds)
+    sizes = {exchange: [each for uid in nodes for each in messages(uid, exchange)] for exchange in counted}
+    later = [sizes[exchange] for exchange in counted[1:] or counted]
+    # servers begin with payloads of other sizes, which count once in the whole run
+    total = max(1, rounds) if down is not None else len(counted)
+    sent = (sum(sizes[counted[0]]) + (total - 1) * sum(map(sum, later)) / len(later)) / total
     known = _has_phase_bytes(fragment, rule)
-    exact = all(spec.exact for spec in schema.values()) or (known and rule.requirements.phases > 1)
+    exact = all(spec.exact for spec in schema.values()) or (known and num_phases > 1)
     return TrafficEstimate(
-        max(every, default=bound), sum(every) / len(nodes) / fragment.every,
-        "exact" if exact else "measured" if measured or known else "bound", bound, fragment.round_of(first),
+        max((each for found in later for each in found), default=bound), sent / len(nodes) / fragment.every,
+        "exact" if exact else "measured" if measured or known else "bound", bound,
+        fragment.round_of(next((exchange for exchange in counted if sizes[exchange]), 0)),
     )  # fmt: skip
