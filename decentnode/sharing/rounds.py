@@ -43,6 +43,12 @@ def exchange_rounds(rule: Sharing, first: int = 0) -> Iterator[int]:
             return
 
 
+def exchange_interval(rule: Sharing) -> int:
+    """Returns the number of rounds from the rule's first exchange to its second; 1 if it has no second."""
+    exchanges = itertools.pairwise(itertools.islice(exchange_rounds(rule), 2))
+    return next((second - first for first, second in exchanges), 1)
+
+
 def find_unreached_pair(rule: Sharing, graph: Graph, seed: int = 0, fragment: int = 0) -> tuple[int, int] | None:
     """Returns (a, b) such that node b's model never reaches node a, directly or through other nodes, in the rounds in
     which the rule exchanges; None if every model reaches every node.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +16,7 @@ from decentnode.graph.base import Graph, RoundView
 from decentnode.node.schedules.schedules import payload_schema, sent_dtype
 from decentnode.sharing.base import Sharing
 from decentnode.sharing.fragments import Fragment
-from decentnode.sharing.rounds import exchange_rounds, rule_view
+from decentnode.sharing.rounds import exchange_interval, rule_view
 from decentnode.simulate.timeline.network import NO_TRANSFERS, Transfers
 
 UPDATE_SCALE = 1e-2
@@ -89,11 +88,8 @@ class Traffic:
     def cycle(self) -> int:
         """The number of rounds after which the rounds with local steps and those with exchanges repeat."""
         rounds = self._experiment.node.training_rounds
-        cycles = [1 if rounds is None else rounds.train + rounds.mix]
-        for each in self.exchanged:
-            for first, second in itertools.pairwise(itertools.islice(exchange_rounds(each.rule), 2)):
-                cycles.append((second - first) * each.fragment.every)
-        return math.lcm(*cycles)
+        exchanges = (exchange_interval(each.rule) * each.fragment.every for each in self.exchanged)
+        return math.lcm(1 if rounds is None else rounds.train + rounds.mix, *exchanges)
 
     def _clients(self, round: int) -> np.ndarray:
         found, (each, *_) = np.zeros(self.num_nodes, bool), self.exchanged

@@ -108,6 +108,8 @@ def test_the_virtual_duration_of_a_round_is_the_mean_over_whole_cycles() -> None
     chosen = experiment(TWO_OF_THREE, "simulate.compute={step_seconds: 1}")
     seconds = [time_line(make_clock(chosen), rounds).steady_seconds() for rounds in (2, 3, 6, 7, 15, 100)]
     assert seconds == pytest.approx([2, *[4 / 3] * 5])
+    longer = experiment("node.training_rounds={train: 4, mix: 20}", "simulate.compute={step_seconds: 1}")
+    assert time_line(make_clock(longer), 16).steady_seconds() == pytest.approx(8 / 16)
 
 
 def test_the_step_seconds_of_a_run_are_those_of_rounds_with_local_steps(tmp_path: Path) -> None:

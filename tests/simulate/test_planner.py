@@ -17,7 +17,8 @@ from decentnode.graph.spectrum import contraction, rounds_to_consensus
 from decentnode.simulate.planner import consensus
 from decentnode.simulate.planner.candidates import Choices, Plan, _label, pareto, ranked
 from decentnode.simulate.planner.consensus import graph_consensus, rule_consensus
-from decentnode.simulate.planner.predict import predict
+from decentnode.simulate.planner.predict import predict, predict_consensus
+from decentnode.simulate.traffic import Traffic
 
 ROOT = Path(__file__).parents[2]
 TWO_MACHINES = str(ROOT / "configs" / "two_machines.yaml")
@@ -65,6 +66,31 @@ def test_measured_rounds_to_consensus_of_mixing_rules_agree_with_the_spectrum(te
     assert found.rounds == pytest.approx(rests * spectral.rounds, rel=0.25)
 
 
+@pytest.mark.parametrize("every", [8, 50])
+def test_rules_with_rare_exchanges_are_measured_over_as_many_exchanges(every: int) -> None:
+    experiment = load(ROOT / "configs" / "quickstart.yaml", [
+        "graph={name: ring, nodes: 6}", f"sharing={{name: local_sgd, every: {every}}}"], check=False)  # fmt: skip
+    found = rule_consensus(experiment.sharing, [tuple(range(6))], experiment.make_graph(), 1e-2, 1)
+    spectral = graph_consensus(experiment.make_graph(), 1e-2)
+    assert found is not None and found.rounds is not None and spectral.rounds is not None
+    assert found.rounds == pytest.approx(every * spectral.rounds, rel=0.15)
+
+
+def test_the_consensus_of_fragments_is_that_of_the_slowest() -> None:
+    def predicted(fragments: str) -> consensus.Consensus:
+        experiment = load(ROOT / "configs" / "quickstart.yaml", [
+            "graph={name: ring, nodes: 8}", "mapping.nodes_per_machine=8", fragments])  # fmt: skip
+        return predict_consensus(experiment, Traffic(experiment), 1e-3)
+
+    whole = predicted("parameters=null")
+    found = predicted("parameters.fragments=[{parameters: '*weight', every: 4}, {parameters: '*'}]")
+    assert whole.rounds is not None and found.rounds == 4 * whole.rounds
+    assert found.rate == pytest.approx(whole.rate ** (1 / 4))
+    own_graph = predicted("parameters.fragments=[{parameters: '*weight', every: 40, "
+                          "graph: {name: complete, nodes: 8}}, {parameters: '*'}]")  # fmt: skip
+    assert own_graph == consensus.Consensus(0.0, 40, False)
+
+
 @pytest.mark.slow
 def test_with_coarse_codecs_consensus_takes_many_rounds_or_is_never_reached() -> None:
     def measured(text: str) -> consensus.Consensus:
@@ -107,6 +133,7 @@ def test_a_plan_predicts_bytes_and_seconds_of_candidates_and_ranks_them() -> Non
 @pytest.mark.parametrize(("overrides", "trained", "exchanges"), [
     (["node.training_rounds={train: 4, mix: 4}"], 1 / 2, 1), (["node.training_rounds={train: 1, mix: 30}"], 1 / 31, 1),
     (["sharing={name: local_sgd, every: 10}"], 1, 1 / 10), (["sharing={name: diloco, every: 50}"], 1, 1 / 50),
+    (["sharing={name: diloco, every: 2000}"], 1, 1 / 2000),
     (["sharing={name: local_sgd, every: 3}", "node.training_rounds={train: 1, mix: 1}"], 1 / 2, 1 / 3),
 ])  # fmt: skip
 def test_the_figures_of_a_candidate_are_means_over_whole_cycles_of_local_steps_and_exchanges(

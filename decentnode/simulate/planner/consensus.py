@@ -20,11 +20,12 @@ from decentnode.payload import Payload
 from decentnode.sharing.base import Sharing
 from decentnode.sharing.compressed import make_sharing
 from decentnode.sharing.decoding import decode
-from decentnode.sharing.rounds import rule_view
+from decentnode.sharing.rounds import exchange_interval, rule_view
 
 MATRIX_SIDE = 16
 """Rules are measured on models of one MATRIX_SIDE x MATRIX_SIDE matrix."""
-MEASURED_ROUNDS = 60
+MEASURED_EXCHANGES, MAX_MEASURED_ROUNDS = 60, 3000
+"""Number of exchanges that a rule makes to be measured, but at least two, and the most rounds for more than these."""
 STALL_RATIO = 1 / 3
 """If the logarithm of the distance falls in the second half of the rounds by less than this share of its fall in the
 first half, the distance has reached the error that the codec leaves. int8 on a ring of 8 has a share of .22, choco at a
@@ -126,7 +127,9 @@ def rule_consensus(
         mixer = _Mixer(sharing, machines, graph, seed)
         first = mixer.distance()
         distances = [1.0]
-        while len(distances) <= MEASURED_ROUNDS:
+        interval = exchange_interval(mixer.rules[0])
+        halves = max(1, min(MEASURED_EXCHANGES, MAX_MEASURED_ROUNDS // interval) // 2)
+        while len(distances) <= 2 * halves * interval:
             mixer.round(len(distances) - 1)
             distances.append(mixer.distance() / first)
             if distances[-1] <= target:
@@ -136,7 +139,7 @@ def rule_consensus(
     half = tried // 2
     rate = (distances[-1] / distances[half]) ** (1 / (tried - half))
     is_stalled = rate > 0 and math.log(rate) > STALL_RATIO * math.log(distances[half]) / half
-    if not 0 < rate < 1 - 1e-3 or is_stalled:
+    if not 0 < rate**interval < 1 - 1e-3 or is_stalled:
         return Consensus(min(max(rate, 0.0), 1.0) if math.isfinite(rate) else 1.0, None, True)
     more = math.ceil(math.log(target / distances[-1]) / math.log(rate))
     return Consensus(rate, tried + more, True)

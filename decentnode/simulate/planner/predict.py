@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 
 from decentnode.experiment import Experiment
 from decentnode.experiment.virtual_time import ComputeConfig, LinksConfig
+from decentnode.sharing.rounds import LONGEST_REST
 from decentnode.simulate.cliques import calls_of
 from decentnode.simulate.data_parallel import BUCKET_BYTES, all_reduce_clock
 from decentnode.simulate.planner.consensus import Consensus, graph_consensus, rule_consensus
 from decentnode.simulate.timeline.network import Transfers
 from decentnode.simulate.timeline.rounds import time_line
-from decentnode.simulate.traffic import Traffic
+from decentnode.simulate.traffic import ExchangedFragment, Traffic
 from decentnode.simulate.virtual import local_steps, make_clock, make_compute, make_network
 
 LEAST_ROUNDS, MAX_ROUNDS = 16, 128
 """Least and greatest number of rounds whose means are a candidate's figures; four periods of its graph in between."""
-MAX_CYCLED_ROUNDS = 1024
+MAX_CYCLED_ROUNDS = 2 * LONGEST_REST
 """Greatest number of rounds if two cycles of local steps and exchanges have more than MAX_ROUNDS."""
 OPTIMIZER_STATES = {"adam": 2, "adamw": 2, "accum_adam": 3, "accum_adamw": 3}
 """Copies of the parameters that optimizers keep. Other optimizers keep 1 if they have momentum, else 0."""
@@ -93,14 +95,21 @@ def predict_memory(experiment: Experiment, model: float, transfers: Iterable[Tra
 
 def predict_consensus(experiment: Experiment, traffic: Traffic, target: float) -> Consensus:
     """Returns how fast nodes reach consensus: from the spectrum for linear rules that exchange in every round, else
-    measured, or from the spectrum if the graph is too large to measure."""
-    rule = traffic.exchanged[0].rule
-    graph = experiment.make_graph()
+    measured, or from the spectrum if the graph is too large to measure. With fragments, that of the slowest one."""
+    parts = {(id(each.fragment.graph), each.fragment.every): each for each in traffic.exchanged}
+    found = [_consensus_of(experiment, each, target) for each in parts.values()]
+    return max(found, key=lambda each: (math.inf if each.rounds is None else each.rounds, each.rate))
+
+
+def _consensus_of(experiment: Experiment, part: ExchangedFragment, target: float) -> Consensus:
+    rule, graph, every = part.rule, part.fragment.graph, part.fragment.every
     needs = rule.requirements
     plain = needs.linear and not needs.overrides_topology and all(rule.exchange_number(r) == r for r in range(4))
     machines = experiment.make_mapping().nodes_by_machine()
     measured = None if plain else rule_consensus(experiment.sharing, machines, graph, target, experiment.seed)
-    return measured or graph_consensus(graph, target)
+    found = measured or graph_consensus(graph, target)
+    rounds = None if found.rounds is None else every * found.rounds
+    return replace(found, rate=found.rate ** (1 / every), rounds=rounds)
 
 
 def predict(

@@ -61,7 +61,7 @@ class TimeLine:
         are not typical; of all rounds if they are fewer than two cycles."""
         first = -(-(self.rounds // 5) // self.cycle) * self.cycle
         count = (self.rounds - first) // self.cycle * self.cycle
-        if not count:
+        if count <= 0:
             first, count = 0, self.rounds
         begin = self.end[first - 1].mean() if first else 0.0
         return float((self.end[first + count - 1].mean() - begin) / count)
