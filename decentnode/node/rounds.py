@@ -170,5 +170,7 @@ class NodeRounds:
             communication.suspect(lost, f"{what}: {why}" if why else what)
             return
         waited = f"waited {self._rules.schedule.times.wait:.1f} s"
+        phases = self._rules.schedule.sharing.requirements.phases
         limit = f"communication.timeout_seconds: {communication.config.timeout_seconds:g}"
+        limit += f" for each of {phases} phases" if phases > 1 else ""
         raise PeerLost(f"node {self._uid}: {what}, {waited} ({limit}){f': {why}' if why else ''}", sorted(lost))
