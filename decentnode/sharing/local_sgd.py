@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import ClassVar
 
+import numpy as np
 from pydantic import Field
 
 from decentnode.config import component
@@ -32,3 +34,9 @@ class LocalSGD(Full):
 
     def exchange_number(self, round: int) -> int | None:
         return round // self.every if self.meets(round) else None
+
+
+def stable_momentum(momentum: float, growth: Callable[[float], float]) -> float | None:
+    """Returns the largest multiple of 0.1 below `momentum` of an outer optimizer with which models converge without
+    local steps; None if there is none. growth: returns the factor by which differences grow with a momentum."""
+    return next((b for b in np.arange(9, -1, -1) / 10 if b < momentum and growth(b) < 1), None)

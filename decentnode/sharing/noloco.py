@@ -16,7 +16,7 @@ from decentnode.config import component
 from decentnode.graph.base import Graph, RoundView
 from decentnode.payload import Payload, TensorSpec
 from decentnode.sharing.hooks import Mixing
-from decentnode.sharing.local_sgd import LocalSGD, LocalSGDConfig
+from decentnode.sharing.local_sgd import LocalSGD, LocalSGDConfig, stable_momentum
 from decentnode.sharing.requirements import Requirements
 from decentnode.sharing.state import Tensors
 
@@ -65,7 +65,8 @@ class NoLoCo(Tensors, LocalSGD):
         n = graph.num_nodes if members is None else len(members)
         if n < 2 or (growth := self.growth(n, self.beta)) <= 1:
             return ""
-        stable = next(b for b in np.arange(9, -1, -1) / 10 if b < self.beta and self.growth(n, b) < 1)
+        stable = stable_momentum(self.beta, lambda momentum: self.growth(n, momentum))
+        assert stable is not None  # without momentum differences always shrink
         return (f"drives the models of {n} nodes apart with momentum {self.beta:g} and pull {self.pull:g}: without any "
                 f"training, their differences grow by {growth - 1:.1%} per exchange (root mean square); use momentum: "
                 f"{stable:g} or less")  # fmt: skip

@@ -67,7 +67,8 @@ class PowerGossip(Sharing):
         self.edges: dict[int, EdgeFactors] = {}
         self._sent: dict[int, list[Tensor]] = {}
         self._plain = torch.empty(0)
-        self._itemsize = 0
+        self._mean_bytes = 0.0
+        """Bytes of a payload, the mean of those with right and with left factors, which alternate."""
 
     def set_parameter_shapes(self, shapes: Sequence[tuple[int, ...]]) -> None:
         start = 0
@@ -161,15 +162,14 @@ class PowerGossip(Sharing):
         self.edges[uid] = EdgeFactors(edge.turn + 1, [q.to(model.dtype).contiguous() for q in fresh])
 
     def payload_schema(self, elements: int, dtype: torch.dtype) -> dict[str, TensorSpec]:
-        products, self._itemsize = self.rank * sum(max(m.rows, m.columns) for m in self.matrices), dtype.itemsize
+        products = self.rank * sum(max(m.rows, m.columns) for m in self.matrices)
         plain = sum(b - a for a, b in self.plain) if self.matrices else elements
+        mean = plain + self.rank * sum(m.rows + m.columns for m in self.matrices) / 2
+        self._mean_bytes = dtype.itemsize * mean + SCALAR_BYTES * len(self.requirements.scalars)
         return {"products": TensorSpec(dtype, products, exact=False), "plain": TensorSpec(dtype, plain)}
 
     def phase_bytes(self, view: RoundView, elements: int) -> tuple[float, ...]:  # noqa: ARG002
-        """Returns the mean of payloads with right and with left factors, which alternate."""
-        products = self.rank * sum(m.rows + m.columns for m in self.matrices) / 2
-        plain = sum(b - a for a, b in self.plain) if self.matrices else elements
-        return (self._itemsize * (products + plain) + SCALAR_BYTES * len(self.requirements.scalars),)
+        return (self._mean_bytes,)
 
     def state_dict(self) -> dict[str, Any]:
         return {

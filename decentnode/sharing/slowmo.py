@@ -13,7 +13,7 @@ from torch import Tensor
 
 from decentnode.config import component
 from decentnode.graph.base import Graph, RoundView
-from decentnode.sharing.local_sgd import LocalSGD, LocalSGDConfig
+from decentnode.sharing.local_sgd import LocalSGD, LocalSGDConfig, stable_momentum
 from decentnode.sharing.state import MomentumAndRate
 
 MAX_CHECKED_NODES = 128
@@ -70,8 +70,7 @@ class SlowMo(MomentumAndRate, LocalSGD):
     def objection(self, graph: Graph, members: Collection[int] | None = None) -> str:
         if graph.num_nodes > MAX_CHECKED_NODES or (growth := self.growth(graph, self.beta, members)) <= 1 + 1e-6:
             return ""
-        smaller = [b for b in np.arange(9, -1, -1) / 10 if b < self.beta]
-        stable = next((b for b in smaller if self.growth(graph, b, members) < 1), None)
+        stable = stable_momentum(self.beta, lambda momentum: self.growth(graph, momentum, members))
         instead = "a smaller outer_lr" if stable is None else f"outer_momentum: {stable:g} or less"
         return (f"drives the models apart on this graph with outer_lr {self.outer_lr:g} and outer_momentum "
                 f"{self.beta:g}: without any training, their differences grow by {growth - 1:.1%} per exchange; use "

@@ -166,7 +166,7 @@ class NodeGenerations:
         if lacking := lacking_neighbors(graphs, generation.members, needed):
             node.record({"kind": "lacking", **where, "nodes": lacking, "needed": needed})
         if objection := next(filter(None, (node.sharing.objection(each, generation.members) for each in graphs)), ""):
-            node.record({"kind": "objection", **where, "rule": type(node.sharing).__name__, "reason": objection})
+            node.record({"kind": "objection", **where, "reason": objection})
             logger.warning("without the absent nodes, the sharing rule %s", objection)
         for disconnected in disconnected_graphs(graphs, generation.members):
             node.record({"kind": "apart", **where, **asdict(disconnected)})
