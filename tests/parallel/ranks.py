@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import re
@@ -26,6 +27,7 @@ IN_STACK = re.compile(r'([^/"]+", line \d+ in \S+)')
 def _run_rank(work: Callable[..., Any], rank: int, n: int, store: str, pipe: Connection, args: tuple[Any, ...],
               backend: str, device: str) -> None:  # fmt: skip
     """Runs in the child process: sends (True, result) or (False, traceback)."""
+    gc.enable()  # the fork server may be that of decentnode's own runs, which disables it before it forks
     stacks = open(f"{store}-stacks-{rank}", "w")  # noqa: SIM115 - stays open, for `_stacks`
     faulthandler.register(signal.SIGUSR2, file=stacks)
     import torch

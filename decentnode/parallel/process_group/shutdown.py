@@ -14,6 +14,7 @@ import atexit
 import contextlib
 import gc
 import os
+import sys
 import weakref
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -50,6 +51,7 @@ _wrappers: weakref.WeakKeyDictionary[Closable, frozenset[int]] = weakref.WeakKey
 parameters would keep a wrapper alive if a script's hook on a parameter refers to the wrapper."""
 _kept: list[tuple[InFlight, object]] = []
 """Exchanges in flight whose wrapper is gone: their buffers have to outlive them."""
+_must_free_frames = "torch._dynamo" not in sys.modules
 
 
 def leave_at_exit() -> None:
@@ -62,6 +64,19 @@ def close_at_exit(wrapper: Closable, params: Sequence[Tensor] = ()) -> None:
     process groups. params: those that it steps in backward passes."""
     _wrappers[wrapper] = frozenset(map(id, params))
     leave_at_exit()
+    _free_frames_of_import()
+
+
+def _free_frames_of_import() -> None:
+    """Frees what the import of torch's compiler has left behind, once.
+
+    The first optimizer of a process imports the compiler, which raises and catches errors meanwhile. Their tracebacks
+    are reference cycles that hold all function calls in progress, with their variables: a wrapper that the script drops
+    would not be closed before the next garbage collection, nor other ranks told that this one has ended."""
+    global _must_free_frames
+    if _must_free_frames and "torch._dynamo" in sys.modules:
+        _must_free_frames = False
+        gc.collect()
 
 
 def close_others(wrapper: Closable, params: Iterable[Tensor]) -> bool:

@@ -121,3 +121,41 @@ def test_threads_release_their_tensors_before_a_group_of_an_earlier_generation_i
     monkeypatch.setattr(shutdown.clock, "sleep", lambda _seconds: found.append("sleep"))
     _abort_operations([Group()])
     assert found == calls
+
+
+DROPPING_SCRIPT = """
+import gc
+import sys
+import weakref
+
+gc.disable()
+
+import torch
+import torch.distributed as dist
+
+from decentnode.parallel import CommOptimizer, DecentralizedDataParallel
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+def train():
+    model = torch.nn.Linear(2, 2)
+    if sys.argv[1] == "model":
+        wrapped = DecentralizedDataParallel(model, optimizer=torch.optim.SGD)
+    else:
+        wrapped = CommOptimizer(torch.optim.SGD(model.parameters()))
+    return weakref.ref(wrapped)
+
+
+assert "torch._dynamo" not in sys.modules, "the first optimizer imports it"
+print("open" if train()() is not None else "closed")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wraps", ["model", "optimizer"])
+def test_a_wrapper_that_the_script_drops_is_closed_although_torch_imported_its_compiler_meanwhile(wraps: str) -> None:
+    """Without a garbage collection, which a script may have disabled: the other ranks see that this one has ended."""
+    done = subprocess.run([sys.executable, "-c", DROPPING_SCRIPT, wraps], cwd=ROOT, capture_output=True, text=True,
+                          timeout=200)  # fmt: skip
+    assert done.stdout == "closed\n", done.stderr
