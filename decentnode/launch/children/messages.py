@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from decentnode.errors import AssemblyError, Diverged, EnvironmentFault, UsageError
+
 
 @dataclass(frozen=True)
 class Request:
@@ -227,6 +229,14 @@ class Failed:
     """Whether the node failed only because another did."""
     gave_up: bool = False
     """Whether the node timed out waiting for a generation with enough of the other nodes."""
+
+    @property
+    def ends_run(self) -> bool:
+        """Whether the other nodes could not continue either, even with `missing: regroup`: they would fail in the same
+        way."""
+        return self.exit_code in (
+            UsageError.exit_code, EnvironmentFault.exit_code, AssemblyError.exit_code, Diverged.exit_code
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -77,6 +77,8 @@ PEERS_SECONDS = 300.0
 """Longest wait for the supervisor to send the addresses of the other local nodes; the supervisor gives up first."""
 ABSENT_SECONDS = 1.0
 """Time between two reports of which nodes are not connected yet."""
+SUPERVISOR_SECONDS = 0.5
+"""How long the other nodes of this machine may take to learn from the supervisor that a failure ends the run."""
 REPORT_TERMINATION_SECONDS = 3.0
 """A scheduler ends a run by SIGTERM to all of its processes, and the supervisor then stops all nodes with checkpoints
 before the same round. It may not have received the signal itself, so after this time the nodes report theirs to it."""
@@ -417,6 +419,8 @@ def close_failed_node(failed: Failed, error: BaseException, node: Node | None, r
     with contextlib.suppress(Exception):
         if node is not None:
             if not failed.follower:
+                if failed.ends_run:  # else those of this machine might meanwhile agree to continue without this node
+                    clock.sleep(SUPERVISOR_SECONDS)
                 node.communication.fail(failed.uid, failed.title)
             node.communication.close()
         if node is not None and node.checkpoints is not None:

@@ -7,14 +7,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from decentnode.errors import (
-    AssemblyError,
-    Diverged,
-    EnvironmentFault,
-    Interrupted,
-    PeerLost,
-    UsageError,
-)
+from decentnode.errors import Interrupted, PeerLost
 from decentnode.launch.children.messages import Failed, PeerFailure
 from decentnode.launch.reporting.observer import generation_notice
 from decentnode.launch.supervising.early_end import EarlyEnd
@@ -24,8 +17,6 @@ from decentnode.launch.supervising.workers import Worker
 REMEMBERED_GENERATIONS = 64
 """How many reported generations are remembered, so that each is shown once. Nodes report a generation within seconds of
 each other."""
-FATAL_EXIT_CODES = (UsageError.exit_code, EnvironmentFault.exit_code, AssemblyError.exit_code, Diverged.exit_code)
-"""Exit codes of a node that end the whole run even if the others could continue: they would fail in the same way."""
 
 
 class LostNodes:
@@ -44,7 +35,7 @@ class LostNodes:
         may_continue = self._run.facts.regroup and begun and not self._end.kills_soon
         # A restarted node that fails before it has rejoined does not end the run.
         is_rejoining = failed.uid in self._ledger.lost
-        if not may_continue or (failed.exit_code in FATAL_EXIT_CODES and not is_rejoining):
+        if not may_continue or (failed.ends_run and not is_rejoining):
             self._end.fail(failed)
             return
         self._nodes.send_to_all(PeerFailure(failed.uid, failed.title))
