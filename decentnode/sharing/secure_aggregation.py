@@ -178,13 +178,16 @@ class SecureAggregation(Sharing):
         keys, x = payload.tensors["keys"], payload.tensors["x"]
         count = x.numel()
         if view.phase == PUBLIC_KEYS:
+            from decentnode.sharing.masks import check_public
+
+            check_public(_bytes(keys))  # here too: who relays a bad key is to blame for it
             fits = len(keys) == PUBLIC_KEY_BYTES and count == 0
         elif view.phase == RELAYED_KEYS:
             assert self._own is not None
             keys = keys.cpu()
             senders = _relayed(keys)
             for public in senders.values():
-                self._own.secret(public)  # ValueError for a key that is none
+                self._own.secret(public)  # as check_public, and remembers the secret
             same = senders.get(view.uid, self._own.public) == self._own.public
             fits = len(keys) == RECORD.size * len(senders) and len(senders) != 1 and same and count == 0
         else:

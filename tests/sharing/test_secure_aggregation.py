@@ -346,14 +346,16 @@ OTHERS = [RECORD.pack(uid, KeyPair().public) for uid in (1, 2, 3)]
 
 
 @pytest.mark.parametrize("receive", [
-    forged(PUBLIC_KEYS), forged(PUBLIC_KEYS, bytes(31)), forged(PUBLIC_KEYS, bytes(32), 1),
+    forged(PUBLIC_KEYS), forged(PUBLIC_KEYS, bytes(31)), forged(PUBLIC_KEYS, KeyPair().public, 1),
+    forged(PUBLIC_KEYS, bytes(32)),
     forged(RELAYED_KEYS, OTHERS[0]), forged(RELAYED_KEYS, OTHERS[0] + OTHERS[1][:-1]),
     forged(RELAYED_KEYS, OTHERS[0] * 2), forged(RELAYED_KEYS, OTHERS[0] + RECORD.pack(2, bytes(32))),
     forged(RELAYED_KEYS, OTHERS[0] + RECORD.pack(0, KeyPair().public)), forged(MODELS, OTHERS[0], 9),
     forged(MODELS, b"", 8),
 ])  # fmt: skip
 def test_forged_payloads_are_refused(receive: Callable[[SecureAggregation, RoundView], None]) -> None:
-    """Among them a single key, a key that all know the secret of, and another key as the node's own."""
+    """Among them a single key, another key as the node's own, and a key with which everybody would know the secret, from
+    its owner or passed on by another node, which is then to blame."""
     models = random_models(4, 9)
     each, seen = secure(models)[0], view(make("complete", nodes=4), 0, 0)
     each.outgoing(models[0], seen)
