@@ -11,7 +11,7 @@ import shutil
 import socket
 import statistics
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -148,13 +148,14 @@ def ports(experiment: Experiment, machine: int) -> Finding:
 class DoctorServer:
     """Answers the questions of other machines' doctors, in a thread, while the block of this context manager runs."""
 
-    def __init__(self, bind: str, port: int, machine: int) -> None:
+    def __init__(self, bind: str, port: int, machine: int, others: Iterable[int] = ()) -> None:
+        """machine: this one. others: the machines whose doctors may ask."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._router = self._context.socket(zmq.ROUTER)
         self._router.maxmsgsize = 2 * MAX_PAYLOAD
         self._router.linger = 0
         listen(self._router, bind, port)
-        self._machine = machine
+        self._machine, self._others = machine, frozenset(others)
         self._over = threading.Event()
         self.heard: set[int] = set()
         """Machines that have asked."""
@@ -181,7 +182,7 @@ class DoctorServer:
             if question is None:
                 continue
             kind, number, payload = question
-            if isinstance(payload, int):
+            if isinstance(payload, int) and payload in self._others:
                 (self.done if kind == "done" else self.heard).add(payload)
             reply = {"time": clock.wall(), "ping": None, "block": None, "done": None, "who": self._machine}.get(kind)
             self._router.send_multipart([who, msgpack.packb([kind, number, reply])])
@@ -253,7 +254,7 @@ def remote(experiment: Experiment, machine: int, wait_seconds: float) -> Iterato
     assert own.port is not None
     others = [m for m in range(mapping.num_machines) if m != machine]
     deadline = clock.now() + wait_seconds
-    with DoctorServer(own.bind, own.port, machine) as server, zmq.Context() as context:
+    with DoctorServer(own.bind, own.port, machine, others) as server, zmq.Context() as context:
         clients: dict[int, DoctorClient] = {}
         for other in others:
             if first[other].behind_nat:

@@ -118,7 +118,7 @@ def test_the_address_that_is_tried_is_named_where_a_name_has_several(monkeypatch
 
 def test_a_machine_that_asks_but_cannot_be_reached_is_told_from_one_without_a_doctor() -> None:
     port = free_ports(2)
-    with DoctorServer("127.0.0.1", port, 0) as server, zmq.Context() as context:
+    with DoctorServer("127.0.0.1", port, 0, [1]) as server, zmq.Context() as context:
         hidden = DoctorClient(context, "127.0.0.1", port)
         next(_check_machine(hidden, set(), (1, 0), ("machine 0", "lo"), clock.now() + 5))
         client = DoctorClient(context, "127.0.0.1", port + 1)
@@ -131,7 +131,7 @@ def test_a_machine_that_asks_but_cannot_be_reached_is_told_from_one_without_a_do
 
 def test_the_doctor_server_ignores_malformed_requests() -> None:
     port = free_ports(4)
-    with DoctorServer("127.0.0.1", port, 4), zmq.Context() as context:
+    with DoctorServer("127.0.0.1", port, 4, [0]) as server, zmq.Context() as context:
         with context.socket(zmq.DEALER) as stranger:
             stranger.linger = 0
             stranger.connect(f"tcp://127.0.0.1:{port}")
@@ -140,7 +140,11 @@ def test_the_doctor_server_ignores_malformed_requests() -> None:
             assert not stranger.poll(200)
         client = DoctorClient(context, "127.0.0.1", port)
         assert client.ask("who") is not None and client.ask("who")[0] == 4  # type: ignore[index]
+        for other in (0, 5):
+            client.ask("who", other)
+            client.ask("done", other)
         client.close()
+    assert server.heard == server.done == {0}, "machine 5 is none of the run's"
 
 
 @contextlib.contextmanager

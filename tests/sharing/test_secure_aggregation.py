@@ -354,8 +354,8 @@ OTHERS = [RECORD.pack(uid, KeyPair().public) for uid in (1, 2, 3)]
     forged(MODELS, b"", 8),
 ])  # fmt: skip
 def test_forged_payloads_are_refused(receive: Callable[[SecureAggregation, RoundView], None]) -> None:
-    """Among them a single key, another key as the node's own, and a key with which everybody would know the secret, from
-    its owner or passed on by another node, which is then to blame."""
+    """Among them a single key, another key as the node's own, and a key with which everybody would know the secret,
+    from its owner or passed on by another node, which is then to blame."""
     models = random_models(4, 9)
     each, seen = secure(models)[0], view(make("complete", nodes=4), 0, 0)
     each.outgoing(models[0], seen)
