@@ -140,6 +140,8 @@ def _check_with_trial_steps(cls: type[torch.optim.Optimizer], arguments: dict[st
         _step_on_host(_make_fused_if_supported(cls, [number], arguments))
 
 
+TRIAL_ELEMENTS = 67
+"""Elements of a fused step's trial: whole vectors of every kernel, of at most 64 elements, and some beyond them."""
 GPU_CHECK_METHODS = ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check")
 """Methods of torch's optimizers, under the names of several torch versions, that each step calls and that use the
 GPU."""
@@ -199,14 +201,16 @@ _fused: dict[tuple[Any, torch.device, torch.dtype], bool] = {}
 def _steps_fused(cls: Any, example: Tensor, arguments: dict[str, Any]) -> bool:
     """Returns whether optimizers of a class have a fused step for parameters with the device and dtype of `example`.
     Some only fail in the first step, such as Adagrad on a GPU in torch versions that have its fused kernel for CPUs
-    only."""
+    only. Others leave elements as they were: SGD of torch 2.13, for float16 and bfloat16 on a CPU, all but those
+    beyond the last whole vector."""
     key = cls, example.device, example.dtype
     if key not in _fused:
-        number = nn.Parameter(torch.zeros(1, dtype=example.dtype, device=example.device))
-        number.grad = torch.zeros_like(number)
+        numbers = nn.Parameter(torch.zeros(TRIAL_ELEMENTS, dtype=example.dtype, device=example.device))
+        numbers.grad = torch.ones_like(numbers)
+        lr = {"lr": 1.0} if "lr" in _arguments_of(cls) else {}  # that of a warm-up may be 0
         try:
-            _step_on_host(_constructed(cls, [number], {"fused": True, **arguments}))
-            _fused[key] = True
+            _step_on_host(_constructed(cls, [numbers], {"fused": True, **arguments, **lr}))
+            _fused[key] = bool((numbers == numbers[0]).all())
         except (RuntimeError, ValueError):
             _fused[key] = False
     return _fused[key]

@@ -53,6 +53,18 @@ def run_steps(optimizer: torch.optim.Optimizer, steps: int) -> list[torch.Tensor
     return [p.detach().clone() for p in every]
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "adagrad"])
+def test_a_step_moves_every_element_of_a_long_parameter(name: str, dtype: torch.dtype) -> None:
+    # torch 2.13's fused SGD leaves whole vectors of 16-bit elements as they were
+    p = nn.Parameter(torch.zeros(133, dtype=dtype))
+    for lr in (0.0, 0.25):  # the first one is that of a schedule that warms up
+        optimizer = make_optimizer(OptimizerConfig(name=name, lr=lr), [p])
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert torch.allclose(p, torch.full_like(p, -0.25), rtol=1e-3)
+
+
 @pytest.mark.parametrize("name", sorted(_optimizers()))
 def test_steps_equal_those_of_the_torch_optimizer(name: str) -> None:
     of = _optimizers()[name]
