@@ -80,7 +80,7 @@ class SessionNode(VirtualNode):
         self.record, self.timeout_seconds = record, timeout_seconds
         self.facts = CallbackFacts(lambda: self.heap.after(0.0, self._advance))
         self.inbox = InboxState((SPEC,), CHUNK_BYTES, self.facts, self.counters, self)
-        maker = MessageMaker(self.session, ZeroMQConfig(checksum="xxh3"))
+        maker = self.maker = MessageMaker(self.session, ZeroMQConfig(checksum="xxh3"))
         self.reconfiguration: Reconfiguration | None = None
         if limits is not None:
             draw = random.Random(f"{uid} origins").randbytes

@@ -10,13 +10,16 @@ import pytest
 
 from decentnode import clock
 from decentnode.communication.receive import chunking
+from decentnode.communication.zeromq.protocol.link_state import QueuedMessage
 from decentnode.errors import AssemblyError, PeerLost
+from decentnode.faults import Link
 from decentnode.simulate.world.event_queue import EventQueue
 from decentnode.simulate.world.network import VirtualNetwork
+from decentnode.wire import framing
 from decentnode.wire.generation import Limits
-from decentnode.wire.messages import NO_RUN
+from decentnode.wire.messages import NO_RUN, Chunk
 from tests.communication.virtual_links import count_faults, draw_link, schedule_breaks
-from tests.communication.virtual_session import PHASES, TURNS, RunRecord, SessionNode
+from tests.communication.virtual_session import CHUNK_BYTES, ELEMENTS, PHASES, TURNS, RunRecord, SessionNode
 from tests.conftest import scale
 
 SEEDS, PER_CASE = scale(144, 10_000), scale(36, 500)
@@ -120,6 +123,34 @@ def test_every_wait_for_a_dead_node_ends_in_time_and_names_it(seed: int, phase: 
             assert named, "the error does not name the awaited node"
         if phase in ("join", "barrier") or (phase == "mean" and victim.turn < TURNS - 1):
             assert node.error is not None and node.turns_completed <= victim.turn + 1
+
+
+def send_stale_payload(node: SessionNode, chunks: int) -> None:
+    """Lets a node send the chunks of a payload to node 0, which makes no such round."""
+    for chunk in range(chunks):
+        header = node.maker.header(Chunk, 0, 0, 0, chunk, ELEMENTS, {})
+        body = memoryview(bytes(min(CHUNK_BYTES, 4 * ELEMENTS - chunk * CHUNK_BYTES)))
+        node.links.sender.bulk(0, QueuedMessage.bulk(header, body, framing.XXH3), node.heap.now)
+
+
+def test_payloads_that_fill_a_slow_link_before_a_mean_are_no_silence() -> None:
+    """The chunks of an unwanted payload take longer than the time-out, each of them less. The other node gets nothing
+    meanwhile, but acknowledgements of what it sent."""
+    link = Link(latency_seconds=0.01, bytes_per_second=CHUNK_BYTES / (TIMEOUT_SECONDS / 2.5), buffer_bytes=0)
+    network, record = VirtualNetwork(EventQueue(), link, 0), RunRecord(2)
+    nodes = [SessionNode(uid, record, network, TIMEOUT_SECONDS, None) for uid in range(2)]
+    for node, other in zip(nodes, reversed(nodes), strict=True):
+        node.others = [other]
+        network.heap.at(0.0, node.begin)
+
+    def on_phase() -> None:
+        if nodes[1].phase == "mean" and nodes[1].turn == 0:
+            send_stale_payload(nodes[1], 3)
+
+    nodes[1].on_phase = on_phase
+    with clock.use(network.heap.clock):
+        assert network.heap.run(lambda: all(node.closed or node.error for node in nodes), 1000.0)
+    assert [node.error for node in nodes] == [None, None] and [node.turns_completed for node in nodes] == [TURNS] * 2
 
 
 @pytest.mark.sampled(one=["seed"])

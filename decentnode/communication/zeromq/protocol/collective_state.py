@@ -31,6 +31,9 @@ class CollectivePort(Protocol):
     def consumed(self, uid: int, size: int) -> None:
         """Frees bytes of a peer's flow-control window, because the message that they carried was consumed."""
 
+    def bulk_moved_at(self, uid: int) -> float:
+        """Returns `PeerLink.bulk_moved_at` of the link to a peer."""
+
 
 class CollectiveState:
     """One node's part in the collective operations of one generation of members."""
@@ -48,7 +51,7 @@ class CollectiveState:
         self._reports: dict[int, Scalars] = {}
         self._left: set[int] = set()
         """Children that have said goodbye."""
-        self.last_part_at = -math.inf
+        self._last_part_at = -math.inf
         """When the last piece of a mean arrived."""
 
     # -- means ------------------------------------------------------------------------------------------------
@@ -60,13 +63,18 @@ class CollectiveState:
     def part(self, message: Part, body: memoryview, now: float) -> None:
         """Handles a piece of a mean. Raises PeerFault for one that fits no mean."""
         pieces = self.means.receive(message, body)
-        self.last_part_at = now
+        self._last_part_at = now
         self._emit(pieces, now)
 
     def give_up_mean(self, key: str) -> None:
         """Forgets a mean, because this node does not wait for it any more."""
         self.means.give_up(key)
         self._count_consumed()
+
+    def progress_at(self, whom: Sequence[int]) -> float:
+        """Returns when the means last made progress, as far as this node can see: a piece of any of them arrived, or
+        bulk data to or from the nodes `whom`, which pieces on the same connection may have to queue behind."""
+        return max(self._last_part_at, *map(self._port.bulk_moved_at, whom), -math.inf)
 
     def _emit(self, pieces: Sequence[OutgoingPart], now: float) -> None:
         self._port.emit(pieces, now)
@@ -154,12 +162,17 @@ class MeanWait:
     def __init__(
         self, collectives: CollectiveState, key: str, closing: bool, timeout_seconds: float, now: float
     ) -> None:
-        """closing: as in `Communication.mean`. timeout_seconds: longest time without a piece of any mean.
+        """closing: as in `Communication.mean`. timeout_seconds: longest time without progress.
 
-        The time-out starts again with every piece, because a large model takes as long as the link needs, and pieces
-        show that the others make progress. In a run with generations of members it is multiplied by the number of tree
-        links that the awaited pieces may still have to travel to this node: dead nodes are detected in another way
-        there, and a node must not be excluded before it has given up the nodes that it waits for itself.
+        The time-out starts again with every piece of any mean, because a large model takes as long as the link needs,
+        and pieces show that the others make progress. It also starts again when other bulk data arrives from a node
+        that is waited for, and when such a node acknowledges bulk data of this node: after a stop, the payload of a
+        round that the other node does not make any more may fill a slow link for a whole round before the first piece
+        gets through. What is in flight is finite, so that the wait still ends.
+
+        In a run with generations of members the time-out is multiplied by the number of tree links that the awaited
+        pieces may still have to travel to this node: dead nodes are detected in another way there, and a node must not
+        be excluded before it has given up the nodes that it waits for itself.
         """
         self._collectives, self._key, self._closing, self._timeout_seconds = collectives, key, closing, timeout_seconds
         self._began = self._since = now
@@ -184,7 +197,7 @@ class MeanWait:
             collectives.give_up_mean(key)
             raise Interrupted(f"{key} given up: the run is stopping")
         whom = collectives.means.waiting_for(key)
-        self._since = max(self._since, collectives.last_part_at)
+        self._since = max(self._since, collectives.progress_at(whom))
         links = collectives.tree.links_around if collectives.tree.parent in whom else collectives.tree.levels_below
         patience = self._timeout_seconds * (links if facts.watches else 1)
         self.deadline = self._since + patience

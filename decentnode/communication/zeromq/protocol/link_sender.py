@@ -137,6 +137,11 @@ class LinkSender:
             self.control(uid, self.message(Ask), now)
         self.pump(uid, edge, BULK, now)
 
+    def bulk_moved_at(self, uid: int) -> float:
+        """Returns `PeerLink.bulk_moved_at` of the link to a peer. Any thread may call it, like `takes`."""
+        edge = self.edges.get(uid)
+        return -math.inf if edge is None else edge.bulk_moved_at
+
     def withhold(self, uid: int, key: ExchangeKey, now: float) -> None:
         """Notes that the payload of this (round, phase) is not sent. The peer is told so as soon as it accepts
         messages, so that it does not wait for the payload."""

@@ -210,6 +210,8 @@ class PeerLink:
         """The first and the last (round, phase) of payloads that were not sent, until the peer is told so."""
         self.received = 0
         """Total cost of the bulk messages that arrived."""
+        self.bulk_moved_at = -math.inf
+        """When a bulk message of the peer last arrived, or the peer last acknowledged one of this node."""
         self.needs_credential = needs_credential
         """Whether bulk messages to the peer wait for a credential of it."""
         self.asked_for_credential = False

@@ -164,6 +164,10 @@ class NodeProtocol:
             message = QueuedMessage.bulk(header, raw, sums, hold=self._parts.hold, purpose=purpose_of(piece.key))
             self._sender.bulk(piece.to, message, now)
 
+    def bulk_moved_at(self, uid: int) -> float:
+        """Implements `CollectivePort.bulk_moved_at`."""
+        return self._sender.bulk_moved_at(uid)
+
     def _flush(self, now: float) -> None:
         """Sends the messages in the session's outbox."""
         for uid, message in self._session.outbox:

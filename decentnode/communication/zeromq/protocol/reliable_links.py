@@ -185,6 +185,7 @@ class ReliableLinks:
     def _admit_bulk(self, edge: PeerLink, message: Message, body: memoryview, now: float) -> None:
         cost = body.nbytes + MESSAGE_COST
         edge.received += cost
+        edge.bulk_moved_at = now
         try:
             if edge.received - self._credits.used.get(message.source, 0) > self._credits.window:
                 raise PeerFault("window_exceeded", f"from {message.source}")
@@ -200,7 +201,10 @@ class ReliableLinks:
         edge = self._edge(uid)
         if isinstance(message, Ack):
             flow = edge.planes[message.plane]
+            before = len(flow.out.kept)
             lost = flow.out.acknowledge(message.first_missing, message.ahead, message.probe, now)
+            if message.plane == BULK and len(flow.out.kept) < before:
+                edge.bulk_moved_at = now
             flow.again.update(dict.fromkeys(lost))
             if message.gap:
                 flow.out.ask()
