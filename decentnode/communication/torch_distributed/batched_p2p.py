@@ -185,7 +185,7 @@ class BatchedPath(CliquePath):
         parts = pieces(plans, buffers.tensors) if self._is_exact(key[1]) else []
         if self._has_header(key[1]):
             return _IncomingPayload(uid, self._pool.take(HEADER_BYTES, torch.uint8), buffers, parts=parts)
-        self._inbox.start_receive(key, uid, buffers.tensors, {}, buffers.release)
+        self._start_receive(key, uid, buffers.tensors, {}, buffers.release)
         return _IncomingPayload(uid, None, buffers, totals, parts)
 
     def _reserve_send(self, uid: int, key: ExchangeKey) -> bool:
@@ -318,7 +318,7 @@ class BatchedPath(CliquePath):
             tensors = incoming.buffers.trimmed(incoming.totals)
             if not self._is_exact(each.key[1]):
                 incoming.parts = pieces(each.plans, tensors)
-            self._inbox.start_receive(each.key, incoming.uid, tensors, dict(scalars), incoming.buffers.release)
+            self._start_receive(each.key, incoming.uid, tensors, dict(scalars), incoming.buffers.release)
             if not incoming.parts:
                 self._complete_payload(each, incoming)
 
@@ -326,7 +326,7 @@ class BatchedPath(CliquePath):
         self._communicator.wait(works)
         for incoming in each.incoming:
             if bucket + 1 < len(incoming.parts):
-                self._inbox.chunk_received(each.key, incoming.uid, last=False)
+                self._chunk_received(each.key, incoming.uid, last=False)
             elif bucket + 1 == len(incoming.parts):
                 self._complete_payload(each, incoming)
 
@@ -336,7 +336,7 @@ class BatchedPath(CliquePath):
 
     def _complete_payload(self, each: _RoundBatches, incoming: _IncomingPayload) -> None:
         self._count_received(incoming.uid, each.key[1], incoming.totals, len(incoming.parts))
-        self._inbox.chunk_received(each.key, incoming.uid, last=True)
+        self._chunk_received(each.key, incoming.uid, last=True)
         incoming.buffers.release()
         self._count_receives(-1, incoming.uid)
 

@@ -20,6 +20,7 @@ from decentnode.communication.torch_distributed.calls import Calls
 from decentnode.communication.torch_distributed.group_collective import CollectiveCall, CollectiveKind
 from decentnode.payload import Payload
 from decentnode.tensors import is_own_fault
+from decentnode.wire.bounds import Scalars
 
 SEND_WINDOW = 4
 """Payloads that may be in flight to one peer; the next one waits. If a round has more than two exchanges, the window is
@@ -108,11 +109,31 @@ class CliquePath(abc.ABC):
 
     def _launch_completed(self, call: CollectiveCall) -> None:
         """Records that the next launch of a call has completed. Called on a waiting thread."""
-        if call.is_last_launch:
-            for uid in self.peers:
-                call.count(self._counters.edge(uid))
-            self._count_receives(-1)
-        call.launch_completed()
+        with self._run_state.lock:
+            if self._is_closed:
+                return  # as in `_chunk_received`
+            if call.is_last_launch:
+                for uid in self.peers:
+                    call.count(self._counters.edge(uid))
+                self._count_receives(-1)
+            call.launch_completed()
+
+    def _start_receive(
+        self, key: ExchangeKey, uid: int, tensors: list[Tensor], scalars: Scalars, release: Callable[[], None]
+    ) -> None:
+        """Any thread: announces a payload to the inbox as `InboxState.start_receive` says, unless the communicator was
+        given up."""
+        with self._run_state.lock:
+            if not self._is_closed:
+                self._inbox.start_receive(key, uid, tensors, scalars, release)
+
+    def _chunk_received(self, key: ExchangeKey, uid: int, last: bool) -> None:
+        """Any thread: announces a chunk to the inbox as `InboxState.chunk_received` says, unless the communicator was
+        given up. Operations may complete after that (gloo's, when a late peer sends; NCCL's, because they are aborted),
+        and the inbox may already expect the same round's payload over the next generation's communicator."""
+        with self._run_state.lock:
+            if not self._is_closed:
+                self._inbox.chunk_received(key, uid, last)
 
     def _mark_broken(self, uids: Collection[int], operation: str, error: RuntimeError | MemoryError) -> None:
         """Any thread: records that an operation failed, so that nothing more arrives from these peers on this path.

@@ -121,7 +121,7 @@ class TaggedPath(CliquePath):
         totals = [plan.spec.max_elements for plan in plans]
         if not self._has_header(key[1]):
             waits = self._post_pieces(uid, key, buffers, totals)
-            self._inbox.start_receive(key, uid, buffers.trimmed(totals), {}, buffers.release)
+            self._start_receive(key, uid, buffers.trimmed(totals), {}, buffers.release)
             return lambda: self._receive_pieces(uid, key, buffers, totals, waits)
         header = torch.empty(HEADER_BYTES, dtype=torch.uint8)
         header_wait = self._clique.receive(uid, header, self._tag(key))
@@ -136,7 +136,7 @@ class TaggedPath(CliquePath):
                 return
             self._counters.edge(uid).received(0, scalars)
             waits = self._post_pieces(uid, key, buffers, totals) if posted is None else posted
-            self._inbox.start_receive(key, uid, buffers.trimmed(totals), dict(scalars), buffers.release)
+            self._start_receive(key, uid, buffers.trimmed(totals), dict(scalars), buffers.release)
             self._receive_pieces(uid, key, buffers, totals, waits)
 
         return receive_header
@@ -153,11 +153,11 @@ class TaggedPath(CliquePath):
         """Blocks until every piece has arrived, and announces each to the inbox. Runs on the peer's thread."""
         for wait in waits[:-1]:
             wait()
-            self._inbox.chunk_received(key, uid, last=False)
+            self._chunk_received(key, uid, last=False)
         if waits:
             waits[-1]()
         self._count_received(uid, key[1], totals, len(waits))
-        self._inbox.chunk_received(key, uid, last=True)
+        self._chunk_received(key, uid, last=True)
         buffers.release()
         self._count_receives(-1, uid)
 
