@@ -82,6 +82,7 @@ class SharedMemoryPath(Path):
         if not wanted or context.folder is None:
             for barrier in BARRIERS:
                 context.barrier(barrier, timeout_seconds)
+            drain_kept(context.uid)
             return frozenset()
         try:
             by_memory = {False: sorted(wanted - same_gpu), True: sorted(same_gpu)}
@@ -91,6 +92,7 @@ class SharedMemoryPath(Path):
             context.barrier(BARRIERS[1], timeout_seconds)
         finally:
             self.unlink_buffers()
+        drain_kept(context.uid)
         return self.finish_open()
 
     def create_buffers(self, wanted: Mapping[bool, Collection[int]], required: bool) -> None:
@@ -275,7 +277,7 @@ class SharedMemoryPath(Path):
     def close(self, broken: bool) -> None:  # noqa: ARG002
         self._run_state.doorbell = None
         if True in self._buffers:
-            drain_or_keep(self._buffers[True], self._has_departed)
+            drain_or_keep(self.context.uid, self._buffers[True], clock.now() + DRAIN_SECONDS, self._has_departed)
         if self._doorbell is not None:
             if self.context.process is not None:
                 self.context.process.forget(self._doorbell.descriptor)
@@ -285,15 +287,25 @@ class SharedMemoryPath(Path):
         self._buffer_readers.clear()
 
 
-_unreleased_buffers: list[PublishBuffer] = []
-"""Buffers in device memory that others may still read, kept until this process ends."""
+_unreleased_buffers: dict[int, list[PublishBuffer]] = {}
+"""By node of this process: its buffers in device memory that others may still read, until `drain_kept` or the end of
+the process."""
 
 
-def drain_or_keep(buffer: PublishBuffer, has_departed: Callable[[int], bool]) -> None:
-    """Blocks until no reader uses the buffer's device memory any more, for DRAIN_SECONDS at most; after that, the
-    memory is kept and never reused."""
+def drain_or_keep(uid: int, buffer: PublishBuffer, deadline: float, has_departed: Callable[[int], bool]) -> None:
+    """Blocks until no reader uses the device memory of node `uid` any more, but not beyond `deadline` (monotonic
+    seconds); the memory is then kept and not reused."""
     try:
-        buffer.drain(clock.now() + DRAIN_SECONDS, has_departed)
+        buffer.drain(deadline, has_departed)
     except (TimeoutError, DecentnodeError, RuntimeError) as error:  # the events of a reader that died are invalid
         logger.debug("lent memory is still read: %s", error)
-        _unreleased_buffers.append(buffer)
+        _unreleased_buffers.setdefault(uid, []).append(buffer)
+
+
+def drain_kept(uid: int) -> None:
+    """Frees the buffers of earlier generations that node `uid` had to keep. To be called when all members have entered
+    the new generation, so that none reads these buffers any more, except in operations that its device has queued:
+    blocks until they are done, for DRAIN_SECONDS at most. Former members are taken for gone."""
+    deadline = clock.now() + DRAIN_SECONDS
+    for buffer in _unreleased_buffers.pop(uid, []):
+        drain_or_keep(uid, buffer, deadline, lambda _reader: True)

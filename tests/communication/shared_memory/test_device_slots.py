@@ -28,8 +28,10 @@ from decentnode.communication.zeromq.transport import ZeroMQ
 from decentnode.errors import EnvironmentFault, PeerFault
 from decentnode.payload import Payload, TensorSpec
 from decentnode.tensors import BLOCK_ELEMENTS
+from decentnode.wire.generation import Limits
 from tests.communication.contract import flat_schema, gossip, open_nodes, run_on_all
 from tests.communication.receive.test_exchange import reference_models
+from tests.conftest import wait_until
 
 Call = tuple[str, int, int, int]
 """(operation, number of the owner's export, phase, slot)"""
@@ -141,17 +143,53 @@ def test_a_slot_is_not_written_while_it_is_read(calls: list[Call]) -> None:
 def test_a_buffer_that_is_still_read_is_kept_when_it_cannot_be_drained(
     calls: list[Call], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(path, "DRAIN_SECONDS", 0.0)
-    kept: list[PublishBuffer] = []
+    kept: dict[int, list[PublishBuffer]] = {}
     monkeypatch.setattr(path, "_unreleased_buffers", kept)
     own, reader = open_buffer(calls)
-    slot, use = own.publish(0, Payload({"x": torch.ones(1000)}), [1], 1e9, lambda uid: False)
+    slot, _ = own.publish(0, Payload({"x": torch.ones(1000)}), [1], 1e9, lambda uid: False)
     reader.enter(0, slot)
-    path.drain_or_keep(own, lambda uid: False)
-    assert kept == [own]
-    reader.release(0, slot, use)
-    path.drain_or_keep(own, lambda uid: False)
-    assert kept == [own]
+    path.drain_or_keep(0, own, 0.0, lambda uid: False)
+    path.drain_kept(1)
+    assert kept == {0: [own]}
+    monkeypatch.setattr(own._exported, "idle", lambda: False)
+    monkeypatch.setattr(path, "DRAIN_SECONDS", 0.0)
+    path.drain_kept(0)
+    assert kept == {0: [own]}, "the device still reads it"
+    monkeypatch.undo()
+    monkeypatch.setattr(path, "_unreleased_buffers", kept)
+    path.drain_kept(0)
+    assert not kept
+
+
+def test_a_regrouped_node_keeps_no_memory_for_readers_that_died_or_continue(
+    monkeypatch: pytest.MonkeyPatch, calls: list[Call]
+) -> None:
+    """Node 2 dies before it has read what the others lent it, and the others have not read everything either."""
+    monkeypatch.setattr(path, "_unreleased_buffers", {})
+    simulate_gpus(monkeypatch, calls, dict.fromkeys(range(3), 7))
+    with open_nodes("hybrid", 3, flat_schema(1000), limits=Limits(5.0, 60.0, 2), cliques=[], edges=[]) as nodes:
+        payload = Payload({"x": torch.ones(1000)})
+        for node in nodes:
+            others = tuple({0, 1, 2} - {node.uid})
+            node.exchange(0, dict.fromkeys(others, payload), others)
+        (*survivors, dead) = (node for node in nodes if isinstance(node, ZeroMQ))
+        dead._links.goodbye = lambda _now: None  # type: ignore[method-assign]
+        dead._closed = True
+        dead._io.close(0.0)
+        survivors[0].suspect([2], "it died")
+        kept_while_regrouping: dict[int, list[PublishBuffer]] = {}
+
+        def enter_next_generation(node: Communication) -> None:
+            assert isinstance(node, ZeroMQ)
+            wait_until(lambda: bool(node._run_state.regrouping))
+            original = node._inbox.reset
+            monkeypatch.setattr(node._inbox, "reset", lambda round: (
+                kept_while_regrouping.update(path._unreleased_buffers), original(round)))
+            assert node.regroup().wait().members == (0, 1)
+            node.barrier("without it", 30)
+
+        run_on_all(survivors, enter_next_generation)
+        assert kept_while_regrouping.keys() == {0, 1} and not path._unreleased_buffers
 
 
 def test_an_offer_that_does_not_fit_into_the_header_is_refused(calls: list[Call]) -> None:
