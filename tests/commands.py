@@ -13,7 +13,6 @@ import contextlib
 import functools
 import gc
 import json
-import multiprocessing.forkserver
 import multiprocessing.util
 import os
 import runpy
@@ -264,7 +263,6 @@ def _fork_server_or_spawn(spawn: Any, path: Any, arguments: Any, files: Sequence
         for file in [*sorted(files), 1 << 16]:
             os.closerange(below, file)
             below = file + 1
-        multiprocessing.forkserver._forkserver._lock = threading.Lock()  # the caller holds the old lock
         gc.disable()
         gc.freeze()  # the state in which decentnode/launch/children/preload.py leaves it
         exec(code, {"__name__": "__main__"})

@@ -1,4 +1,5 @@
-"""The files of the fork server in the folder for temporary files, when its process exits or is killed."""
+"""The fork server beside the script's own one, and its files in the folder for temporary files, when its process exits
+or is killed."""
 
 from __future__ import annotations
 
@@ -60,3 +61,49 @@ def test_what_a_killed_process_leaves_is_removed_by_the_next_run(temporary: Path
     assert len(list(left.iterdir())) == 2, "the running process has lost its lock or its socket"
     alive.communicate(timeout=30)
     wait_until(lambda: not list(temporary.iterdir()))
+
+
+SCRIPT = """
+import multiprocessing, os, signal, sys
+from decentnode.launch.children import forkserver
+forkserver.PRELOAD = ["decentnode.launch.children.server_cleanup"]
+
+def show(who):
+    print(who, os.environ["WORD"], signal.getsignal(signal.SIGTERM).name, flush=True)
+
+def start_and_join(context, *args):
+    process = context.Process(target=show, args=args)
+    process.start()
+    process.join()
+
+def run_and_join(word):
+    os.environ["WORD"] = word
+    start_and_join(forkserver.start(), "node")
+
+if __name__ == "__main__":
+    os.environ["WORD"] = "one"
+    own = multiprocessing.get_context("forkserver")
+    for each in sys.argv[1].split():
+        if each == "own":
+            start_and_join(own, "own")
+        elif each == "fork":
+            fork = multiprocessing.get_context("fork").Process(target=run_and_join, args=["three"])
+            fork.start()
+            fork.join()
+        else:
+            run_and_join("two")
+"""
+
+
+@pytest.mark.parametrize(("order", "expected"), [
+    ("own run", "own one SIG_DFL\nnode two SIG_IGN\n"),
+    ("run own", "node two SIG_IGN\nown two SIG_DFL\n"),
+    ("run fork run", "node two SIG_IGN\nnode three SIG_IGN\nnode two SIG_IGN\n"),
+])  # fmt: skip
+def test_nodes_and_the_scripts_own_processes_have_different_servers(order: str, expected: str, tmp_path: Path) -> None:
+    """A pool of processes that ignore SIGTERM never ends; nodes see the variables of the time when the run began."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    done = subprocess.run([sys.executable, str(script), order], capture_output=True, text=True, timeout=200, check=True,
+                          env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])})  # fmt: skip
+    assert done.stdout == expected, done.stderr

@@ -7,15 +7,18 @@ Measured on two cores for the quickstart's 16 nodes: 2.1 s from the command unti
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import multiprocessing
-import multiprocessing.forkserver
 import os
 import re
+import types
 from collections.abc import Iterator
-from multiprocessing import resource_tracker
-from multiprocessing.context import ForkServerContext
+from multiprocessing import popen_forkserver, resource_tracker
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from multiprocessing.forkserver import ForkServer, read_signed
 from multiprocessing.util import Finalize
+from typing import Any
 
 from decentnode.launch.children.messages import Request
 from decentnode.launch.children.signals import signals_blocked
@@ -115,31 +118,73 @@ def _may_have(request: Request, key: str) -> bool:
     return found is not None
 
 
+class _Server(ForkServer):
+    """A fork server for nodes alone. That of `multiprocessing` serves the processes that the calling script starts: if
+    it ran already, nodes would find neither imported modules nor the current environment variables; if it began with
+    a run, the script's processes would ignore SIGTERM, without which a pool waits for them forever, and never collect
+    garbage."""
+
+    _forkserver_pid: int | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.set_forkserver_preload(PRELOAD)
+        self.environment: dict[str, str] = {}
+        """The environment variables at its start."""
+
+    def start(self, request: Request | None) -> None:
+        """Does nothing if it runs already. Otherwise as `start`."""
+        pid = self._forkserver_pid
+        with _environment(MALLOC | THREADS | ({} if request is None else _guessed(request))), signals_blocked():
+            self.ensure_running()
+        if self._forkserver_pid != pid:
+            self.environment = dict(os.environ)
+
+
+@functools.cache
+def _server_of(_process: int) -> _Server:
+    """Returns the server of a process. A fork of one with a server has its own: only a parent can see that it runs."""
+    return _Server()
+
+
+def _connect(files: list[int]) -> tuple[int, int]:
+    return _server_of(os.getpid()).connect_to_new_process(files)
+
+
+class _Popen(popen_forkserver.Popen):
+    """Starts a process as that of `multiprocessing` does, but asks this module's server."""
+
+    _launch = types.FunctionType(vars(popen_forkserver.Popen)["_launch"].__code__, {
+        **vars(popen_forkserver),
+        "forkserver": types.SimpleNamespace(connect_to_new_process=_connect, read_signed=read_signed),
+    })  # fmt: skip
+
+
+class _Process(ForkServerProcess):
+    @staticmethod
+    def _Popen(process_obj: Any) -> _Popen:
+        return _Popen(process_obj)
+
+
+class _Context(ForkServerContext):
+    Process = _Process
+
+
 def start(request: Request | None = None) -> ForkServerContext:
     """Starts the server if it does not run yet. Returns at once; the server imports torch while the caller continues.
 
     The server ends when this process does, and so do its children. request: the experiment that they will run, if
     known.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
     raise_open_files_limit()  # the server and its children inherit it
     _use_private_folder()
     resource_tracker.ensure_running()  # before signals are blocked below, because starting it unblocks them
-    extra = {} if request is None else _guessed(request)
-    with _environment(MALLOC | THREADS | extra), signals_blocked():
-        multiprocessing.forkserver.ensure_running()
-    if not _server_environment:
-        _server_environment.update(os.environ)
-    return context
-
-
-_server_environment: dict[str, str] = {}
-"""The environment variables at the start of the server."""
+    _server_of(os.getpid()).start(request)
+    return _Context()
 
 
 def changed_variables() -> dict[str, str | None]:
     """Returns the environment variables that changed since the server was started; None for one that was removed."""
-    before = _server_environment
+    before = _server_of(os.getpid()).environment
     names = {*os.environ, *before} if before else set()
     return {name: os.environ.get(name) for name in sorted(names) if os.environ.get(name) != before.get(name)}
