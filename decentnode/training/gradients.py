@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from decentnode.tasks.base import Task
-from decentnode.tensors import FlatModel
+from decentnode.tensors import FlatModel, at_least_float32
 from decentnode.training.compiled import CompileConfig, Forward, compiled, failure_of, reuses_memory
 from decentnode.training.losses import Loss
 from decentnode.training.precision import LossScale, StepSnapshot, autocast, unsupported
@@ -126,9 +126,11 @@ class Gradients:
         return loss
 
     def aligned(self, use: str, forward: Forward, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the model's outputs and the targets as `Task.align` returns them. The first batch of every `use` is
-        checked."""
-        return self._all_aligned(use, forward, inputs, targets)[0]
+        """Returns the model's outputs, floats at least in float32, and the targets as `Task.align` returns them, for
+        figures: sums over a batch of 16-bit losses have three digits, and those of float16 end at 65,504. The first
+        batch of every `use` is checked."""
+        outputs, wanted = self._all_aligned(use, forward, inputs, targets)[0]
+        return at_least_float32(outputs) if outputs.is_floating_point() else outputs, wanted
 
     def _all_aligned(
         self, use: str, forward: Forward, inputs: Tensor, targets: Tensor

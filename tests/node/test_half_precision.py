@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ from decentnode.launch.one_process.in_process import run_in_process
 from decentnode.node.checkpoints.handover import give_models
 from decentnode.node.generations.merging import merge_models
 from decentnode.tensors import FlatModel
+from decentnode.training.supervised import Supervised
 from tests.simulate.test_batched import compare_engines
 
 NODES = 3
@@ -27,7 +29,8 @@ VARIANCE = 123_456.0
 """Of a float32 buffer; larger than the largest float16, and not one of bfloat16's numbers."""
 
 
-QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
+CONFIGS = Path(__file__).parents[2] / "configs"
+QUICKSTART = CONFIGS / "quickstart.yaml"
 HALF = ["model={name: 'tests.node.test_half_precision:HalfNet'}", "graph={name: complete, nodes: 4}",
         "mapping.nodes_per_machine=4", "communication=inproc", "node.rounds=2",
         "training.optimizer={name: sgd, lr: 0.1}"]  # fmt: skip
@@ -77,6 +80,35 @@ class HalfNet(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         logits = functional.linear(x.flatten(1), self.layer.weight.float(), self.layer.bias.float())
         return logits + 0 * self.large.float().sum()
+
+
+class HalfText(nn.Sequential):
+    """A model of texts whose outputs are of float16, and so large that the losses of the test tokens add up to more
+    than the largest float16."""
+
+    def __init__(self, vocabulary: int) -> None:
+        super().__init__(nn.Embedding(vocabulary, 8), nn.Linear(8, vocabulary))
+        for p in self.parameters():
+            nn.init.normal_(p, std=5.0)
+        self.half()
+
+
+def test_figures_of_float16_outputs_are_exact_sums() -> None:
+    """They were summed in float16, in which these losses are infinite, and others have three digits."""
+    training = run_in_process(load(CONFIGS / "tasks" / "next_character.yaml", [
+        "model={name: 'tests.node.test_half_precision:HalfText'}", "communication=inproc", "node.rounds=1",
+        "training.optimizer={name: sgd, lr: 0.001}", "training.batch_size=2"]))[0].training  # fmt: skip
+    found = training.evaluate()
+    assert isinstance(training, Supervised)
+    source, members = training.samples_of("test")
+    inputs, targets = source.take(members)
+    with torch.inference_mode():
+        outputs = training.model.module(inputs)
+    assert outputs.dtype == torch.float16
+    wanted = float(functional.cross_entropy(outputs.double().flatten(0, 1), targets.flatten()))
+    assert wanted * found.sums["count"] > torch.finfo(torch.float16).max
+    assert found.metrics["loss"] == pytest.approx(wanted, rel=1e-5)
+    assert math.log(found.metrics["perplexity"]) == pytest.approx(wanted, rel=1e-5)
 
 
 @pytest.mark.parametrize("training", [[], ["training.ema=0.9"]])
