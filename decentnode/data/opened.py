@@ -35,13 +35,15 @@ class OpenedData:
 
     def __init__(
         self, config: Any, table: Mapping[str, str], base_dir: Path, machines: Sequence[int], seed: int,
-        *, servers: Collection[int] = (), newcomer_like: int | None = None,
+        *, servers: Collection[int] = (), attackers: Collection[int] = (), newcomer_like: int | None = None,
     ) -> None:
         """machines: the machine of every uid; their number is the number of nodes. servers: nodes that get no training
-        samples; these are divided among the others. newcomer_like: the node whose training samples a newcomer, which is
-        not in the mapping, uses; it has none when None."""
+        samples; these are divided among the others. attackers: nodes that evaluate nothing; with `shard_test`, the
+        others divide all test samples. newcomer_like: the node whose training samples a newcomer, which is not in the
+        mapping, uses; it has none when None."""
         self.config, self._table, self._base_dir = config, table, base_dir
         self._machines, self._seed, self._servers = machines, seed, frozenset(servers)
+        self._attackers = frozenset(attackers).intersection(range(len(machines)))
         self._newcomer_like = newcomer_like
         self._opened: dict[tuple[str, ...], Dataset] = {}
         self._dealt: dict[tuple[tuple[str, ...], int], dict[int, np.ndarray]] = {}
@@ -291,8 +293,9 @@ class OpenedData:
 
     def _test_shard(self, uid: int) -> np.ndarray:
         """Returns the indices of a node's part of the global test samples, with `shard_test`."""
-        sampled = self.tested()
-        return (sampled if sampled is not None else np.arange(self.dataset().num_test()))[uid :: len(self._machines)]
+        sampled, index = self.tested(), uid - sum(each < uid for each in self._attackers)
+        every = sampled if sampled is not None else np.arange(self.dataset().num_test())
+        return every[index :: max(1, len(self._machines) - len(self._attackers))]
 
     def label_shares(self, uid: int) -> np.ndarray | None:
         """Returns the fraction of a node's training samples with each label, [num_classes] float32; None without

@@ -245,7 +245,8 @@ class Experiment(Settings):
             machines = [mapping.place(uid).machine for uid in range(mapping.num_nodes)]
             like = None if self._newcomer is None else self._newcomer.samples_of
             self._data = OpenedData(self.data, DATASETS, self._base_dir, machines, self.seed,
-                                    servers=self.servers(), newcomer_like=like)  # fmt: skip
+                                    servers=self.servers(), attackers=self.attackers(),
+                                    newcomer_like=like)  # fmt: skip
         return self._data
 
     def servers(self) -> tuple[int, ...]:
@@ -257,15 +258,17 @@ class Experiment(Settings):
         return ()
 
     def attackers(self) -> tuple[int, ...]:
-        """Returns the nodes that attack the others, ascending. Raises GraphError."""
+        """Returns the nodes that attack the others, ascending; () if there are none, or the graph that they are drawn
+        from cannot be made."""
         config: Any = self.attack
-        if config is None:
-            return ()
-        if config.nodes is not None:
-            return tuple(sorted(config.nodes))
-        num_nodes = self.make_graph().num_nodes
-        drawn = stream(self.seed, GLOBAL, "attackers").permutation(num_nodes)[: config.count]
-        return tuple(sorted(int(uid) for uid in drawn))
+        nodes = getattr(config, "nodes", ())  # a wrong class, which a check refuses, may have none
+        if nodes is not None:
+            return tuple(sorted(nodes))
+        with contextlib.suppress(UsageError):
+            num_nodes = self.make_graph().num_nodes
+            drawn = stream(self.seed, GLOBAL, "attackers").permutation(num_nodes)[: config.count]
+            return tuple(sorted(int(uid) for uid in drawn))
+        return ()
 
     def forget_data(self) -> None:
         """Releases the opened files, because labels of large data take memory that a training node can use."""

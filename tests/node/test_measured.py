@@ -74,6 +74,18 @@ def test_a_sharded_sample_of_the_test_set_gives_the_figures_of_the_sample() -> N
     assert whole["accuracy_merged"] * 100 == pytest.approx(round(whole["accuracy_merged"] * 100), abs=1e-9)
 
 
+def test_honest_nodes_test_the_parts_of_attackers_too() -> None:
+    quick = ["node.rounds=2", "node.evaluate_every=0", "attack={name: sign_flip, nodes: [0, 5]}",
+             "data.sample_test=101"]  # fmt: skip
+    _, _, whole = run_config(CONFIGS / "quickstart.yaml", *quick)
+    _, nodes, parts = run_config(CONFIGS / "quickstart.yaml", *quick, "data.shard_test=true")
+    assert parts["accuracy_merged"] == pytest.approx(whole["accuracy_merged"], abs=1e-12)
+    honest = [node.training.evaluate("test") for node in nodes if node.uid not in (0, 5)]
+    assert sum(result.samples for result in honest) == 101 and {result.samples for result in honest} == {7, 8}
+    correct = sum(result.sums["correct"] for result in honest)
+    assert parts["accuracy_mean"] == pytest.approx(correct / 101, abs=1e-12)
+
+
 def test_nodes_without_test_samples_are_left_out_of_means(tmp_path: Path) -> None:
     """Of five nodes two have no test sample of their own classes."""
     draw = np.random.default_rng(1)
