@@ -332,6 +332,10 @@ class Node:
         self._rules.renew(replace(self.generation, fresh=self.generation.fresh | without))
         return self._rules.rules_at(self.round, self.generation)
 
+    def trains_in(self, round: int) -> bool:
+        """Returns whether the node makes local steps in a round with the current members, if nothing is lost."""
+        return self._rules.trains_in(round, self.generation)
+
     # -- one round --------------------------------------------------------------------------------------------
 
     def make_round(self, among: Generation) -> Steps[None]:

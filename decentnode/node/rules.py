@@ -84,6 +84,12 @@ class NodeRules:
         """Returns what `Planners.views` returns for the current learning rate."""
         return self._planners.views(round, among, self._training.learning_rate)
 
+    def trains_in(self, round: int, among: Generation) -> bool:
+        """Returns whether the node makes local steps in a round, if nothing is lost."""
+        if not self.sharing.requirements.star:
+            return self.schedule.trains_in(round)
+        return self.sharing.is_chosen(self._planners.of_fragments[0].graph_view(round, among))
+
     def weights_in(self, among: Generation, round: int) -> Mapping[int, float]:
         """Returns the node's row of the mixing matrix W in a round, for the first fragment and phase."""
         (view, *_), *_ = self.views(round, among)[0]

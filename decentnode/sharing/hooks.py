@@ -114,6 +114,11 @@ class Hooks:
         """Returns whether the node makes local steps in this round; called right before them."""
         return True
 
+    def is_chosen(self, view: RoundView) -> bool:  # noqa: ARG002
+        """Returns whether the node makes local steps in a round if nothing is lost, from the view alone. Only called
+        for rules with servers."""
+        return True
+
     def steps_are_for(self, view: RoundView) -> int | None:  # noqa: ARG002
         """Returns the only node that uses the result of this round's local steps and continues without it if it is
         late; None if there are several such nodes, or none."""

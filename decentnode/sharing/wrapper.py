@@ -67,6 +67,9 @@ class Wrapper(Sharing):
     def trains(self, view: RoundView) -> bool:
         return self.rule.trains(view)
 
+    def is_chosen(self, view: RoundView) -> bool:
+        return self.rule.is_chosen(view)
+
     def steps_are_for(self, view: RoundView) -> int | None:
         return self.rule.steps_are_for(view)
 

@@ -171,12 +171,11 @@ class Training(Component, abc.ABC):
         the arguments, not on earlier calls, so that it is consistent on all nodes."""
         raise NotImplementedError(f"{type(self).__name__} cannot take over samples of other nodes")
 
-    def skip_to(self, round: int, trained: int | None = None) -> None:
+    def skip_to(self, round: int, trains_in: Callable[[int], bool] = lambda _round: True) -> None:
         """Set the learning-rate schedule and the position in the order of samples to those before `round` without
         training, for a node that joins a run in that round. Does nothing for a training that has neither.
 
-        trained: in how many of the rounds before the node would have made local steps; given only if the run has
-        `node.training_rounds`. None: in all."""
+        trains_in: returns whether the node makes local steps in a round; not given if it does in all."""
 
     @abc.abstractmethod
     def state_dict(self) -> dict[str, Any]:

@@ -55,6 +55,9 @@ class Accountant:
         self._noise = noise
         self._steps: dict[tuple[float, float], int] = {}
         """(noise multiplier, sampling rate) -> number of steps."""
+        self._may_lack_steps = True
+        """Whether the node may have made steps that are not counted: in an earlier process, or after the checkpoint
+        that was loaded. Not after the first counted step."""
 
     @property
     def steps(self) -> int:
@@ -65,6 +68,12 @@ class Accountant:
         """Count steps of which each takes every sample with probability `rate`."""
         key = self._noise, rate
         self._steps[key] = self._steps.get(key, 0) + steps
+        self._may_lack_steps = False
+
+    def count_lost(self, rate: float, steps: int) -> None:
+        """Count steps that the node may have made before it lost its state; does nothing if it has its state."""
+        if self._may_lack_steps:
+            self.count(rate, steps)
 
     def epsilon(self, delta: float) -> float:
         """Returns epsilon of the steps so far. Raises EnvironmentFault without Opacus."""
@@ -76,6 +85,7 @@ class Accountant:
 
     def load_state_dict(self, state: Sequence[Sequence[float]]) -> None:
         """Restores what `state_dict` returned."""
+        self._may_lack_steps = True
         self._steps = {(float(noise), float(rate)): int(steps) for noise, rate, steps in state}
 
 

@@ -40,6 +40,11 @@ class Sampler:
         return self.epoch + (self.cursor >= self.usable)
 
     @property
+    def steps_made(self) -> int:
+        """The number of steps before the next one."""
+        return self.epoch * -(-self.usable // self.batch) + -(-self.cursor // self.batch)
+
+    @property
     def steps_left(self) -> int:
         """The number of steps left in the epoch of the next step."""
         return -(-(self.usable - (self.cursor if self.upcoming == self.epoch else 0)) // self.batch)
@@ -91,6 +96,5 @@ class PoissonSampler(Sampler):
         return min(1.0, self.batch / self.num_samples)
 
     def _samples_of_step(self, stop: int) -> np.ndarray:  # noqa: ARG002
-        step = self.epoch * -(-self.usable // self.batch) + self.cursor // self.batch
-        draws = rng.stream(self._seed, self._uid, f"{self._purpose} (Poisson)", step)
+        draws = rng.stream(self._seed, self._uid, f"{self._purpose} (Poisson)", self.steps_made)
         return np.flatnonzero(draws.random(self.num_samples) < self.rate)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import astuple
 from typing import Any, ClassVar
 
@@ -312,18 +312,18 @@ class Supervised(Training):
 
     # -- state ------------------------------------------------------------------------------------------------
 
-    def skip_to(self, round: int, trained: int | None = None) -> None:
-        total = 0
+    def skip_to(self, round: int, trains_in: Callable[[int], bool] = lambda _round: True) -> None:
+        total, before = 0, self.sampler.steps_made if self.share.trains else 0
         self.share.move_to(0, 0)
-        for _ in range((round if trained is None else trained) if self.share.trains else 0):
+        for _ in filter(trains_in, range(round if self.share.trains else 0)):
             self.share.deal(self.sampler.upcoming)
             steps = self.steps_per_round
             total += steps
             self.share.skip(steps)
         if self._private is not None and isinstance(self.sampler, PoissonSampler):
-            # before it lost its state, the node may have made these steps and those of the round that it begins
-            made = total + self.steps_per_round - self._private.accountant.steps
-            self._private.accountant.count(self.sampler.rate, max(0, made))
+            # before it lost its state, the node may also have made the steps of the round that it begins
+            again = self.steps_per_round if trains_in(round) else 0
+            self._private.accountant.count_lost(self.sampler.rate, total - before + again)
         self._schedule.restore(round if self.config.lr_schedule.every == "round" else total)
 
     def state_dict(self) -> dict[str, Any]:

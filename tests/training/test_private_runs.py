@@ -208,6 +208,18 @@ def test_the_epsilon_of_validate_is_the_largest_of_all_nodes_also_with_epochs() 
     assert text.endswith("with 66 samples; no node has a larger one")
 
 
+@needs_opacus
+@pytest.mark.parametrize("sharing", ["{name: fedavg, clients: 2}", "{name: scaffold, fraction: 0.3}", "fedavg"])
+def test_the_epsilon_of_validate_is_that_of_the_rounds_in_which_clients_take_part(sharing: str) -> None:
+    sets = ["graph={name: star, nodes: 7, server: 1}", "mapping.nodes_per_machine=7", "data.partition=iid",
+            f"sharing={sharing}", "training.privacy={noise: 4}", "training.local_steps=2",
+            "training.optimizer={name: sgd, lr: 0.1}", "node={rounds: 9}"]  # fmt: skip
+    nodes = run_nodes(*sets)
+    largest = max(float(node.figures()["epsilon"]) for node in nodes if node.uid != 1)
+    text = privacy_notice(load(CONFIGS / "quickstart.yaml", sets))
+    assert largest > 0 and text.startswith(f"epsilon {largest:.2f} ")
+
+
 # -- the membership attack ------------------------------------------------------------------------------------
 
 

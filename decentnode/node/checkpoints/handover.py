@@ -63,11 +63,10 @@ def deal_samples(node: Resumable, first_round: int) -> None:
 
 def skip_training(node: Resumable, round: int) -> None:
     """Set the learning-rate schedule and the position in the order of samples to those before `round`."""
-    trained = sum(map(node.schedule.trains_in, range(round)))
-    if trained == round:
+    if all(map(node.trains_in, range(round + 1))):
         node.training.skip_to(round)
     else:
-        node.training.skip_to(round, trained)
+        node.training.skip_to(round, node.trains_in)
 
 
 def begin_rules_anew(node: Resumable, key: str, without: frozenset[int] = frozenset()) -> Steps[None]:

@@ -38,7 +38,7 @@ class Planner:
         round's local steps.
         """
         rule, member_set = self.rule, self._member_set(generation.members)
-        graph_view = self._graph_view(self.fragment.turn(round), generation, lr)
+        graph_view = self.graph_view(self.fragment.turn(round), generation, lr)
         views = [rule.plan(replace(graph_view, phase=phase) if phase else graph_view)
                  for phase in range(rule.requirements.phases)]  # fmt: skip
         views.append(views[0] if len(views) == 1 else rule.plan_buffers(graph_view))
@@ -53,7 +53,7 @@ class Planner:
             self._members = members, None if all_are_members else frozenset(members)
         return self._members[1]
 
-    def _graph_view(self, turn: int, generation: Generation, lr: float) -> RoundView:
+    def graph_view(self, turn: int, generation: Generation, lr: float = 1.0) -> RoundView:
         """Returns the graph's view of a turn. For a static graph it is computed once per generation."""
         members = generation.members
         member_set = self._member_set(members)

@@ -204,6 +204,9 @@ class Federated(Sharing):
     def trains(self, view: RoundView) -> bool:  # noqa: ARG002
         return self.start is not None
 
+    def is_chosen(self, view: RoundView) -> bool:
+        return view.uid in self.takes_part(view)
+
     def steps_are_for(self, view: RoundView) -> int | None:
         """Returns a client's server, which is the only node that uses its local steps: once the server is in a later
         round, the answer is discarded."""

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from decentnode.build import build_in_process, step_all
+from decentnode.node.checkpoints.handover import skip_training
 from decentnode.sharing.federated.sampling import count_of, sampled
 from tests.sharing.federated.runs import CLIENTS, LocalTraining, clients_of_round, model_of, star_experiment
 
@@ -88,3 +89,20 @@ def test_the_learning_rate_schedule_advances_also_on_clients_that_are_not_chosen
     nodes = build_in_process(star_experiment({"name": "fedavg", "clients": 2}, training=training))
     step_all(nodes)
     assert {node.training.learning_rate for node in nodes} == {0.2 * 0.5**ROUNDS}
+
+
+@pytest.mark.parametrize("sharing", [{"name": "fedavg", "clients": 2}, {"name": "fedavgm", "compression": "int8"}])
+@pytest.mark.parametrize("every", ["step", "round"])
+def test_a_client_that_comes_back_has_the_samples_and_the_learning_rate_of_its_own_rounds(
+    sharing: dict[str, Any], every: str
+) -> None:
+    training = {"batch_size": 4, "local_steps": 3, "optimizer": {"name": "sgd", "lr": 0.2},
+                "lr_schedule": {"name": "exponential", "gamma": 0.9, "every": every}}  # fmt: skip
+    experiment = star_experiment(sharing, training=training)
+    nodes, restarted = build_in_process(experiment), build_in_process(experiment)
+    step_all(nodes)
+    for before, node in zip(nodes, restarted, strict=True):
+        skip_training(node, ROUNDS)
+        for name in ("ticks", "epoch", "cursor") if before.uid else ("ticks",):
+            assert node.training.state_dict()[name] == before.training.state_dict()[name], (node.uid, name)
+        assert node.training.learning_rate == before.training.learning_rate
