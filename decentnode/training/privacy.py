@@ -70,10 +70,13 @@ class Accountant:
         self._steps[key] = self._steps.get(key, 0) + steps
         self._may_lack_steps = False
 
-    def count_lost(self, rate: float, steps: int) -> None:
-        """Count steps that the node may have made before it lost its state; does nothing if it has its state."""
-        if self._may_lack_steps:
+    def count_lost(self, rate: float, steps: int | None) -> None:
+        """Count steps that the node may have made before it lost its state; does nothing if it has its state. steps:
+        None for an unknown number, after which epsilon is infinite."""
+        if self._may_lack_steps and steps is not None:
             self.count(rate, steps)
+        elif self._may_lack_steps:
+            self._steps[0.0, rate] = 1  # one without noise
 
     def epsilon(self, delta: float) -> float:
         """Returns epsilon of the steps so far. Raises EnvironmentFault without Opacus."""

@@ -323,7 +323,8 @@ class Supervised(Training):
         if self._private is not None and isinstance(self.sampler, PoissonSampler):
             # before it lost its state, the node may also have made the steps of the round that it begins
             again = self.steps_per_round if trains_in(round) else 0
-            self._private.accountant.count_lost(self.sampler.rate, total - before + again)
+            lost = max(0, total - before) + again if self._pace is None else None
+            self._private.accountant.count_lost(self.sampler.rate, lost)
         self._schedule.restore(round if self.config.lr_schedule.every == "round" else total)
 
     def state_dict(self) -> dict[str, Any]:

@@ -253,6 +253,18 @@ def test_a_node_that_lost_its_state_counts_the_steps_that_it_may_have_made(
         assert training._private.accountant.steps == steps
 
 
+@pytest.mark.parametrize("loads", [False, True])
+def test_epsilon_is_infinite_if_the_number_of_lost_steps_is_unknown(loads: bool) -> None:
+    keys: dict[str, Any] = {"batch_size": 12, "local_seconds": 0.1, "privacy": {"noise": 1.0}}
+    before, training = make(**keys), make(**keys)
+    run_rounds(before, range(2))
+    if loads:
+        training.load_state_dict(before.state_dict())
+    training.skip_to(5)
+    training.local_update(5)
+    assert training.measure_further() == {"epsilon": math.inf}
+
+
 def test_a_node_that_has_its_state_counts_no_steps_of_rounds_that_it_skips() -> None:
     training = make(batch_size=12, local_steps=3, privacy={"noise": 1.0})
     run_rounds(training, range(2))
