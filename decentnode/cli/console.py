@@ -79,6 +79,7 @@ class ConsoleObserver(Observer):
         self._state: RunProgress | None = None
         self._live: Live | None = None
         self._note = ""
+        """Why the run ends before its last round; "" if it does not. Then no time left is shown."""
         self._single = True
         self._joined = self._failed = False
         self._held: list[Callable[[], None]] | None = []
@@ -206,7 +207,8 @@ class ConsoleObserver(Observer):
     def _print_round(self, line: str, round: int) -> None:
         assert self._state is not None
         self._line_at, self._printed_round = clock.now(), max(self._printed_round, round)
-        text = f"{self._time()}{escape(line + self._state.left_text(self._line_at))}"
+        left = "" if self._note else self._state.left_text(self._line_at)
+        text = f"{self._time()}{escape(line + left)}"
         self._below_header(lambda: self._print(text, kind=OutputKind.PROGRESS))
 
     def tick(self) -> None:
@@ -227,7 +229,7 @@ class ConsoleObserver(Observer):
         assert self._state is not None and self._live is not None
         began = clock.cpu()
         rows = max(4, self.console.size.height - 8)
-        left = self._state.seconds_left(now)
+        left = None if self._note else self._state.seconds_left(now)
         self._live.update(live_table(self._state, now - self.started, self._note, rows, left), refresh=True)
         self._drawn_at, self._changed = clock.now(), False
         self._refresh_seconds = max(REFRESH_SECONDS, REFRESH_SHARE * (clock.cpu() - began))
