@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
-from tests.parallel.ranks import CONTEXT
+from tests.parallel.ranks import CONTEXT, stacks_of, start_process
 
 
 def _run_work(work: Callable[..., Any], environment: dict[str, str], pipe: Connection, args: tuple[Any, ...],
@@ -28,7 +30,7 @@ def _run_work(work: Callable[..., Any], environment: dict[str, str], pipe: Conne
         pipe.send(("result", work(pipe, *args)))
     except BaseException as error:
         pipe.send(("failed", f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
-    pipe.poll(60)  # keeps this process's sockets and shared memory open until the others have their results
+    pipe.poll(None)  # keeps this process's sockets and shared memory open until the others have their results
     os._exit(0)
 
 
@@ -42,6 +44,7 @@ class JobProcesses:
         processes take in turn."""
         self._timeout_seconds, self._environment, self._device = timeout_seconds, environment or {}, device
         self._processes: list[tuple[Any, Connection]] = []
+        self._folder = tempfile.TemporaryDirectory()
 
     def __enter__(self) -> JobProcesses:
         return self
@@ -51,8 +54,8 @@ class JobProcesses:
         the process, which counts from 0 in the order of starting."""
         mine, theirs = CONTEXT.Pipe()
         gpu = len(self._processes) if self._device == "cuda" else None
-        process = CONTEXT.Process(target=_run_work, args=(work, self._environment | environment, theirs, args, gpu))
-        process.start()
+        process = start_process(self._stacks(len(self._processes)), _run_work, work, self._environment | environment,
+                                theirs, args, gpu)  # fmt: skip
         theirs.close()
         self._processes.append((process, mine))
         return len(self._processes) - 1
@@ -77,9 +80,17 @@ class JobProcesses:
 
     def _next_message(self, number: int) -> tuple[str, Any]:
         _, pipe = self._processes[number]
-        assert pipe.poll(self._timeout_seconds), f"process {number} hangs"
-        kind, value = pipe.recv()
+        if not pipe.poll(self._timeout_seconds):
+            processes = {self._stacks(number): process for number, (process, _) in enumerate(self._processes)}
+            raise AssertionError(f"process {number} hangs; {stacks_of(processes)}")
+        try:
+            kind, value = pipe.recv()
+        except EOFError:
+            raise AssertionError(f"process {number} ended without a result") from None
         return kind, value
+
+    def _stacks(self, number: int) -> Path:
+        return Path(self._folder.name, f"stacks-{number}")
 
     def send(self, number: int, value: Any = None) -> None:
         self._processes[number][1].send(value)
@@ -94,6 +105,7 @@ class JobProcesses:
         for process, _pipe in self._processes:
             process.kill()
             process.join()
+        self._folder.cleanup()
 
 
 def torchrun_environment(rank: int, n: int, port: int) -> dict[str, str]:

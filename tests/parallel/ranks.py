@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import faulthandler
-import gc
 import multiprocessing
 import os
 import re
@@ -24,12 +23,25 @@ IN_STACK = re.compile(r'([^/"]+", line \d+ in \S+)')
 """The file's name, the line and the function of a call in a stack that `faulthandler` has written."""
 
 
+def start_process(stacks: Path, work: Callable[..., Any], *args: Any) -> Any:
+    """Starts a process that calls work(*args), with the current environment variables, and returns it. The file
+    `stacks` is for `stacks_of`."""
+    process = CONTEXT.Process(target=_run, args=(dict(os.environ), stacks, work, args))
+    process.start()
+    return process
+
+
+def _run(environment: dict[str, str], stacks: Path, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    os.environ.clear()  # of the test that started the fork server
+    os.environ.update(environment)
+    with stacks.open("w") as file:
+        faulthandler.register(signal.SIGUSR2, file=file)
+        work(*args)
+
+
 def _run_rank(work: Callable[..., Any], rank: int, n: int, store: str, pipe: Connection, args: tuple[Any, ...],
               backend: str, device: str) -> None:  # fmt: skip
     """Runs in the child process: sends (True, result) or (False, traceback)."""
-    gc.enable()  # the fork server may be that of decentnode's own runs, which disables it before it forks
-    stacks = open(f"{store}-stacks-{rank}", "w")  # noqa: SIM115 - stays open, for `_stacks`
-    faulthandler.register(signal.SIGUSR2, file=stacks)
     import torch
     import torch.distributed as dist
 
@@ -73,39 +85,38 @@ def outcomes_of_ranks(n: int, work: Callable[..., Any], *args: Any, timeout_seco
     with the traceback). Raises AssertionError with the stacks of all ranks if one sends nothing for
     `timeout_seconds`."""
     with tempfile.TemporaryDirectory() as folder:
-        pipes, processes = [], []
+        pipes, processes = [], {}
         for rank in range(n):
             mine, theirs = CONTEXT.Pipe()
-            arguments = (work, rank, n, f"{folder}/store", theirs, args, backend, device)
-            process = CONTEXT.Process(target=_run_rank, args=arguments)
-            process.start()
+            stacks = Path(folder, f"stacks-{rank}")
+            processes[stacks] = start_process(stacks, _run_rank, work, rank, n, f"{folder}/store", theirs, args,
+                                              backend, device)  # fmt: skip
             theirs.close()
             pipes.append(mine)
-            processes.append(process)
         try:
             outcomes = []
             for rank, pipe in enumerate(pipes):
-                assert pipe.poll(timeout_seconds), f"rank {rank} hangs; {_stacks(processes, folder)}"
+                assert pipe.poll(timeout_seconds), f"process {rank} hangs; {stacks_of(processes)}"
                 try:
                     outcomes.append(pipe.recv())
                 except EOFError:
                     outcomes.append((False, f"rank {rank} ended without a result"))
             return outcomes
         finally:
-            for process in processes:
+            for process in processes.values():
                 process.kill()
                 process.join()
 
 
-def _stacks(processes: list[Any], folder: str) -> str:
-    """Returns a line with where the main thread of each rank is, as far as it fits in a message that is cut, then the
-    Python stacks of all threads of the ranks that live. Blocking for a second."""
-    files = [Path(folder, f"store-stacks-{rank}") for rank in range(len(processes))]
-    for process, file in zip(processes, files, strict=True):
+def stacks_of(processes: dict[Path, Any]) -> str:
+    """Returns a line with where the main thread of each process is, as far as it fits in a message that is cut, then
+    the Python stacks of all threads of those that live. processes: by the file that they were started with. Blocking
+    for a second."""
+    for file, process in processes.items():
         if process.is_alive() and file.exists():
             os.kill(process.pid, signal.SIGUSR2)
     time.sleep(1)
-    stacks = [file.read_text() if file.exists() else "did not start" for file in files]
-    places = [" < ".join(IN_STACK.findall(stack.rpartition("Current thread")[2])[:2]) for stack in stacks]
-    lines = [f"rank {rank}: {place or 'has no stack'}" for rank, place in enumerate(places)]
-    return "; ".join(lines) + "".join(f"\n{f.name}:\n{stack}" for f, stack in zip(files, stacks, strict=True))
+    stacks = {file.name: file.read_text() if file.exists() else "did not start" for file in processes}
+    places = [" < ".join(IN_STACK.findall(stack.rpartition("Current thread")[2])[:2]) for stack in stacks.values()]
+    lines = [f"process {number}: {place or 'has no stack'}" for number, place in enumerate(places)]
+    return "; ".join(lines) + "".join(f"\n{name}:\n{stack}" for name, stack in stacks.items())

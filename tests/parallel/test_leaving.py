@@ -146,13 +146,3 @@ def test_files_of_shared_memory_that_killed_ranks_left_are_removed_by_the_next_j
 def test_a_rank_killed_while_mapping_leaves_no_file_of_shared_memory() -> None:
     results = outcomes_of_ranks(2, leaving.kill_while_mapping_memory)
     assert "AssertionError" not in str(results[0][1]), results[0]
-
-
-MESSAGE_OF_A_HANG = (r"rank 0 hangs; rank 0: leaving.py.* in hang_on_rank_0 < ranks.py.*; rank 1: .* in barrier"
-                     r".*\n(?s:.*)stacks-0:(?s:.*)in hang_on_rank_0(?s:.*)stacks-1:(?s:.*)in barrier")  # fmt: skip
-
-
-@pytest.mark.slow
-def test_a_test_whose_rank_hangs_shows_where_every_rank_waits() -> None:
-    with pytest.raises(AssertionError, match=MESSAGE_OF_A_HANG):
-        outcomes_of_ranks(2, leaving.hang_on_rank_0, timeout_seconds=10)

@@ -208,12 +208,6 @@ def end_and_kill(rank: int, n: int, folder: str, progress: dict[int, tuple[int, 
         raise PeerLost(absence.reason, [absence.rank])
 
 
-def hang_on_rank_0(rank: int, n: int) -> None:
-    """Rank 0 sleeps, while the others wait for it in a barrier."""
-    if rank == 0:
-        time.sleep(1000)
-
-
 def exit_before_wrapping(rank: int, n: int) -> None:
     """The last rank's process exits before it wraps its model."""
     if rank == n - 1:
