@@ -77,6 +77,13 @@ def losses(nodes: Mapping[int, Figures]) -> dict[str, int]:
     return {str(uid): count for uid, count in sorted(found.items(), key=lambda item: (-item[1], item[0]))}
 
 
+def num_senders(summary: Mapping[str, Any]) -> int:
+    """Returns how many nodes sent the bytes of a summary's totals; at least 1. They include nodes that left or were
+    lost, which have no figures at the end, but not such nodes of other machines, whose bytes are unknown."""
+    elsewhere = {str(uid) for uid in summary.get("elsewhere", [])}
+    return max(1, len({*summary.get("nodes", {}), *summary.get("left", {}), *summary.get("lost", {})} - elsewhere))
+
+
 def write(path: Path, summary: Mapping[str, Any]) -> None:
     """Writes summary.json atomically; NaN and infinity become null. Raises OSError, for example if the disk is full."""
     write_atomic(path, json.dumps(finite(dict(summary)), indent=2, allow_nan=False) + "\n")

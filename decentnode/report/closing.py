@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from decentnode.formatting import duration, names, number, plural, size
+from decentnode.metrics.summary import num_senders
 from decentnode.report.reading.measured import metrics_of_summary
 
 
@@ -27,10 +28,7 @@ def closing(summary: Mapping[str, Any]) -> list[str]:
     lines += [*_side_lines(summary), *([] if sides else _best_line(summary))]
     if not summary["nodes"]:
         return lines
-    # Traffic includes that of this machine's nodes that left or were lost, which have no figures at the end.
-    elsewhere = {str(uid) for uid in summary.get("elsewhere", [])}
-    num_nodes = len({*summary["nodes"], *summary.get("left", {}), *summary.get("lost", {})} - elsewhere)
-    total = summary["bytes_sent_total"]
+    num_nodes, total = num_senders(summary), summary["bytes_sent_total"]
     traffic = f"traffic  {size(total)} of payloads sent by {plural(num_nodes, 'node')}, {size(total / num_nodes)} each"
     if rounds and summary["round_seconds_median"] is not None:
         rounds_text = plural(rounds, "round") if max_rounds <= rounds else f"{rounds} to {max_rounds} rounds"

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from decentnode.metrics.figures import Figure
+from decentnode.metrics.summary import num_senders
 from decentnode.report.latex import tabular
 from decentnode.report.reading.measured import DEFAULT_METRICS, columns
 from decentnode.report.reading.reached import TO_TARGET, ExtraColumn
@@ -101,7 +102,7 @@ def _value(summary: Mapping[str, Any], name: str) -> float | None:
     value = summary.get(PER_NODE.get(name, name))
     if not isinstance(value, int | float):
         return None
-    return value / max(1, len(summary.get("nodes", {}))) if name in PER_NODE else float(value)
+    return value / num_senders(summary) if name in PER_NODE else float(value)
 
 
 def rows(groups: Sequence[Sequence[RunResult]], extra: Sequence[ExtraColumn] = ()) -> list[ComparedRow]:

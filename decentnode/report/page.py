@@ -6,6 +6,7 @@ import base64
 import functools
 import io
 import json
+import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from decentnode.metrics.figures import VIRTUAL_AXES
 from decentnode.metrics.history_kinds import HISTORY
 from decentnode.metrics.machines import differences, machines_of
 from decentnode.metrics.reader import read
+from decentnode.metrics.summary import num_senders
 from decentnode.report import compare
 from decentnode.report.closing import closing
 from decentnode.report.pictures.plots import draw
@@ -325,8 +327,9 @@ def _traffic(drawn: Sequence[Line], ran: Sequence[Sequence[RunResult]]) -> dict[
     def cell(group: Sequence[Mapping[str, Any]], purpose: str) -> str:
         if not group:
             return "-"
-        mean = sum(float(each.get(f"bytes_{purpose}_total") or 0) for each in group) / len(group)
-        return f"{size(mean)} ({size(mean / max(1, len(group[0].get('nodes', {}))))})"
+        totals = [float(each.get(f"bytes_{purpose}_total") or 0) for each in group]
+        per_node = [total / num_senders(each) for total, each in zip(totals, group, strict=True)]
+        return f"{size(statistics.fmean(totals))} ({size(statistics.fmean(per_node))})"
 
     return {"heads": [PURPOSES[purpose] for purpose in sent],
             "rows": [(line.label, [cell(group, purpose) for purpose in sent])

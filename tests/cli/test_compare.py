@@ -13,9 +13,10 @@ import pytest
 from click.testing import CliRunner
 
 from decentnode.cli import main
-from decentnode.report import compare
+from decentnode.report import compare, page
 from decentnode.report.reading.measured import DEFAULT_METRICS
-from decentnode.report.reading.repeats import Label, short_labels
+from decentnode.report.reading.repeats import Label, RunResult, short_labels
+from decentnode.report.reading.runs import Line
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "compare"
 QUICK = ["--set", "node.rounds=3", "--set", "data={name: digits, partition: {name: iid}}"]
@@ -276,6 +277,16 @@ def test_a_row_shows_the_mean_and_the_standard_deviation() -> None:
     widths = {len(line) for line in text.splitlines() if line.startswith("=")}
     assert len(widths) == 1 and "longer name" in text
     assert "accuracy %" in text and "payload MB/node" in text and "consensus rms" in text
+
+
+def test_bytes_per_node_count_nodes_that_were_lost_or_left_since_the_total_has_their_bytes() -> None:
+    summaries = [{"bytes_sent_total": 4e6, "nodes": {"0": {}, "1": {}}, "lost": {"2": "killed"}, "left": {"3": 5}},
+                 {"bytes_sent_total": 4e6, "nodes": {"0": {}, "1": {}}, "lost": {"2": "no answer"}, "elsewhere": [2]}]
+    assert compare.row("x", summaries).values["bytes_sent_per_node"] == [1e6, 2e6]
+    runs = [[RunResult(Path(), "x", 1, {}, "finished", {**each, "bytes_data_total": 4e6})] for each in summaries]
+    lines = [Line(label, ()) for label in "xy"]
+    assert page._traffic(lines, runs)["rows"] == [("x", ["4.0 MB (1.0 MB)"]), ("y", ["4.0 MB (2.0 MB)"])]
+    assert page._traffic(lines[:1], [[*runs[0], *runs[1]]])["rows"] == [("x", ["4.0 MB (1.5 MB)"])]
 
 
 def test_the_csv_table_has_the_units_of_its_headers() -> None:
