@@ -29,6 +29,7 @@ from decentnode.dashboard.frames import (
     with_rows,
 )  # fmt: skip
 from decentnode.dashboard.tail import Replaced, Tail
+from decentnode.metrics.reader import SentPayloads
 from decentnode.report.reading.measured import metrics_of_run
 
 PIECE_BYTES = 256 << 10
@@ -76,9 +77,7 @@ class Recording:
         self._edge_version = np.zeros(0, np.int64)
         self._edge_added = np.zeros(0, np.int64)
         self._node_added = 0
-        self._sent_before: list[float] = []
-        """Bytes sent by each node's earlier processes: the process of a restarted node counts its bytes from 0."""
-        self._sent_last: list[float] = []
+        self._sent: list[SentPayloads] = []
         self._evaluations: dict[int, Evaluation] = {}
         self._evaluated: dict[int, int] = {}
         self._every_evaluation = 1
@@ -154,8 +153,7 @@ class Recording:
             self._rounds.append(0)
             self._node_added = self.version
             self._node_version.append(self.version)
-            self._sent_before.append(0.0)
-            self._sent_last.append(0.0)
+            self._sent.append(SentPayloads())
         return self._node_index[uid]
 
     def edge(self, source: int, receiver: int) -> int | None:
@@ -194,14 +192,10 @@ class Recording:
 
     def _take_round(self, place: int, rounds: int, time: float, record: dict[str, Any]) -> None:
         row = self._node_state[place]
-        payload = as_float(record.get("data_bytes_sent", 0)) + as_float(record.get("metadata_bytes_sent", 0))
-        payload = 0.0 if math.isnan(payload) else payload
-        if payload < self._sent_last[place]:
-            self._sent_before[place] += self._sent_last[place]
-        self._sent_last[place] = payload
+        self._sent[place].take(record)
         row[[TIME, LOSS, SECONDS, WAIT, SENT, TRAIN]] = (
             time, *(as_float(record.get(key)) for key in ("loss", "seconds", "wait_seconds")),
-            self._sent_before[place] + payload, as_float(record.get("train_seconds")),
+            self._sent[place].total, as_float(record.get("train_seconds")),
         )  # fmt: skip
         if math.isnan(row[GENERATION]):
             row[GENERATION] = 0.0

@@ -6,9 +6,11 @@ import json
 import logging
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from decentnode.metrics.figures import PURPOSES
 
 logger = logging.getLogger(__name__)
 
@@ -16,6 +18,33 @@ TOO_MANY_DIGITS = re.compile(rb"\d{309}")
 """More digits than the largest float has before its decimal point."""
 KINDS_WITH_ROUND = ("round", "evaluation")
 """The kinds of records that must have a round."""
+
+
+COUNTS = tuple(f"{purpose}_bytes_sent" for purpose in PURPOSES)
+"""The keys of records of rounds for bytes that the node's process has sent so far."""
+
+
+class SentPayloads:
+    """Adds up the payloads that a node has sent, from its records of rounds.
+
+    A restarted node's new process counts from 0. It is known by a count of any purpose that is smaller than before:
+    in its first round it may send as many payloads as the earlier process had sent.
+    """
+
+    def __init__(self) -> None:
+        self.total = 0.0
+        """Bytes sent by all of the node's processes."""
+        self._last: dict[str, float] = dict.fromkeys(COUNTS, 0)
+
+    def take(self, record: Mapping[str, Any]) -> float:
+        """Takes the next record. Returns the bytes sent since the one before."""
+        counts = {key: value if isinstance(value := record.get(key), int | float) and 0 <= value < 1 << 63 else 0
+                  for key in COUNTS}  # fmt: skip
+        if any(counts[key] < self._last[key] for key in COUNTS):
+            self._last = dict.fromkeys(COUNTS, 0)
+        sent = sum(counts[key] - self._last[key] for key in ("data_bytes_sent", "metadata_bytes_sent"))
+        self.total, self._last = self.total + sent, counts
+        return sent
 
 
 def read(path: Path) -> Iterator[dict[str, Any]]:

@@ -121,6 +121,15 @@ def test_the_axis_bytes_keeps_growing_when_nodes_leave_or_restart(tmp_path: Path
     assert run.series("accuracy", "bytes").x == [30, 50, 65, 85]
 
 
+def test_the_axis_bytes_has_a_restarted_process_that_first_sends_as_much_as_the_one_before(tmp_path: Path) -> None:
+    counts = ((10, 7), (20, 7), (20, 0), (30, 0))  # bytes of payloads, and of evaluations
+    records: list[dict[str, Any]] = []
+    for r, (sent, evaluations) in enumerate(counts):
+        records.append({"kind": "round", "round": r, "data_bytes_sent": sent, "evaluation_bytes_sent": evaluations})
+        records.append({"kind": "evaluation", "round": r + 1, "accuracy": 0.5})
+    assert RecordedRun(tmp_path, {0: records}).series("accuracy", "bytes").x == [10, 20, 40, 50]
+
+
 def records_with_own_rounds() -> dict[int, list[dict[str, Any]]]:
     """Returns the records of two nodes with own rounds of 1 s and of 4 s, evaluated after every second round."""
     records: dict[int, list[dict[str, Any]]] = {}

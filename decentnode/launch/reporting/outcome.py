@@ -158,7 +158,9 @@ class Ledger:
     def progress(self, uid: int, record: Mapping[str, Any]) -> None:
         """Keeps the figures of a record, for nodes that will not report closing figures, and changes of membership."""
         known = self.latest.get(uid, {})
-        if record.get("kind") == "round" and record.get("data_bytes_sent", 0) < known.get("bytes_data", 0):
+        if record.get("kind") == "round" and any(
+            record.get(f"{purpose}_bytes_sent", 0) < known.get(f"bytes_{purpose}", 0) for purpose in PURPOSES
+        ):
             # A new process of the node, which counts from 0; in a simulated world no restart is reported.
             self._earlier_bytes.update({key: known[key] for key in BYTES if key in known})
         _update_figures(self.latest.setdefault(uid, {"uid": uid, "rounds": 0}), record)

@@ -16,7 +16,7 @@ from typing import Any
 
 from decentnode.errors import UsageError
 from decentnode.metrics.figures import AXES, VIRTUAL, VIRTUAL_FILE, Curve, TaskMetrics, curve_name
-from decentnode.metrics.reader import read
+from decentnode.metrics.reader import SentPayloads, read
 from decentnode.report.reading import repeats
 from decentnode.report.reading.furthest import ValuesByRound, are_out_of_step, by_furthest, virtual_by_round
 from decentnode.report.reading.machine_clocks import clock_errors
@@ -249,13 +249,10 @@ class RecordedRun:
         """Yields (rounds finished, time, bytes of payloads that the node sent since its previous round) of all
         nodes."""
         for records in self.nodes.values():
-            last = 0.0
+            payloads = SentPayloads()
             for record in records:
                 if record.get("kind") == "round":
-                    total = record.get("data_bytes_sent", 0) + record.get("metadata_bytes_sent", 0)
-                    sent = total - last if total >= last else total  # a restarted process counts from 0
-                    yield record["round"] + 1, record.get("time", 0.0), sent
-                    last = total
+                    yield record["round"] + 1, record.get("time", 0.0), payloads.take(record)
 
 
 @dataclass(frozen=True)
