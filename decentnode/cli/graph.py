@@ -167,12 +167,13 @@ def info(
         click.echo(json.dumps(facts))
         return
     for key, value in facts.items():
-        click.echo(f"{key.replace('_', ' '):24} {value if value is not None else 'never'}")
+        none = "unknown" if facts["spectral_gap"] is None and key != "diameter" else "never"
+        click.echo(f"{key.replace('_', ' '):24} {value if value is not None else none}")
 
 
 def describe(graph: Topology, model_bytes: int | None = None) -> dict[str, Any]:
     """Returns the facts that `graph info` prints, by name."""
-    from decentnode.graph.spectrum import diameter, keeps_mean, rounds_to_consensus, spectral_gap
+    from decentnode.graph.spectrum import diameter, keeps_mean, mixing
 
     rounds = range(graph.period or 8)
     degrees = [len(graph.neighbors(uid, r)) for r in rounds for uid in range(graph.num_nodes)]
@@ -190,8 +191,8 @@ def describe(graph: Topology, model_bytes: int | None = None) -> dict[str, Any]:
     if graph.period == 1:
         facts["edges"] = sum(degrees) // (1 if graph.directed else 2)
         facts["diameter"] = diameter(graph.lists(0))
-    facts["spectral_gap"] = round(spectral_gap(graph), 6)
-    facts["rounds_to_consensus_1e-3"] = rounds_to_consensus(graph)
+    rate, facts["rounds_to_consensus_1e-3"] = mixing(graph)
+    facts["spectral_gap"] = None if rate is None else float(f"{1 - rate:.6g}")
     if model_bytes is not None:
         facts["bytes_per_node_and_round"] = round(model_bytes * sum(degrees) / len(degrees))
         facts["bytes_per_round"] = round(model_bytes * sum(degrees) / len(rounds))

@@ -112,14 +112,16 @@ def table(predictions: Sequence[Prediction], best: Sequence[bool], target: float
     rows = [heads]
     for number, (each, star) in enumerate(zip(predictions, best, strict=True), 1):
         mark = "~" if each.consensus_measured else ""
-        never = each.consensus_rounds is None
+        unknown = each.consensus_rate is None
+        none = "unknown" if unknown else "never"
         busiest = f"{each.busiest_link} {each.busiest_share:.0%}" if each.busiest_link else "-"
         rows.append([
             f"{number}{'*' if star else ''}", each.graph, each.sharing, each.compression, str(each.local_steps),
             str(each.batch_size), _seconds(each.round_seconds), _seconds(each.compute_seconds),
-            _bytes(each.bytes_per_node), f"{each.samples_per_second:,.0f}", f"{mark}{each.consensus_rate:.3f}",
-            "never" if never else f"{mark}{each.consensus_rounds:,}",
-            "never" if each.consensus_seconds is None else mark + _seconds(each.consensus_seconds),
+            _bytes(each.bytes_per_node), f"{each.samples_per_second:,.0f}",
+            none if unknown else f"{mark}{each.consensus_rate:.3f}",
+            none if each.consensus_rounds is None else f"{mark}{each.consensus_rounds:,}",
+            none if each.consensus_seconds is None else mark + _seconds(each.consensus_seconds),
             _bytes(each.memory_bytes), busiest,
         ])  # fmt: skip
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
 
 import numpy as np
 
 from decentnode.graph.base import Entries, Graph
 from decentnode.graph.topology import Lists
 
-MAX_ROUNDS = 100_000
 SAMPLED_ROUNDS = 32
 SPECTRAL_NODES = 256
-"""Larger graphs are measured by the effect of their matrices on random vectors: a spectrum takes n^3 operations."""
+"""Larger graphs are measured by the effect of their matrices on vectors: a spectrum takes n^3 operations."""
 COLUMNS = 8
-# largest number of rounds of a large graph that are tried: with a period, and without one
-MAX_PERIODIC_ROUNDS, MAX_DRAWN_ROUNDS = 20_000, 500
-POWER_ROUNDS = 200
-SMALL = 1e-6
+MAX_DRAWN_ROUNDS = 500
+"""Number of rounds of a graph without a period that are tried; later ones are extrapolated."""
+MAX_DOUBLINGS = 40
+"""A graph that has not reached consensus after 2^40 periods never does."""
+MAX_BASIS, MAX_BASIS_ENTRIES = 512, 4_000_000
+"""Number of vectors, and of their entries, with which the slowest mode of a large graph is searched. On a ring of n
+nodes it takes n / 2 vectors."""
+CONVERGED = 0.05
+"""Greatest error of a spectral gap, relative to it, with which the search ends."""
 CONSENSUS = 1e-3
 """Consensus is reached when the distance to the mean has shrunk to this fraction."""
 EXACT = 1e-12
@@ -32,43 +37,124 @@ def deviations(x: np.ndarray) -> np.ndarray:
 
 
 def contraction(graph: Graph) -> float:
-    """Returns the factor per round by which the distance to the mean shrinks: ||(I - J) prod W||_2 over a period, to
-    the power 1 / rounds. 0 if a period averages exactly. For a graph without a period, its first rounds are used."""
-    n = graph.num_nodes
-    if n > SPECTRAL_NODES:
-        return rate_by_power_iteration(graph) if graph.period is not None else measure_drawn_graph(graph, CONSENSUS)[0]
-    product, rounds = np.eye(n), 0
-    for rounds in range(1, 1 + (graph.period or SAMPLED_ROUNDS)):
-        product = graph.matrix(rounds - 1) @ product
-        if graph.period is None and np.linalg.norm(deviations(product)) < SMALL:
-            break  # more rounds would only measure rounding errors
-    norm = float(np.linalg.norm(deviations(product), 2))
-    return 0.0 if norm < EXACT else min(norm, 1.0) ** (1.0 / rounds)
+    """Returns the rate of `mixing`; nan if it is not known."""
+    rate = mixing(graph)[0]
+    return math.nan if rate is None else rate
 
 
-def spectral_gap(graph: Graph) -> float:
-    """Returns 1 - contraction: 1 for exact averaging, 0 for a graph that never mixes."""
-    return 1.0 - contraction(graph)
+def mixing(graph: Graph, target: float = CONSENSUS) -> tuple[float | None, int | None]:
+    """Returns (the factor per round by which the distance to the mean shrinks in the long run: 0 if a period averages
+    exactly, 1 if nodes never reach consensus, None if the graph is too large to find it; the number of rounds after
+    which every distance to the mean has shrunk to `target` of what it was, None if it never does or is not known).
+
+    The distances of a graph of more than SPECTRAL_NODES nodes without a period are those of a few random vectors.
+    """
+    if graph.num_nodes == 1:
+        return 0.0, 0
+    if graph.period is None:
+        return _measure_drawn_graph(graph, max(target, EXACT))
+    measure = _measure_product if graph.num_nodes <= SPECTRAL_NODES else _measure_slowest_mode
+    return measure(graph, max(target, EXACT))
 
 
-def rounds_to_consensus(graph: Graph) -> int | None:
-    """Returns the number of rounds after which every distance to the mean has shrunk to CONSENSUS of what it was; None
-    if it never does. For a graph of more than SPECTRAL_NODES nodes this is measured on a few random vectors."""
-    n = graph.num_nodes
-    if n == 1:
-        return 0
-    if n > SPECTRAL_NODES and graph.period is None:
-        return measure_drawn_graph(graph, CONSENSUS)[1]
-    rate = contraction(graph)
-    if 0 < rate < 1 and graph.period == 1:
-        return max(1, math.ceil(math.log(CONSENSUS) / math.log(rate) - 1e-9))
-    if n > SPECTRAL_NODES:
-        return rounds_by_vectors(graph, CONSENSUS, rate)
-    product = np.eye(n)
-    for round in range(min(MAX_ROUNDS, 50 * (graph.period or 20))):
+def _norm(deviation: np.ndarray) -> float:
+    return float(np.linalg.norm(deviation, 2))
+
+
+def _measure_product(graph: Graph, target: float) -> tuple[float, int | None]:
+    """Returns what `mixing` does, for a graph with a period, from powers of the product D of a period's matrices: D,
+    D^2, D^4 and so on."""
+    assert graph.period is not None
+    product = np.eye(graph.num_nodes)
+    for round in range(graph.period):
         product = graph.matrix(round) @ product
-        if np.linalg.norm(deviations(product), 2) <= CONSENSUS:
-            return round + 1
+    powers = [deviations(product)]
+    norms = [_norm(powers[0])]
+    while norms[-1] > min(target, CONSENSUS) and len(powers) <= MAX_DOUBLINGS:
+        powers.append(powers[-1] @ powers[-1])
+        norms.append(_norm(powers[-1]))
+    if norms[-1] > target:
+        return 1.0, None
+    at = next(index for index, norm in enumerate(norms) if norm <= CONSENSUS)
+    rate = 0.0 if norms[at] < EXACT else norms[at] ** (1.0 / (2**at * graph.period))
+    product, rounds = np.eye(graph.num_nodes), 0
+    for index in reversed(range(len(powers))):
+        if _norm(longer := powers[index] @ product) > target:
+            product, rounds = longer, rounds + 2**index * graph.period
+    for round in range(graph.period):
+        product = graph.matrix(round) @ product
+        if _norm(deviations(product)) <= target:
+            return rate, rounds + round + 1
+    raise AssertionError("the product of one more period is below the target")
+
+
+def _measure_drawn_graph(graph: Graph, target: float) -> tuple[float, int | None]:
+    """Returns what `mixing` does, for a graph that is drawn anew in each round."""
+    n = graph.num_nodes
+    whole = n <= SPECTRAL_NODES
+    x = deviations(np.eye(n)) if whole else _random_vectors(graph)
+    first = 1.0 if whole else float(np.linalg.norm(x))
+    limit, distance, rounds = first * (math.sqrt(n) if whole else 1.0), first, 0
+    while rounds < MAX_DRAWN_ROUNDS and distance > target * first:
+        x, rounds = deviations(graph.entries(rounds).mixed(x)), rounds + 1
+        distance = float(np.linalg.norm(x))
+        if whole and (distance <= target * limit or rounds == MAX_DRAWN_ROUNDS):
+            distance = _norm(x)  # at most sqrt(n) times smaller than the norm above, and takes longer
+    left = distance / first
+    if left >= 1 - 1e-9:
+        return 1.0, None
+    rate = 0.0 if left < EXACT else left ** (1 / rounds)
+    return rate, rounds if left <= target else math.ceil(math.log(target) / math.log(rate))
+
+
+def _measure_slowest_mode(graph: Graph, target: float) -> tuple[float | None, int | None]:
+    """Returns what `mixing` does, for a large graph with a period."""
+    assert graph.period is not None
+    entries = [graph.entries(round) for round in range(graph.period)]
+    largest = _largest_eigenvalue(entries, graph.num_nodes)
+    if largest is None:
+        return None, None
+    if largest >= 1 - EXACT:
+        return 1.0, None
+    if largest >= EXACT:
+        rate = largest ** (1.0 / graph.period)
+        return rate, max(1, math.ceil(math.log(target) / math.log(rate) - 1e-9))
+    x = _random_vectors(graph)
+    first = np.linalg.norm(x)
+    for rounds, each in enumerate(entries, 1):
+        x = each.mixed(x)
+        if np.linalg.norm(deviations(x)) <= target * first:
+            return 0.0, rounds
+    return 0.0, graph.period
+
+
+def _largest_eigenvalue(entries: Sequence[Entries], n: int) -> float | None:
+    """Returns the largest absolute eigenvalue, except that of the mean, of the product of sparse matrices (Arnoldi's
+    method); None if it is not found with MAX_BASIS vectors."""
+    most = max(1, min(n - 1, MAX_BASIS, MAX_BASIS_ENTRIES // n))
+    basis, projected = np.zeros((most + 1, n)), np.zeros((most + 1, most))
+    x = deviations(np.random.default_rng(0).standard_normal(n))
+    basis[0] = x / np.linalg.norm(x)
+    check = 16
+    for size in range(1, most + 1):
+        x = basis[size - 1]
+        for each in entries:
+            x = each.mixed(x[:, None])[:, 0]
+        x = deviations(x)
+        for _ in range(2):  # twice: once leaves rounding errors along the other vectors
+            along = basis[:size] @ x
+            x = x - along @ basis[:size]
+            projected[:size, size - 1] += along
+        rest = projected[size, size - 1] = float(np.linalg.norm(x))
+        if rest > EXACT:
+            basis[size] = x / rest
+        if size in (check, most) or rest <= EXACT:
+            check = 2 * size
+            values, vectors = np.linalg.eig(projected[:size, :size])
+            at = int(np.abs(values).argmax())
+            found = float(np.abs(values[at]))
+            if rest <= EXACT or size == n - 1 or rest * abs(vectors[-1, at]) <= CONVERGED * (1 - found):
+                return found
     return None
 
 
@@ -85,61 +171,6 @@ def keeps_mean(graph: Graph) -> bool:
 
 def _random_vectors(graph: Graph) -> np.ndarray:
     return deviations(np.random.default_rng(0).standard_normal((graph.num_nodes, COLUMNS)))
-
-
-def measure_drawn_graph(graph: Graph, target: float) -> tuple[float, int | None]:
-    """Returns, for a graph that is drawn anew in each round, the contraction factor per round and the number of rounds
-    until random vectors have shrunk to `target` of their distance from the mean; None if that takes more than
-    MAX_DRAWN_ROUNDS rounds."""
-    x = _random_vectors(graph)
-    initial = distance = np.linalg.norm(x)
-    rounds = 0
-    while rounds < MAX_DRAWN_ROUNDS and distance > target * initial:
-        x = graph.entries(rounds).mixed(x)
-        distance = np.linalg.norm(deviations(x))
-        rounds += 1
-    rate = min(1.0, max(float(distance / initial), 1e-300) ** (1 / max(rounds, 1))) if initial else 0.0
-    return rate, rounds if distance <= target * initial else None
-
-
-def rate_by_power_iteration(graph: Graph) -> float:
-    """Returns the contraction factor per round of a graph with a period, measured on random vectors by power iteration
-    with the product of the period's matrices."""
-    assert graph.period is not None
-    entries = [graph.entries(r) for r in range(graph.period)]
-    x, rate = _random_vectors(graph), 0.0
-    for _ in range(max(2, POWER_ROUNDS // len(entries))):
-        x = deviations(x)
-        before = np.linalg.norm(x)
-        for each in entries:
-            x = each.mixed(x)
-        after = np.linalg.norm(deviations(x))
-        if after < EXACT * before:
-            return 0.0
-        rate = float(after / before) ** (1 / len(entries))
-        x /= after
-    return min(rate, 1.0)
-
-
-def rounds_by_vectors(graph: Graph, target: float, rate: float) -> int | None:
-    """Returns the number of rounds until random vectors have shrunk to `target` of their distance from the mean, for a
-    graph with a period and a contraction factor of `rate` per round; None if it takes more than MAX_PERIODIC_ROUNDS, or
-    never happens."""
-    assert graph.period is not None
-    if rate >= 1:
-        return None
-    x = _random_vectors(graph)
-    first = np.linalg.norm(x)
-    most = graph.period * (2 + (math.ceil(math.log(target) / math.log(rate) / graph.period) if rate > 0 else 0))
-    known: dict[int, Entries] = {}
-    for round in range(min(most, MAX_PERIODIC_ROUNDS)):
-        phase = round % graph.period
-        if phase not in known:
-            known[phase] = graph.entries(phase)
-        x = known[phase].mixed(x)
-        if np.linalg.norm(deviations(x)) <= target * first:
-            return round + 1
-    return None
 
 
 def diameter(lists: Lists) -> int | None:

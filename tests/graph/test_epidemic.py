@@ -15,7 +15,7 @@ from decentnode.errors import GraphError
 from decentnode.graph import WEIGHTS
 from decentnode.graph.base import Graph, view
 from decentnode.graph.permutation import RandomPermutation
-from decentnode.graph.spectrum import contraction, deviations, keeps_mean, rounds_to_consensus
+from decentnode.graph.spectrum import contraction, deviations, keeps_mean, mixing
 from tests.graph.contract import make
 
 NAMES = ["el_local", "random_regular"]
@@ -102,7 +102,7 @@ def test_contraction_measures_distances_between_the_nodes(nodes: int) -> None:
     """Nodes of EL-Local agree, but not on the initial mean: the distance to that mean would not shrink to zero."""
     local, oracle = (make(name, nodes=nodes, degree=4) for name in NAMES)
     assert 0 < contraction(oracle) < contraction(local) < 0.6
-    assert rounds_to_consensus(oracle) <= rounds_to_consensus(local) < 20
+    assert mixing(oracle)[1] <= mixing(local)[1] < 20
 
 
 @pytest.mark.parametrize("name", NAMES)

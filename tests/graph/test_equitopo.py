@@ -11,7 +11,7 @@ import pytest
 
 from decentnode.errors import GraphError
 from decentnode.graph.equitopo import RATE, EquiDyn, EquiStatic, best_offsets
-from decentnode.graph.spectrum import contraction, rounds_to_consensus
+from decentnode.graph.spectrum import contraction, mixing
 from tests.graph.contract import make
 
 NODES = (2, 3, 16, 17, 64, 1024)
@@ -82,7 +82,7 @@ def test_the_rate_of_a_static_graph_is_kept_at_every_number_of_nodes_by_a_degree
         # larger graphs are measured on random vectors
         assert rate <= RATE + 1e-6 and rate == pytest.approx(contraction(graph), abs=1e-6 if n <= 256 else 0.05)
         assert len(graph.offsets) <= 6 * math.log(n) and len(graph.neighbors(0, 0)) == len(graph.offsets)
-        assert rounds_to_consensus(graph) in range(1, 11)
+        assert mixing(graph)[1] in range(1, 11)
     assert distance(static(name, nodes=64, rate=0.2).matrix(0)) <= 0.2 + 1e-6
     degrees = [len(static(name, nodes=64, rate=rate).offsets) for rate in (0.8, 0.5, 0.2)]
     assert degrees == sorted(set(degrees))
@@ -156,7 +156,7 @@ def test_the_rate_of_one_peer_graphs_does_not_grow_with_the_number_of_nodes(name
         basis_rate = 0.0 if offsets is None or offsets >= n - 1 else best_offsets(n, offsets, False, 1)[0]
         bound = 1 - (1 / 2 if name == "od_equidyn" else 1 / 3) * (1 - basis_rate)
         assert np.mean(factors) < bound + 0.03
-        assert (rounds_to_consensus(graph) or math.inf) < 60
+        assert (mixing(graph)[1] or math.inf) < 60
 
 
 @pytest.mark.parametrize("name", ["od_equidyn", "ou_equidyn"])

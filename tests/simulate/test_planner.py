@@ -13,10 +13,10 @@ from click.testing import CliRunner
 from decentnode.cli import main
 from decentnode.errors import UsageError
 from decentnode.experiment import load
-from decentnode.graph.spectrum import contraction, rounds_to_consensus
+from decentnode.graph.spectrum import mixing
 from decentnode.simulate.planner import consensus
 from decentnode.simulate.planner.candidates import Choices, Plan, _label, pareto, ranked
-from decentnode.simulate.planner.consensus import graph_consensus, rule_consensus
+from decentnode.simulate.planner.consensus import Consensus, rule_consensus
 from decentnode.simulate.planner.predict import predict, predict_consensus
 from decentnode.simulate.traffic import Traffic
 
@@ -29,41 +29,15 @@ def graph_of(text: str, *more: str) -> Any:
     return load(ROOT / "configs" / "quickstart.yaml", [f"graph={text}", *more], check=False).make_graph()
 
 
-@pytest.mark.parametrize("text", [
-    "{name: ring, nodes: 9}", "{name: complete, nodes: 6}", "{name: base_k_plus_1, nodes: 6}",
-    "{name: one_peer_exponential, nodes: 16}", "{name: alternating_ring, nodes: 8}",
-    "{name: d_equistatic, nodes: 17}", "{name: gossip_pga, nodes: 8, every: 3, base: {name: ring, nodes: 8}}",
-])  # fmt: skip
-def test_the_consensus_rate_of_a_graph_is_that_of_the_product_of_its_matrices(
-    text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    graph = graph_of(text, "weights=null")
-    found = graph_consensus(graph, 1e-3)
-    assert found.rate == pytest.approx(contraction(graph)) and not found.measured
-    worst = rounds_to_consensus(graph)
-    assert worst is not None and found.rounds is not None and found.rounds <= worst <= found.rounds + 4 * graph.period
-    monkeypatch.setattr(consensus, "SPECTRAL_NODES", 1)
-    assert graph_consensus(graph, 1e-3).rate <= found.rate + 0.02
-
-
-def test_the_consensus_rate_is_estimated_for_random_graphs_and_one_for_graphs_that_are_not_connected() -> None:
-    drawn = graph_consensus(graph_of("{name: random_matching, nodes: 16}", "weights=null"), 1e-3)
-    assert drawn.rounds is not None and 10 < drawn.rounds < 80
-    assert drawn.rate**drawn.rounds == pytest.approx(1e-3, rel=0.9)
-    lonely = graph_of("{name: alternating_ring, nodes: 4}", "weights=null")
-    lonely.period, lonely._out = 1, {}  # only its first round, again and again
-    assert graph_consensus(lonely, 1e-3) == consensus.Consensus(1.0, None, False)
-
-
 @pytest.mark.parametrize("text", ["{name: full}", "{name: local_sgd, every: 2}"])
 def test_measured_rounds_to_consensus_of_mixing_rules_agree_with_the_spectrum(text: str) -> None:
     experiment = load(ROOT / "configs" / "quickstart.yaml", ["graph={name: ring, nodes: 8}", f"sharing={text}"],
                       check=False)  # fmt: skip
     found = rule_consensus(experiment.sharing, [tuple(range(8))], experiment.make_graph(), 1e-2, 1)
-    spectral = graph_consensus(experiment.make_graph(), 1e-2)
-    assert found is not None and found.measured and found.rounds is not None and spectral.rounds is not None
+    rounds = mixing(experiment.make_graph(), 1e-2)[1]
+    assert found is not None and found.measured and found.rounds is not None and rounds is not None
     rests = 2 if "every" in text else 1
-    assert found.rounds == pytest.approx(rests * spectral.rounds, rel=0.25)
+    assert found.rounds == pytest.approx(rests * rounds, rel=0.02)
 
 
 @pytest.mark.parametrize("every", [8, 50])
@@ -71,9 +45,28 @@ def test_rules_with_rare_exchanges_are_measured_over_as_many_exchanges(every: in
     experiment = load(ROOT / "configs" / "quickstart.yaml", [
         "graph={name: ring, nodes: 6}", f"sharing={{name: local_sgd, every: {every}}}"], check=False)  # fmt: skip
     found = rule_consensus(experiment.sharing, [tuple(range(6))], experiment.make_graph(), 1e-2, 1)
-    spectral = graph_consensus(experiment.make_graph(), 1e-2)
-    assert found is not None and found.rounds is not None and spectral.rounds is not None
-    assert found.rounds == pytest.approx(every * spectral.rounds, rel=0.15)
+    rounds = mixing(experiment.make_graph(), 1e-2)[1]
+    assert found is not None and found.rounds is not None and rounds is not None
+    assert found.rounds == pytest.approx(every * rounds, rel=0.02)
+
+
+@pytest.mark.parametrize("text", ["ring", "line", "alternating_ring", "one_peer_exponential"])
+def test_rules_on_graphs_that_mix_slowly_are_not_taken_to_have_stalled(text: str) -> None:
+    """Random models seem to: most of their differences are gone after a few rounds, and the slowest are left."""
+    experiment = load(ROOT / "configs" / "quickstart.yaml", [
+        f"graph={{name: {text}, nodes: 32}}", "weights=null", "sharing={name: push_sum}"], check=False)  # fmt: skip
+    found = rule_consensus(experiment.sharing, [tuple(range(32))], experiment.make_graph(), 1e-3, 1)
+    rounds = mixing(experiment.make_graph())[1]
+    assert found is not None and found.rounds is not None and rounds is not None
+    assert found.rounds == pytest.approx(rounds, rel=0.02)
+
+
+@pytest.mark.parametrize("sharing", ["{name: full}", "{name: local_sgd, every: 8}", "{name: diloco, every: 8}"])
+def test_exchanges_count_where_a_graph_is_too_large_to_measure_the_rule(sharing: str) -> None:
+    experiment = load(ROOT / "configs" / "quickstart.yaml", [
+        "graph={name: complete, nodes: 40}", "mapping.nodes_per_machine=40", f"sharing={sharing}"])  # fmt: skip
+    assert predict_consensus(experiment, Traffic(experiment), 1e-3) == Consensus(0.0, 8 if "every" in sharing else 1,
+                                                                                 False)  # fmt: skip
 
 
 def test_the_consensus_of_fragments_is_that_of_the_slowest() -> None:

@@ -6,16 +6,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from decentnode.graph.base import Graph
-from decentnode.graph.spectrum import (
-    SPECTRAL_NODES,
-    contraction,
-    measure_drawn_graph,
-    rate_by_power_iteration,
-    rounds_by_vectors,
-)
+from decentnode.graph.spectrum import EXACT, deviations
 from decentnode.payload import Payload
 from decentnode.sharing.base import Sharing
 from decentnode.sharing.compressed import make_sharing
@@ -30,6 +25,9 @@ STALL_RATIO = 1 / 3
 """If the logarithm of the distance falls in the second half of the rounds by less than this share of its fall in the
 first half, the distance has reached the error that the codec leaves. int8 on a ring of 8 has a share of .22, choco at a
 tenth of the entries .53."""
+FILTER_ROUNDS, FILTER_DOUBLINGS = 128, 5
+"""The differences of models are filtered with the matrices of so many rounds, and with this power of 2 of their
+product, until only the slowest are left."""
 MEASURED_NODES = 32
 """A rule is measured on graphs of at most this many nodes; the measured rounds then take about a second."""
 
@@ -38,27 +36,37 @@ MEASURED_NODES = 32
 class Consensus:
     """How fast the distance to the mean shrinks while nothing is learned."""
 
-    rate: float
-    """Factor per round, rounds without an exchange included; 0 if a period averages exactly."""
+    rate: float | None
+    """Factor per round, rounds without an exchange included; 0 if a period averages exactly, None if it is not known.
+    """
     rounds: int | None
-    """Number of rounds until the distance is `target` of its first value; None if it never is, or not within the rounds
-    tried."""
+    """Number of rounds until the distance is `target` of its first value, whatever the models are; None if it never is,
+    or if the rate is not known."""
     measured: bool
     """Whether the figures were measured by letting the rule mix models of 256 entries; else they follow from the
     product of the mixing matrices."""
 
 
-def graph_consensus(graph: Graph, target: float) -> Consensus:
-    """Returns the consensus of x <- W(t) x. For a time-varying graph, it is that of the product of a period, or of the
-    first rounds."""
-    if graph.period is None:
-        return Consensus(*measure_drawn_graph(graph, target), False)
-    rate = contraction(graph) if graph.num_nodes <= SPECTRAL_NODES else rate_by_power_iteration(graph)
-    if rate >= 1:
-        return Consensus(1.0, None, False)
-    if graph.period == 1 and rate > 0:
-        return Consensus(rate, max(1, math.ceil(math.log(target) / math.log(rate) - 1e-9)), False)
-    return Consensus(rate, rounds_by_vectors(graph, target, rate), False)
+def slow_models(graph: Graph, columns: int, draws: torch.Generator) -> torch.Tensor:
+    """Returns random models, one per node, whose differences shrink as slowly as any do on the graph, so that the
+    distance of a few rounds tells that of later ones. [n, columns] float32."""
+    n = graph.num_nodes
+    found = torch.randn(n, columns, generator=draws)
+    product = np.eye(n)
+    for round in range(FILTER_ROUNDS):
+        longer = deviations(graph.matrix(round) @ product)
+        if (norm := float(np.linalg.norm(longer))) < EXACT:
+            break  # an exact average, before which no difference is slower than others
+        product = longer / norm
+    else:
+        gram = product.T @ product
+        for _ in range(FILTER_DOUBLINGS):
+            gram = gram @ gram
+            gram /= np.linalg.norm(gram)
+        mean = found.double().mean(dim=0)
+        slow = torch.from_numpy(gram) @ (found.double() - mean)
+        found = (mean + slow * ((found.double() - mean).norm() / slow.norm())).float()
+    return found
 
 
 class _Mixer:
@@ -67,7 +75,7 @@ class _Mixer:
     def __init__(self, sharing: object, machines: list[tuple[int, ...]], graph: Graph, seed: int) -> None:
         self._graph, self._seed = graph, seed
         draws = torch.Generator().manual_seed(seed)
-        self.models = [torch.randn(MATRIX_SIDE * MATRIX_SIDE, generator=draws) for _ in range(graph.num_nodes)]
+        self.models = list(slow_models(graph, MATRIX_SIDE * MATRIX_SIDE, draws))
         self.rules = [make_sharing(sharing, machines) for _ in self.models]
         for rule in self.rules:
             rule.set_parameter_shapes([(MATRIX_SIDE, MATRIX_SIDE)])

@@ -11,10 +11,11 @@ import torch
 
 from decentnode.experiment import Experiment
 from decentnode.experiment.virtual_time import ComputeConfig, LinksConfig
-from decentnode.sharing.rounds import LONGEST_REST
+from decentnode.graph.spectrum import mixing
+from decentnode.sharing.rounds import LONGEST_REST, exchange_interval
 from decentnode.simulate.cliques import calls_of
 from decentnode.simulate.data_parallel import BUCKET_BYTES, all_reduce_clock
-from decentnode.simulate.planner.consensus import Consensus, graph_consensus, rule_consensus
+from decentnode.simulate.planner.consensus import Consensus, rule_consensus
 from decentnode.simulate.timeline.network import Transfers
 from decentnode.simulate.timeline.rounds import time_line
 from decentnode.simulate.traffic import ExchangedFragment, Traffic
@@ -50,11 +51,11 @@ class Prediction:
     """Bytes that pass it in a round, mean."""
     busiest_share: float
     """Share of the time for which it is busy, from the start of the rounds until all transfers are over."""
-    consensus_rate: float
-    """Factor per round by which the distance to the mean shrinks."""
+    consensus_rate: float | None
+    """Factor per round by which the distance to the mean shrinks; None if it is not known."""
     consensus_rounds: int | None
     consensus_seconds: float | None
-    """Seconds until the distance to the mean is `target` of its first value; None for never."""
+    """Seconds until the distance to the mean is `target` of its first value; None for never, or not known."""
     consensus_measured: bool
     memory_bytes: float
     """Memory of a node for parameters, gradients, optimizer and payloads in flight; activations and data are not
@@ -94,22 +95,25 @@ def predict_memory(experiment: Experiment, model: float, transfers: Iterable[Tra
 
 
 def predict_consensus(experiment: Experiment, traffic: Traffic, target: float) -> Consensus:
-    """Returns how fast nodes reach consensus: from the spectrum for linear rules that exchange in every round, else
-    measured, or from the spectrum if the graph is too large to measure. With fragments, that of the slowest one."""
+    """Returns how fast nodes reach consensus: from the spectrum for linear rules, else measured, or from the spectrum
+    if the graph is too large to measure. With fragments, that of the slowest one."""
     parts = {(id(each.fragment.graph), each.fragment.every): each for each in traffic.exchanged}
     found = [_consensus_of(experiment, each, target) for each in parts.values()]
-    return max(found, key=lambda each: (math.inf if each.rounds is None else each.rounds, each.rate))
+    return max(found, key=lambda each: (math.inf if each.rounds is None else each.rounds, each.rate or 0.0))
 
 
 def _consensus_of(experiment: Experiment, part: ExchangedFragment, target: float) -> Consensus:
     rule, graph, every = part.rule, part.fragment.graph, part.fragment.every
     needs = rule.requirements
-    plain = needs.linear and not needs.overrides_topology and all(rule.exchange_number(r) == r for r in range(4))
-    machines = experiment.make_mapping().nodes_by_machine()
-    measured = None if plain else rule_consensus(experiment.sharing, machines, graph, target, experiment.seed)
-    found = measured or graph_consensus(graph, target)
-    rounds = None if found.rounds is None else every * found.rounds
-    return replace(found, rate=found.rate ** (1 / every), rounds=rounds)
+    measured = None
+    if not needs.linear or needs.overrides_topology:
+        machines = experiment.make_mapping().nodes_by_machine()
+        measured = rule_consensus(experiment.sharing, machines, graph, target, experiment.seed)
+    if measured is None:
+        every *= exchange_interval(rule)
+    found = measured or Consensus(*mixing(graph, target), False)
+    rate = None if found.rate is None else found.rate ** (1 / every)
+    return replace(found, rate=rate, rounds=None if found.rounds is None else every * found.rounds)
 
 
 def predict(
