@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import re
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,7 +31,7 @@ from decentnode.experiment.simulation import SimulateConfig
 from decentnode.faults import AnyFault, Plan, resolve
 from decentnode.graph import GRAPHS, WEIGHTS
 from decentnode.graph import build as build_graph
-from decentnode.graph.base import Graph
+from decentnode.graph.base import Graph, view
 from decentnode.graph.growing import Growing
 from decentnode.graph.repaired import Repaired
 from decentnode.mapping import MAPPINGS
@@ -213,6 +214,23 @@ class Experiment(Settings):
             return self.make_graph()
         seed = torch_seed(self.seed, GLOBAL, f"graph of fragment {index}") if index else self.seed
         return build_graph(config, self.weights, seed, self._base_dir)
+
+    def trained_rounds(self) -> list[int]:
+        """Returns [uid] the number of the run's rounds in which the node makes local steps, if nothing is lost; for
+        newcomers, too. Servers make none."""
+        from decentnode.sharing.federated.rounds import Federated  # imports torch
+
+        rounds, pattern, graph = self.node.rounds, self.node.training_rounds, self.make_graph()
+        uids = range(graph.num_nodes + self.node.newcomers)
+        rule: Any = load_class(self.sharing.name, SHARINGS, "sharing")
+        if not issubclass(rule, Federated):
+            return [rounds if pattern is None else pattern.count_of(self.seed, uid, rounds) for uid in uids]
+        made, count = rule(self.sharing), Counter[int]()
+        for server in graph.servers:
+            first = view(graph, server, 0, self.seed)
+            for round in range(rounds):
+                count.update(made.takes_part(replace(first, round=round)))
+        return [count[uid] for uid in uids]
 
     def make_faults(self) -> Plan:
         """Resolves the section `faults` to a plan: which nodes each fault hits, and when. Raises UsageError."""

@@ -96,6 +96,23 @@ def test_a_schedule_of_learning_rates_by_steps_counts_rounds_with_local_steps() 
         experiment(one_cycle)
 
 
+@pytest.mark.parametrize("newcomers", [0, 3])
+def test_a_schedule_of_learning_rates_by_steps_covers_the_rounds_that_nodes_draw(newcomers: int) -> None:
+    drawn = ["node.training_rounds={train: 3, mix: 2, probability: .25}", "node.rounds=40", "node.missing=regroup",
+             f"node.newcomers={newcomers}", "mapping.base_port=23000"]  # fmt: skip
+    pattern, seed = TrainingRoundsConfig(train=3, mix=2, probability=0.25), experiment().seed
+    most = 2 * max(pattern.count_of(seed, uid, 40) for uid in range(4 + newcomers))
+    assert most < 2 * pattern.count(40)
+    one_cycle = "training.lr_schedule={{name: one_cycle, max_lr: .1, total_steps: {}, every: step}}"
+    chosen = experiment(*drawn, one_cycle.format(most))
+    with pytest.raises(ConfigError, match=f"ends after {most - 1} steps but the run has {most}"):
+        experiment(*drawn, one_cycle.format(most - 1))
+    if not newcomers:
+        nodes = build_in_process(chosen)
+        for round in range(40):
+            make_round(nodes, round)
+
+
 def test_virtual_time_has_no_local_steps_in_the_other_rounds() -> None:
     chosen = experiment(TWO_OF_THREE, "simulate.compute={step_seconds: 1}")
     found = time_line(make_clock(chosen), 6)

@@ -182,20 +182,23 @@ def check_learning_rate_schedule(experiment: Experiment) -> Iterator[Problem]:
     training = experiment.training
     if not isinstance(training, SupervisedConfig) or (most := training.lr_schedule.most_ticks()) is None:
         return
-    sizes, rounds, every, two = [0], experiment.node.rounds, training.lr_schedule.every, False
+    every, two, graph = training.lr_schedule.every, False, graph_of(experiment)
+    if graph is None:
+        return
+    sizes: dict[int, int] = {}
     if every == "step" and training.local_epochs is not None:
-        graph = graph_of(experiment)
-        if graph is None:
-            return
         try:
-            parts = experiment.open_data().shares()
+            sizes = {uid: len(part) for uid, part in experiment.open_data().shares().items()}
         except UsageError:
             return
-        sizes, spec = [len(part) for part in parts.values()], spec_of(experiment)
+        spec = spec_of(experiment)
         two = spec is not None and _needs_two_samples(experiment, spec)
-    if every == "step" and experiment.node.training_rounds is not None:
-        rounds = experiment.node.training_rounds.count(rounds)
-    ticks = max(training.most_ticks(rounds, size, needs_two_samples=two) for size in sizes)
+    most_samples = max(sizes.values(), default=0)  # a newcomer may have those of any node
+    ticks = max(
+        training.most_ticks(rounds if every == "step" else experiment.node.rounds, sizes.get(uid, most_samples),
+                            needs_two_samples=two)
+        for uid, rounds in enumerate(experiment.trained_rounds())
+    )  # fmt: skip
     if ticks > most:
         length = training.lr_schedule.arguments()
         key = ("total_steps",) if "total_steps" in length else ("epochs",) if "epochs" in length else ()

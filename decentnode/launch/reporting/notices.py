@@ -1,16 +1,8 @@
-"""Notices about an experiment that need none of its components, at most its data and its graph."""
+"""Notices about an experiment that need none of its components, at most its data, its graph and its rule."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
-
-from decentnode.config.component import load_class
 from decentnode.experiment import Experiment
-from decentnode.graph.base import view
-from decentnode.sharing import SHARINGS
-from decentnode.sharing.federated.rounds import Federated, FederatedConfig
 from decentnode.training.optimizers import OptimizerConfig, default_lr
 from decentnode.training.privacy import epsilon_of
 from decentnode.training.supervised_config import SupervisedConfig
@@ -47,9 +39,8 @@ def privacy_notice(experiment: Experiment) -> str:
         return f"epsilon at delta {privacy.delta:g} follows from the steps that local_seconds allows"
     aside = training.validation if training.validation and training.validation.source == "train" else None
     batch, fewest = training.batch_size * training.accumulate, dict[int, tuple[int, int]]()
-    shares = experiment.open_data().shares()
-    trained_rounds = _trained_rounds(experiment, shares)
-    for uid, part in shares.items():
+    trained_rounds = experiment.trained_rounds()
+    for uid, part in experiment.open_data().shares().items():
         if uid not in servers:
             samples = len(part) - (aside.aside(len(part)) if aside else 0)
             steps = training.steps_per_round(samples) * trained_rounds[uid]
@@ -62,21 +53,6 @@ def privacy_notice(experiment: Experiment) -> str:
     epsilon, made, uid, samples = max(reached)
     return (f"epsilon {epsilon:.2f} at delta {privacy.delta:g} after {made:,} steps of node {uid} with {samples:,} "
             f"sample{'s' if samples != 1 else ''}; no node has a larger one")  # fmt: skip
-
-
-def _trained_rounds(experiment: Experiment, uids: Iterable[int]) -> Mapping[int, int]:
-    """Returns the number of rounds in which each of these nodes makes local steps."""
-    rounds, sharing, training_rounds = experiment.node.rounds, experiment.sharing, experiment.node.training_rounds
-    if isinstance(sharing, FederatedConfig):
-        rule: Federated = load_class(sharing.name, SHARINGS, "sharing")(sharing)
-        count, graph = Counter[int](), experiment.make_graph()
-        for server in graph.servers:
-            first = view(graph, server, 0, experiment.seed)
-            for round in range(rounds):
-                count.update(rule.takes_part(replace(first, round=round)))
-        return count
-    return {uid: rounds if training_rounds is None else training_rounds.count_of(experiment.seed, uid, rounds)
-            for uid in uids}  # fmt: skip
 
 
 def short_timeout_warning(experiment: Experiment) -> str:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from decentnode.build import build_in_process, step_all
+from decentnode.errors import ConfigError
 from decentnode.node.checkpoints.handover import skip_training
 from decentnode.sharing.federated.sampling import count_of, sampled
 from tests.sharing.federated.runs import CLIENTS, LocalTraining, clients_of_round, model_of, star_experiment
@@ -106,3 +107,18 @@ def test_a_client_that_comes_back_has_the_samples_and_the_learning_rate_of_its_o
         for name in ("ticks", "epoch", "cursor") if before.uid else ("ticks",):
             assert node.training.state_dict()[name] == before.training.state_dict()[name], (node.uid, name)
         assert node.training.learning_rate == before.training.learning_rate
+
+
+def test_a_schedule_of_learning_rates_by_steps_covers_the_rounds_in_which_clients_take_part() -> None:
+    chosen = [uid for round in range(ROUNDS) for uid in clients_of_round(round, 2)]
+    most = 3 * max(map(chosen.count, chosen))
+
+    def with_schedule_of(steps: int) -> None:
+        schedule = {"name": "one_cycle", "max_lr": 0.1, "total_steps": steps, "every": "step"}
+        training = {"batch_size": 4, "local_steps": 3, "optimizer": {"name": "sgd", "lr": 0.2}, "lr_schedule": schedule}
+        step_all(build_in_process(star_experiment({"name": "fedavg", "clients": 2}, training=training)))
+
+    assert most < 3 * ROUNDS
+    with_schedule_of(most)
+    with pytest.raises(ConfigError, match=f"ends after {most - 1} steps but the run has {most}"):
+        with_schedule_of(most - 1)
