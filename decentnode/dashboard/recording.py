@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from decentnode.dashboard.frames import (
     with_rows,
 )  # fmt: skip
 from decentnode.dashboard.tail import Replaced, Tail
+from decentnode.metrics.figures import Metric
 from decentnode.metrics.reader import SentPayloads
 from decentnode.report.reading.measured import metrics_of_run
 
@@ -245,7 +246,7 @@ class Recording:
         if order % self._every_evaluation:
             return
         found = self._evaluations.setdefault(rounds, Evaluation())
-        found.take(place, time, record, [each.name for each in self.measured.metrics], self.version)
+        found.take(place, time, record, self.measured.metrics, self.version)
         if len(self._evaluations) > MAX_EVALUATIONS:
             self._every_evaluation *= 2
             self._evaluations = {each: kept for each, kept in self._evaluations.items()
@@ -308,16 +309,20 @@ class Evaluation:
         self.version = 0
         self._values: dict[str, dict[int, float]] = {}
         self._merged: dict[str, float] = {}
+        self._pooled: dict[str, float] = {}
+        """The values for the test samples of all nodes together, of metrics for which each node has only a part."""
         self._consensus = self._time = math.nan
 
-    def take(self, place: int, time: float, record: dict[str, Any], metrics: list[str], version: int) -> None:
+    def take(self, place: int, time: float, record: dict[str, Any], metrics: Sequence[Metric], version: int) -> None:
         """Takes the record of a node; a later record of the same node replaces an earlier one."""
-        for name in metrics:
-            value = as_float(record.get(name))
+        for metric in metrics:
+            name, value = metric.name, as_float(record.get(metric.name))
             if not math.isnan(value):
                 self._values.setdefault(name, {})[place] = value
             if not math.isnan(merged := as_float(record.get(f"{name}_merged"))):
                 self._merged[name] = merged
+            if metric.pooled and not math.isnan(mean := as_float(record.get(f"{name}_mean"))):
+                self._pooled[name] = mean
         if not math.isnan(consensus := as_float(record.get("consensus_distance"))):
             self._consensus = consensus
         self._time = time if math.isnan(self._time) else min(self._time, time)
@@ -328,7 +333,7 @@ class Evaluation:
         found: dict[str, Row] = {}
         for name, by_node in self._values.items():
             values = list(by_node.values())
-            found[name] = json_values([sum(values) / len(values), min(values), max(values),
-                                       self._merged.get(name, math.nan)])  # fmt: skip
+            mean = self._pooled.get(name, sum(values) / len(values))
+            found[name] = json_values([mean, min(values), max(values), self._merged.get(name, math.nan)])
         time, consensus = json_values([self._time, self._consensus])
         return {"rounds": rounds, "time": time, "consensus": consensus, "metrics": found}

@@ -196,6 +196,9 @@ class Curve:
     """Whether each node has its own value, so that there is a lowest and a highest."""
     merged: str = ""
     """The key of the same figure for the merged model; empty if there is none."""
+    pooled: str = ""
+    """The key of the figure for the test samples of all nodes together, if each node has only a part of them. It is
+    then the mean over the nodes; empty: the mean of their values is."""
 
 
 CURVES = {
@@ -283,7 +286,8 @@ class Metric:
         unit = self.suffix or (self.unit if self.unit != "1" else "")
         label = f"{self.samples} {self.text}".lstrip() + (f" ({unit})" if unit else "")
         merged = f"{self.name}_merged" if self.of_merged else ""
-        return Curve("evaluation", self.name, label, self.scale, self.logarithmic, merged=merged)
+        pooled = f"{self.name}_mean" if self.pooled else ""
+        return Curve("evaluation", self.name, label, self.scale, self.logarithmic, merged=merged, pooled=pooled)
 
 
 LOSS = Metric("loss", "1", "the mean loss on the test samples", "lower", word="loss", digits=4, logarithmic=True)

@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 
 from decentnode.metrics.figures import VIRTUAL
-from decentnode.report.reading.runs import Line, RecordedRun, chosen_curves
+from decentnode.report.reading.runs import Line, NodeValues, RecordedRun, chosen_curves
 
 COLUMNS = ("run", "figure", "rounds", "seconds", "bytes", "mean", "std", "min", "max", "merged")
 
@@ -38,12 +38,13 @@ def _rows(run: RecordedRun, metric: str, uids: Sequence[int], virtual: bool) -> 
     merged = run.by_round(metric, "rounds", merged=True) if curve is not None and curve.merged else {}
     virtual_at = run.virtual_seconds() if virtual else {}
     for rounds, by_uid in run.by_node(metric).items():
-        values = [value for value, _ in by_uid.values()]
+        values = NodeValues(value for value, _ in by_uid.values())
+        values.pooled = seconds[rounds][1].pooled if rounds in seconds else None
         # Nodes with round counts of their own may report a round after others have finished the next: no common moment.
         moment = (seconds[rounds][0], int(sent[rounds][0])) if rounds in seconds else ("", "")
         yield [
             run.path.name, metric, rounds, *moment,
-            *([virtual_at.get(rounds, "")] if virtual else []), statistics.fmean(values),
+            *([virtual_at.get(rounds, "")] if virtual else []), values.mean,
             statistics.pstdev(values), min(values), max(values), merged[rounds][1][0] if rounds in merged else "",
             *(by_uid[uid][0] if uid in by_uid else "" for uid in uids),
         ]  # fmt: skip

@@ -56,12 +56,12 @@ def _evaluations(run: RecordedRun) -> Iterator[dict[str, Any]]:
         if virtual:
             line[VIRTUAL] = virtual.get(rounds)
         for name in present:
-            key, scale = curves[name].key, curves[name].scale
-            values = [value / scale for value in positions[name]["seconds"][rounds][1]]
+            key, scale, values = curves[name].key, curves[name].scale, positions[name]["seconds"][rounds][1]
             if not curves[name].spread:
-                line[key] = statistics.fmean(values)
+                line[key] = values.mean / scale
                 continue
-            line |= {f"{key}_mean": statistics.fmean(values), f"{key}_min": min(values), f"{key}_max": max(values)}
+            figures = {"mean": values.mean, "min": min(values), "max": max(values)}
+            line |= {f"{key}_{which}": value / scale for which, value in figures.items()}
             if node_values := merged.get(name, {}).get(rounds):
                 line[f"{key}_merged"] = next(iter(node_values.values()))[0] / scale
         for name, column in OF_ROUNDS.items():

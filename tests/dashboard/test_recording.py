@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 
@@ -9,8 +10,9 @@ import numpy as np
 import pytest
 
 from decentnode.dashboard.frames import NODE_COLUMNS, SENT, TIME, Frames
-from decentnode.dashboard.recording import Recording
+from decentnode.dashboard.recording import Evaluation, Recording
 from decentnode.dashboard.tail import Replaced, Tail
+from decentnode.metrics.figures import ACCURACY, LOSS
 from tests.dashboard.folder import (
     PAYLOAD_BYTES,
     START_TIME,
@@ -124,6 +126,14 @@ def test_the_first_changes_contain_the_whole_run(tmp_path: Path) -> None:
     assert all(each[1] == PAYLOAD_BYTES for each in changes["edges"])
     assert sorted(each[2] for each in changes["edges"]) == [0.0] * 4 + [0.25] * 4
     assert changes["events"] == []
+
+
+def test_the_mean_over_nodes_with_parts_of_the_test_set_is_that_of_all_samples() -> None:
+    evaluation, metrics = Evaluation(), [dataclasses.replace(ACCURACY, pooled=True), LOSS]
+    for place, accuracy in enumerate((0.2, 0.6)):
+        record = {"accuracy": accuracy, "accuracy_mean": 0.5, "loss": 2.0 + place, "loss_mean": 9.0}
+        evaluation.take(place, 1.0, record, metrics, 1)
+    assert evaluation.point(4)["metrics"] == {"accuracy": [0.5, 0.2, 0.6, None], "loss": [2.5, 2.0, 3.0, None]}
 
 
 def test_times_of_points_are_sorted_when_a_node_has_slow_rounds_of_its_own(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,12 @@ from click.testing import CliRunner
 
 from decentnode.cli import main
 from decentnode.errors import UsageError
+from decentnode.metrics.figures import TaskMetrics
 from decentnode.report.reading.measured import DEFAULT_METRICS
 from decentnode.report.reading.reached import best, cost, first_reached, target_of
-from decentnode.report.reading.runs import load
+from decentnode.report.reading.runs import Line, load
 from decentnode.report.reading.significance import paired
+from decentnode.report.series_table import csv_of
 from tests.report.test_runs import write_run
 
 
@@ -34,6 +37,25 @@ def test_a_target_is_reached_at_the_first_evaluation_that_meets_it(tmp_path: Pat
     distance = target_of("consensus_distance=0.03", DEFAULT_METRICS)
     assert first_reached(run, distance) == 0, "a distance reaches a target from above"
     assert best(run, "accuracy") == (6, pytest.approx(76.0)) and best(run, "loss") == (6, pytest.approx(2 / 6))
+
+
+def test_the_mean_over_nodes_with_parts_of_the_test_set_is_that_of_all_samples(
+    tmp_path: Path,
+) -> None:
+    """Means of the nodes' own values were taken: of small parts, those of R2 are far below that of all samples."""
+    pooled = TaskMetrics("classification", tuple(replace(each, pooled=True) for each in DEFAULT_METRICS.metrics))
+    run = replace(load(write_run(tmp_path / "e" / "r")), measured=pooled)
+    for records in run.nodes.values():
+        for record in records:
+            if record["kind"] == "evaluation":
+                record["accuracy_mean"] = 0.6 + record["round"] / 20
+    assert [*run.series("accuracy", "rounds").mean] == pytest.approx([60.0, 70.0, 80.0, 90.0])
+    assert run.series("accuracy", "rounds").low == pytest.approx([45.0, 55.0, 65.0, 75.0])
+    assert first_reached(run, target_of("accuracy=0.8", pooled)) == 4
+    assert best(run, "accuracy") == (6, pytest.approx(90.0))
+    assert Line("x", (run, run)).series("accuracy", "rounds").mean == pytest.approx([60.0, 70.0, 80.0, 90.0])
+    table = csv.DictReader(io.StringIO(csv_of([Line("x", (run,))], ["accuracy"])))
+    assert [float(each["mean"]) for each in table] == pytest.approx([60.0, 70.0, 80.0, 90.0])
 
 
 @pytest.mark.parametrize(("text", "message"), [

@@ -152,7 +152,7 @@ def _gap(line: Line, metric: str, axis: str, sign: int) -> tuple[list[float], li
     by_run = []
     for run in line.runs:
         own, merged_values = run.by_round(metric, axis), run.by_round(metric, axis, merged=True)
-        by_run.append({r: (own[r][0], sign * (statistics.fmean(merged_values[r][1]) - statistics.fmean(own[r][1])))
+        by_run.append({r: (own[r][0], sign * (merged_values[r][1].mean - own[r][1].mean))
                       for r in own if r in merged_values})  # fmt: skip
     rounds = sorted(set(by_run[0]).intersection(*by_run[1:]))
     gaps = [[each[r][1] for each in by_run] for r in rounds]
@@ -203,7 +203,7 @@ def _costs(line: Line, metric: str, axis: str) -> tuple[list[float], list[list[f
     first = line.runs[0].measured
     better = better_of(metric, first)
     choose: Callable[..., float] = max if better == "higher" else min
-    means = [[statistics.fmean(values) for _, values in run.by_round(metric, "rounds").values()] for run in line.runs]
+    means = [[values.mean for _, values in run.by_round(metric, "rounds").values()] for run in line.runs]
     if not all(means):
         return [], []
     begin, end = choose(each[0] for each in means), (min if better == "higher" else max)(choose(m) for m in means)

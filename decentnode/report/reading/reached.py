@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,7 +73,7 @@ def first_reached(run: RecordedRun, target: Target) -> int | None:
     """Returns the number of rounds after which the mean over the nodes first met the target; None if it never did. Only
     evaluations are considered: values between two of them are unknown."""
     for rounds, (_, values) in run.by_round(target.metric, "rounds").items():
-        if target.is_met(statistics.fmean(values)):
+        if target.is_met(values.mean):
             return rounds
     return None
 
@@ -95,7 +94,7 @@ def best(run: RecordedRun, metric: str) -> tuple[int, float] | None:
     """Returns (rounds finished, value) of the best mean over the nodes, the earliest one if several are equal; None
     without an evaluation."""
     sign = 1 if better_of(metric, run.measured) == "higher" else -1
-    means = [(rounds, statistics.fmean(values)) for rounds, (_, values) in run.by_round(metric, "rounds").items()]
+    means = [(rounds, values.mean) for rounds, (_, values) in run.by_round(metric, "rounds").items()]
     return max(means, key=lambda each: (sign * each[1], -each[0]), default=None)
 
 

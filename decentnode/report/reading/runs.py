@@ -65,6 +65,18 @@ class Series:
         return Series(*([values[place] for place in kept] for values in (self.x, self.mean, self.low, self.high)))
 
 
+class NodeValues(list[float]):
+    """The values of the nodes at one moment, at least one."""
+
+    pooled: float | None = None
+    """The value for the test samples of all nodes together, if each node has only a part of them."""
+
+    @property
+    def mean(self) -> float:
+        """The mean over the nodes, as the run reports it."""
+        return statistics.fmean(self) if self.pooled is None else self.pooled
+
+
 @dataclass(frozen=True)
 class RecordedRun:
     """The records of a run by uid, in order. They must not change, because what is computed from them is kept."""
@@ -105,10 +117,12 @@ class RecordedRun:
     def by_node(self, metric: str, merged: bool = False) -> dict[int, dict[int, tuple[float, float]]]:
         """Returns rounds finished -> uid -> (value, time), in the order of the rounds and in the unit of the curve's
         label."""
-        curve, by_rounds = self.measured.curves.get(metric), dict[int, dict[int, tuple[float, float]]]()
-        if curve is None:
-            return {}
-        key, offset = curve.merged if merged else curve.key, int(curve.kind == "round")
+        curve = self.measured.curves.get(metric)
+        return {} if curve is None else self._by_node(curve, curve.merged if merged else curve.key)
+
+    def _by_node(self, curve: Curve, key: str) -> dict[int, dict[int, tuple[float, float]]]:
+        """Returns what `by_node` does, for one key of the curve's records."""
+        by_rounds, offset = dict[int, dict[int, tuple[float, float]]](), int(curve.kind == "round")
         for uid, records in self._by_kind.get(curve.kind, {}).items():
             for record in records:
                 if isinstance(value := record.get(key), int | float):
@@ -121,10 +135,19 @@ class RecordedRun:
         """Whether nodes did not wait for each other and got into different rounds."""
         return are_out_of_step(self.nodes.values())
 
-    def by_round(self, metric: str, axis: str, merged: bool = False) -> dict[int, tuple[float, list[float]]]:
+    def by_round(self, metric: str, axis: str, merged: bool = False) -> dict[int, tuple[float, NodeValues]]:
         """Returns rounds finished -> (position on the axis, values of the nodes), in the unit of the curve's label. If
         nodes did not wait for each other, these are the rounds of the furthest node and the values of all nodes at that
         time."""
+        found = {r: (x, NodeValues(values)) for r, (x, values) in self._by_round(metric, axis, merged).items()}
+        curve = self.measured.curves.get(metric)
+        if curve is not None and curve.pooled and not merged:
+            for r, values in self._by_node(curve, curve.pooled).items():
+                if r in found and (not self._out_of_step or r == max(found)):  # of these, only the last one is common
+                    found[r][1].pooled = statistics.fmean(value for value, _ in values.values())
+        return found
+
+    def _by_round(self, metric: str, axis: str, merged: bool) -> dict[int, tuple[float, list[float]]]:
         node_values = self.by_node(metric, merged)
         if self._out_of_step and node_values:
             return self._by_furthest(node_values, axis)
@@ -178,7 +201,7 @@ class RecordedRun:
         if key not in self._series:
             points = self.by_round(metric, axis, merged).values()
             self._series[key] = Series(
-                [x for x, _ in points], [statistics.fmean(v) for _, v in points],
+                [x for x, _ in points], [v.mean for _, v in points],
                 [min(v) for _, v in points], [max(v) for _, v in points],
             )  # fmt: skip
         return self._series[key]
@@ -271,7 +294,7 @@ class Line:
             return self.runs[0].series(metric, axis, merged)
         by_run = [run.by_round(metric, axis, merged) for run in self.runs]
         rounds = sorted(set(by_run[0]).intersection(*by_run[1:]))
-        values = [[statistics.fmean(each[r][1]) for each in by_run] for r in rounds]
+        values = [[each[r][1].mean for each in by_run] for r in rounds]
         means, deviations = [statistics.fmean(v) for v in values], [statistics.stdev(v) for v in values]
         return Series(
             [statistics.fmean(each[r][0] for each in by_run) for r in rounds], means,
