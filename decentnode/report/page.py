@@ -49,8 +49,8 @@ EVENTS_IN_ORDER = frozenset({
 """Kinds of events that are listed one by one; all others are only counted."""
 PURPOSES = {
     "data": "payloads: models, or compressed forms of them", "metadata": "payloads: indices, scales and the like",
-    "evaluation": "evaluation of the merged model", "protocol": "headers, acknowledgments and membership",
-    "control": "heartbeats and connection upkeep", "checkpoints": "checkpoints",
+    "evaluation": "evaluation of the merged model", "protocol": "headers, checksums and acknowledgments",
+    "control": "joining, heartbeats, generations and reports", "checkpoints": "checkpoints",
 }  # fmt: skip
 
 
@@ -383,7 +383,8 @@ def _nodes(ran: RunResult) -> dict[str, Any]:
     ]  # fmt: skip
     rows = [
         [uid, str(node.get("rounds", "-")), *(tell(node) for tell in formatters),
-         _figure(node, "round_seconds_median", 1000, 1, " ms"), size(float(node.get("bytes_data") or 0)),
+         _figure(node, "round_seconds_median", 1000, 1, " ms"),
+         size(sum(float(node.get(key) or 0) for key in ("bytes_data", "bytes_metadata"))),
          str(node.get("faults", "-"))]
         for uid, node in nodes.items() if isinstance(node, dict)
     ]  # fmt: skip

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from decentnode.cli import main
 from decentnode.errors import EnvironmentFault, UsageError
-from decentnode.report.page import _conclusion_line, _recorded_graph, render, waited, write
+from decentnode.report.page import _conclusion_line, _nodes, _recorded_graph, render, waited, write
 from decentnode.report.reading.repeats import RunResult
 from decentnode.report.reading.runs import load
 from tests.report.test_progress import make_summary
@@ -184,3 +184,10 @@ def test_the_conclusion_of_a_failed_run_gives_the_reason(tmp_path: Path) -> None
     assert conclusion.startswith("failed after round 7 of 10")
     assert conclusion.endswith(". It failed: node 1 was killed by SIGKILL")
     assert "It failed" not in _conclusion_line([RunResult(tmp_path, "a", None, {}, "", make_summary())])
+
+
+def test_the_bytes_that_each_node_sent_include_metadata_as_in_the_totals() -> None:
+    nodes = {"0": {"bytes_data": 1_000_000, "bytes_metadata": 500_000}, "1": {"bytes_data": 2_000_000}}
+    table = _nodes(RunResult(Path(), "a", 1, {}, "finished", {"nodes": nodes}))
+    sent = table["heads"].index("sent")
+    assert [row[sent] for row in table["rows"]] == ["1.5 MB", "2.0 MB"]
