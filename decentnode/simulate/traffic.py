@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -19,6 +20,8 @@ from decentnode.sharing.fragments import Fragment
 from decentnode.sharing.rounds import exchange_interval, rule_view
 from decentnode.simulate.timeline.network import NO_TRANSFERS, Transfers
 
+LONGEST_CYCLE = 1024
+"""Greatest number of rounds after which edges are taken to repeat."""
 UPDATE_SCALE = 1e-2
 """Size of the update, relative to the model, after which a rule's payload is measured; it matters for rules that send
 differences."""
@@ -86,10 +89,14 @@ class Traffic:
 
     @property
     def cycle(self) -> int:
-        """The number of rounds after which the rounds with local steps and those with exchanges repeat."""
+        """The number of rounds after which the rounds with local steps and those with exchanges repeat, and also the
+        edges if they do within LONGEST_CYCLE rounds."""
         rounds = self._experiment.node.training_rounds
-        exchanges = (exchange_interval(each.rule) * each.fragment.every for each in self.exchanged)
-        return math.lcm(1 if rounds is None else rounds.train + rounds.mix, *exchanges)
+        exchanges = [exchange_interval(each.rule) * each.fragment.every for each in self.exchanged]
+        trained = 1 if rounds is None else rounds.train + rounds.mix
+        periods = [each.fragment.graph.period or 1 for each in self.exchanged]
+        with_edges = math.lcm(trained, *map(operator.mul, exchanges, periods))
+        return with_edges if with_edges <= LONGEST_CYCLE else math.lcm(trained, *exchanges)
 
     def _clients(self, round: int) -> np.ndarray:
         found, (each, *_) = np.zeros(self.num_nodes, bool), self.exchanged

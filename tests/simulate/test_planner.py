@@ -128,8 +128,12 @@ def test_a_plan_predicts_bytes_and_seconds_of_candidates_and_ranks_them() -> Non
     (["sharing={name: local_sgd, every: 10}"], 1, 1 / 10), (["sharing={name: diloco, every: 50}"], 1, 1 / 50),
     (["sharing={name: diloco, every: 2000}"], 1, 1 / 2000),
     (["sharing={name: local_sgd, every: 3}", "node.training_rounds={train: 1, mix: 1}"], 1 / 2, 1 / 3),
+    (["graph={name: gossip_pga, nodes: 6, every: 6, base: {name: ring, nodes: 6}}", "weights=null"], 1, 15 / 12),
+    (["graph={name: gossip_pga, nodes: 6, every: 70, base: {name: ring, nodes: 6}}", "weights=null"], 1, 143 / 140),
+    (["graph={name: gossip_pga, nodes: 6, every: 3, base: {name: ring, nodes: 6}}", "weights=null",
+      "sharing={name: local_sgd, every: 30}"], 1, 9 / 180),
 ])  # fmt: skip
-def test_the_figures_of_a_candidate_are_means_over_whole_cycles_of_local_steps_and_exchanges(
+def test_the_figures_of_a_candidate_are_means_over_whole_cycles_of_local_steps_exchanges_and_edges(
     overrides: list[str], trained: float, exchanges: float
 ) -> None:
     """Two local steps take 2 s and 32 samples on each of 6 nodes; an exchange with both neighbors takes 1 s."""

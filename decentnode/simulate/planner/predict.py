@@ -21,10 +21,12 @@ from decentnode.simulate.timeline.rounds import time_line
 from decentnode.simulate.traffic import ExchangedFragment, Traffic
 from decentnode.simulate.virtual import local_steps, make_clock, make_compute, make_network
 
-LEAST_ROUNDS, MAX_ROUNDS = 16, 128
-"""Least and greatest number of rounds whose means are a candidate's figures; four periods of its graph in between."""
-MAX_CYCLED_ROUNDS = 2 * LONGEST_REST
-"""Greatest number of rounds if two cycles of local steps and exchanges have more than MAX_ROUNDS."""
+LEAST_ROUNDS, MAX_ROUNDS = 16, 2 * LONGEST_REST
+"""Least and greatest number of rounds whose means are a candidate's figures: two cycles in between."""
+DRAWN_ROUNDS, DRAWN_NODES = 128, 128
+"""Least number of rounds if the edges of at most this many nodes are drawn anew in each: with matcha, which has no more
+nodes, the bytes of a round differ much."""
+ALL_REDUCE_STEPS = 128
 OPTIMIZER_STATES = {"adam": 2, "adamw": 2, "accum_adam": 3, "accum_adamw": 3}
 """Copies of the parameters that optimizers keep. Other optimizers keep 1 if they have momentum, else 0."""
 
@@ -125,9 +127,9 @@ def predict(
     its parts raise."""
     traffic = Traffic(experiment, module)
     made = make_clock(experiment, links=links, step_seconds=step_seconds, traffic=traffic)
-    period = experiment.make_graph().period or 4
-    cycles = max(2, -(-min(MAX_ROUNDS, max(LEAST_ROUNDS, 4 * period)) // traffic.cycle))
-    rounds = min(cycles * traffic.cycle, MAX_CYCLED_ROUNDS)
+    is_drawn = any(each.fragment.graph.period is None for each in traffic.exchanged)
+    least = DRAWN_ROUNDS if is_drawn and traffic.num_nodes <= DRAWN_NODES else LEAST_ROUNDS
+    rounds = min(max(2, -(-least // traffic.cycle)) * traffic.cycle, MAX_ROUNDS)
     found = time_line(made, rounds)
     loads: dict[str, list[float]] = {}
     sent = 0.0
@@ -183,7 +185,7 @@ def predict_all_reduce(
     size = Traffic(experiment, module).model_bytes
     calls = calls_of(experiment, network, range(compute.num_nodes), BUCKET_BYTES)
     clock = all_reduce_clock(compute, calls, network, size)
-    found, batch = time_line(clock, MAX_ROUNDS), int(getattr(experiment.training, "batch_size", 1))
+    found, batch = time_line(clock, ALL_REDUCE_STEPS), int(getattr(experiment.training, "batch_size", 1))
     seconds, n = found.steady_seconds(), compute.num_nodes
     sent = sum(float(each.sizes.sum()) for each in clock.transfers(0)) / n
     return AllReduce(seconds, float((found.computed - found.steps_began).mean()), sent,
