@@ -6,9 +6,16 @@ import sys
 from types import FrameType
 
 
-def _end(_: int, __: FrameType | None) -> None:
-    os.write(2, b"interrupted\n")
-    os._exit(130)
+def _interrupt(_: int, frame: FrameType | None) -> None:
+    """Handles Ctrl-C. During an import, of which commands make many, it exits at once: there is nothing to clean up
+    yet, and importlib swallows exceptions in the callback that drops a module's lock, so that a KeyboardInterrupt
+    there is lost."""
+    while frame is not None:
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            os.write(2, b"interrupted\n")
+            os._exit(130)
+        frame = frame.f_back
+    raise KeyboardInterrupt
 
 
 def _open_closed_streams() -> None:
@@ -25,14 +32,12 @@ def _open_closed_streams() -> None:
 
 
 def main() -> None:
-    """Runs the command line. Ctrl-C during the imports exits at once, because there is nothing to clean up yet."""
+    """Runs the command line."""
     _open_closed_streams()
-    before = signal.getsignal(signal.SIGINT)
-    if before is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _end)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _interrupt)
     from decentnode.cli import main as command
 
-    signal.signal(signal.SIGINT, before)
     try:
         command(prog_name="decentnode")
     finally:

@@ -136,6 +136,20 @@ class Finder:
 sys.meta_path.insert(0, Finder())
 runpy.run_module("decentnode", run_name="__main__", alter_sys=True)
 """
+AS_AN_IMPORT_ENDS = """
+import os, runpy, signal, sys
+
+module = sys.argv.pop(1)
+
+def profile(frame, event, _):
+    code = frame.f_code
+    if event == "call" and code.co_filename == "<frozen importlib._bootstrap>" and code.co_name == "cb":
+        if frame.f_locals["name"] == module:
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.setprofile(profile)
+runpy.run_module("decentnode", run_name="__main__", alter_sys=True)
+"""
 INSIDE_EXEC = """
 import sys, types
 sys.modules["decentnode.cli.plot"] = made = types.ModuleType("decentnode.cli.plot")
@@ -149,8 +163,9 @@ main()
 
 
 @pytest.mark.parametrize(("code", "words"), [
-    (AT_AN_IMPORT, ["click", "plot"]), (AT_AN_IMPORT, ["decentnode.cli.plot", "plot"]), (INSIDE_EXEC, []),
-], ids=["first", "command", "exec"])  # fmt: skip
+    (AT_AN_IMPORT, ["click", "plot"]), (AT_AN_IMPORT, ["decentnode.cli.plot", "plot"]),
+    (AS_AN_IMPORT_ENDS, ["decentnode.cli.plot", "plot"]), (INSIDE_EXEC, []),
+], ids=["first", "command", "lock", "exec"])  # fmt: skip
 def test_ctrl_c_while_modules_are_imported_prints_one_line(code, words):
     done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=200)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
