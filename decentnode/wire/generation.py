@@ -101,6 +101,8 @@ class Limits:
     newcomers_count: bool = False
     """Whether nodes that are not in the mapping count toward `min_nodes`. Only used if `min_nodes` is at most half of
     the nodes in the mapping, which two sides of a network partition may both have anyway."""
+    setting: str = "nodes (node.min_nodes)"
+    """What `min_nodes` counts and, in brackets, where it is set; for messages."""
 
     def are_sufficient(self, members: Collection[int]) -> bool:
         """Returns whether rounds may begin in a generation with these members."""

@@ -222,7 +222,7 @@ def test_a_node_without_which_no_generation_is_possible_is_refused_to_leave() ->
     world = World(5, min_nodes=3)
     membership = world.processes[4].membership
     assert membership.refusal_to_leave() == "" == membership.refusal_to_leave([0])
-    assert "2 of 5 nodes would be left, and a generation needs 3" in membership.refusal_to_leave([0, 1])
+    assert "2 of 5 would be left, and a generation needs 3 nodes (node." in membership.refusal_to_leave([0, 1])
     membership.limits = replace(membership.limits, needed=frozenset({4}))
     assert "no round can begin without the server node 4" in membership.refusal_to_leave()
     membership.stopping = True

@@ -112,7 +112,8 @@ class Control:
         with self._lock:
             founders = len(terms.founders)
             below_half = 2 * terms.min_ranks <= founders
-            limits = Limits(terms.suspect_seconds, ready_seconds, terms.min_ranks, newcomers_count=below_half)
+            limits = Limits(terms.suspect_seconds, ready_seconds, terms.min_ranks,
+                            newcomers_count=below_half, setting="ranks (min_ranks)")  # fmt: skip
             self._terms, self._encoded_terms = terms, terms.encoded(lines)
             state = self._membership = Membership(
                 uid, terms.capacity, limits, draw=entropy.draw, digest=digest, run=terms.run,

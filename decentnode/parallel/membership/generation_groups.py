@@ -18,6 +18,7 @@ from decentnode.parallel.membership.addresses import Address, format_endpoint, p
 from decentnode.parallel.membership.control import ConnectionBroken, Control
 from decentnode.parallel.membership.socket_group import BACKEND, GroupSockets, use_sockets
 from decentnode.parallel.process_group.shutdown import let_threads_release_tensors
+from decentnode.parallel.process_group.traces import forget_group
 from decentnode.wire.generation import FIRST, Generation, Name, proposer_of
 
 FORM_SECONDS = 20.0
@@ -59,6 +60,7 @@ class GenerationGroups(abc.ABC):
         if dist.is_initialized():
             self._old.extend(dist.distributed_c10d._world.pg_map)
             dist.destroy_process_group()
+            forget_group()
 
     def drop_old(self) -> None:
         """Drops the groups of earlier generations with their interrupted operations, which no rank needs any more."""

@@ -3,9 +3,12 @@ through torch and this package fills a screen per rank and hides the error that 
 
 from __future__ import annotations
 
+import inspect
 import sys
 import traceback
 from types import TracebackType
+
+import torch.distributed as dist
 
 from decentnode.errors import DecentnodeError, own_frames
 
@@ -18,6 +21,14 @@ def shorten_traces() -> None:
     """
     if sys.excepthook is sys.__excepthook__:
         sys.excepthook = _print
+
+
+def forget_group() -> None:
+    """Takes back what torch did to the excepthook when it made the default process group: it began every line with the
+    rank in that group. The next group's numbers may differ, and they would be added in front of these."""
+    hook = sys.excepthook
+    if getattr(hook, "__module__", "") == dist.distributed_c10d.__name__:
+        sys.excepthook = inspect.getclosurevars(hook).nonlocals.get("old_hook", hook)
 
 
 def _print(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

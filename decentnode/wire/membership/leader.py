@@ -133,7 +133,7 @@ class Leader:
         absent = (state.suspects | state.failed) - state.joiners
         state.change("too few")
         state.proposal = None
-        needs = f"a generation needs {state.limits.min_nodes} of {state.founders} nodes (node.min_nodes)"
+        needs = f"a generation needs {state.limits.min_nodes} of {state.founders} {state.limits.setting}"
         if servers := absent & state.limits.needed:
             needs = f"no round can begin without the server {state.names(servers)}"
         silent = state.no_answer_reason(absent) if absent else "a node that left does not answer"

@@ -110,8 +110,8 @@ class Membership(MemberState):
             return ""
         if servers := set(self.limits.needed - rest):
             return f"no round can begin without the server {self.names(servers)}"
-        return (f"{len(rest)} of {self.founders} nodes would be left, and a generation needs "
-                f"{self.limits.min_nodes} (node.min_nodes)")  # fmt: skip
+        return (f"{len(rest)} of {self.founders} would be left, and a generation needs "
+                f"{self.limits.min_nodes} {self.limits.setting}")  # fmt: skip
 
     def fail(self) -> None:
         """Tells every member that this process ends, so that none has to wait until its silence is noticed."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 
 import pytest
@@ -58,3 +59,21 @@ def test_other_errors_keep_their_traceback_and_the_scripts_own_excepthook_stays(
     monkeypatch.setattr(sys, "excepthook", own := lambda *_: None)
     shorten_traces()
     assert sys.excepthook is own
+
+
+SECOND_GROUP = """
+import torch.distributed as dist
+from decentnode.parallel.process_group.traces import forget_group, shorten_traces
+
+shorten_traces()
+for _ in range(2):
+    forget_group()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.destroy_process_group()
+raise KeyboardInterrupt
+"""
+
+
+def test_after_a_second_process_group_lines_have_one_rank_in_front() -> None:
+    done = subprocess.run([sys.executable, "-c", SECOND_GROUP], stderr=subprocess.PIPE, text=True, timeout=200)
+    assert {line.count("[rank0]: ") for line in done.stderr.splitlines()} == {1}, done.stderr
