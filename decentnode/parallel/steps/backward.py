@@ -63,20 +63,15 @@ class BackwardWatch:
         self._has_gradient = False
         """Whether a parameter got its gradient in the current pass."""
         self._queued: weakref.ref[Callable[[], None]] | None = None
+        """The end-of-pass callback of the pass in progress, alive until the pass has ended or raised; None once it was
+        called: then anything may keep it alive, such as an error with its frames."""
         itself = weakref.ref(self)
-        nothing: weakref.ref[Callable[[], None]] = weakref.ref(lambda: None)
-        known = nothing
-        """The end-of-pass callback of the pass that is known to have a gradient: alive as long as that pass."""
 
         def on_gradient(_: Tensor) -> None:
-            nonlocal known
-            if known() is not None:  # fast path: one pass may call this for a thousand small parameters
-                return
             watch = itself()
             if watch is not None and not watch.accumulating:
                 watch._await_end()
                 watch._has_gradient = True
-                known = watch._queued if watch._queued is not None else nothing
 
         self._on_gradient = on_gradient
         self._hooks: list[Any] = []
