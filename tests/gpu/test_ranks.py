@@ -89,22 +89,26 @@ def test_overlapped_exchanges_are_resumed_with_the_same_bits(name: str) -> None:
     assert all(result["same_after_resume"] for result in results)
 
 
-@pytest.mark.parametrize(("backend", "device", "gpus", "message"), [
-    ("", "cuda", 1, "NCCL needs a GPU for each rank, but ranks 0 and 1 share"),
-    ("gloo", "cuda", 1, "took 3 steps over gloo"),
-    pytest.param("", "cpu", 2, "parameter weight must be on the device that the process group's backend nccl sends "
-                 "from, got cpu: move the model to cuda", marks=pytest.mark.multigpu),
-    pytest.param("", "cuda", 2, "took 3 steps over nccl", marks=pytest.mark.multigpu),
+@pytest.mark.parametrize(("start", "device", "gpus", "message"), [
+    ("initialize_dist()", "cuda", 1, "NCCL needs a GPU for each rank, but ranks 0 and 1 share"),
+    ("initialize_dist('gloo')", "cuda", 1, "took 3 steps over gloo"),
+    pytest.param("initialize_dist()", "cpu", 2, "parameter weight must be on the device that the process group's "
+                 "backend nccl sends from, got cpu: move the model to cuda", marks=pytest.mark.multigpu),
+    pytest.param("initialize_dist()", "cuda", 2, "took 3 steps over nccl", marks=pytest.mark.multigpu),
+    pytest.param("torch.distributed.init_process_group()", "cuda", 2, "took 3 steps over undefined",
+                 marks=pytest.mark.multigpu),
+    pytest.param("torch.distributed.init_process_group('cpu:gloo,cuda:nccl')", "cuda", 2,
+                 "took 3 steps over cpu:gloo,cuda:nccl", marks=pytest.mark.multigpu),
 ])  # fmt: skip
 def test_two_ranks_of_a_script_train_or_are_refused(
-    tmp_path: Path, backend: str, device: str, gpus: int, message: str
+    tmp_path: Path, start: str, device: str, gpus: int, message: str
 ) -> None:
     """Each rank has its own GPU, or both see only the first."""
     script = tmp_path / "train.py"
     script.write_text(
-        "import sys, torch\nfrom functools import partial\n"
+        "import os, sys, torch\nfrom functools import partial\n"
         "from decentnode.parallel import DecentralizedDataParallel, initialize_dist\n"
-        f"initialize_dist({backend!r} or None)\n"
+        f"torch.cuda.set_device(min({gpus - 1}, int(os.environ['LOCAL_RANK'])))\n{start}\n"
         f"model = DecentralizedDataParallel(torch.nn.Linear(4, 2).to('{device}'),\n"
         "                                  optimizer=partial(torch.optim.AdamW, lr=0.1))\n"
         "for _ in range(3):\n"

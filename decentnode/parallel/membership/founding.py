@@ -18,6 +18,7 @@ from decentnode.parallel.membership.job import Job, current_job, set_current_job
 from decentnode.parallel.membership.keys import Access
 from decentnode.parallel.process_group.agreement import succeed_on_all_ranks
 from decentnode.parallel.process_group.collectives import gather_texts
+from decentnode.parallel.process_group.default_group import CPU, CUDA, backend_of
 from decentnode.wire.messages import MAX_SEATS
 
 Missing = Literal["fail", "regroup"]
@@ -98,7 +99,7 @@ def job_for(missing: Missing | None, timeout_seconds: float) -> Job | None:
         return None
     found = current_job()
     if found is None and missing == "regroup":
-        if not dist.is_initialized() or dist.get_backend() != "gloo":
+        if not dist.is_initialized() or backend_of(CPU) != "gloo" or backend_of(CUDA) == "nccl":
             raise ValueError('missing="regroup" needs initialize_dist(missing="regroup"), or a process group of the '
                              "backend gloo")  # fmt: skip
         found = found_job(JobSettings(None, timeout_seconds))

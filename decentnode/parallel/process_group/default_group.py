@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
 
 def num_ranks() -> int:
     """Returns the number of ranks of the default process group; 1 without one."""
@@ -27,8 +29,13 @@ def local_device() -> torch.device:
 
 def device_of_group() -> torch.device:
     """Returns the device of tensors that the default process group can send."""
-    cuda = dist.get_backend() == "nccl"
-    return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device()) if has_nccl_alone() else CPU
+
+
+def has_nccl_alone() -> bool:
+    """Returns whether the default process group sends tensors of GPUs by NCCL and none of the CPU. The name that it was
+    given does not tell: torch's `init_process_group()` without a name chooses NCCL on machines with GPUs."""
+    return backend_of(CUDA) == "nccl" and not backend_of(CPU)
 
 
 def backend_of(device: torch.device) -> str:
@@ -43,7 +50,7 @@ def backend_of(device: torch.device) -> str:
 def check_device(name: str, tensor: Tensor) -> None:
     """Raises ValueError for a tensor that the default process group cannot send: one on the CPU if it has NCCL alone.
     name: the tensor's, for messages."""
-    if dist.is_initialized() and num_ranks() > 1 and dist.get_backend() == "nccl" and not tensor.is_cuda:
+    if num_ranks() > 1 and not tensor.is_cuda and has_nccl_alone():
         raise ValueError(f"{name} must be on the device that the process group's backend nccl sends from, got "
                          f"{tensor.device}: "
                          f'move the model to {device_of_group()}, or call initialize_dist("gloo")')

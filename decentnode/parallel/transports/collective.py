@@ -21,6 +21,7 @@ from decentnode.errors import PeerLost
 from decentnode.parallel.buckets.bucket import Bucket, BucketPart
 from decentnode.parallel.planning.plan import Plan
 from decentnode.parallel.process_group.collectives import failure_reason
+from decentnode.parallel.process_group.default_group import backend_of
 from decentnode.parallel.transports.base import FIRST_TAG, Flight
 from decentnode.parallel.transports.host_memory import HostMemory, HostMemoryExchange
 from decentnode.tensors import is_own_fault
@@ -96,9 +97,10 @@ class CollectiveExchange(HostMemoryExchange):
 
     def _await(self, flight: Flight) -> None:
         started = clock.now()
+        by_nccl = backend_of(flight.bucket.flat.device) == "nccl"
         for work, peers in flight.works:
             with self._blamed(flight.step, peers):
-                if dist.get_backend() == "nccl":
+                if by_nccl:  # with a time-out the host would wait, not the GPU
                     work.wait()
                 else:
                     work.wait(timedelta(seconds=self.timeout_seconds))

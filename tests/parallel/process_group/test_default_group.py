@@ -1,11 +1,13 @@
-"""The GPU that a rank uses."""
+"""The GPU that a rank uses, and the devices whose tensors its process group sends."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from decentnode.parallel.process_group.default_group import local_device
+from decentnode.parallel.membership import founding
+from decentnode.parallel.process_group.default_group import CPU, backend_of, device_of_group, local_device
 
 
 @pytest.mark.parametrize(("rank", "count", "index"), [(0, 4, 0), (3, 4, 3), (3, 1, 0), (0, 1, 0)])
@@ -22,3 +24,14 @@ def test_a_local_rank_beyond_the_visible_gpus_is_refused(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(ValueError, match="local rank 3 must see one GPU, its own, or more than 3, got 2"):
         local_device()
+
+
+def test_backends_are_found_whatever_the_process_group_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(founding, "found_job", lambda _settings: "job")
+    dist.init_process_group("cpu:gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert dist.get_backend() == "cpu:gloo"
+        assert (backend_of(CPU), device_of_group()) == ("gloo", CPU)
+        assert founding.job_for("regroup", 30.0) == "job"
+    finally:
+        dist.destroy_process_group()
