@@ -31,7 +31,7 @@ def initialize_dist(
 ) -> tuple[int, int]:
     """Joins the default process group as torchrun's environment says; returns (rank, world size). Blocking.
 
-    backend: when not given, nccl where CUDA is available and gloo elsewhere. On GPUs the local rank's device is chosen.
+    backend: when not given, nccl where CUDA is available and gloo elsewhere. With nccl the local rank's GPU is chosen.
     The process leaves the group by itself before it ends; dist.destroy_process_group() may be called before that.
 
     missing="regroup": ranks may die, and others may join, over gloo (membership/). join: addresses HOST:PORT, separated
@@ -70,7 +70,7 @@ def initialize_dist(
 
 
 def _join_group(backend: str | None, timeout_seconds: float) -> None:
-    cuda = torch.cuda.is_available() and backend in (None, "nccl")
+    cuda = torch.cuda.is_available() and "nccl" in (backend or "nccl")
     if cuda:
         torch.cuda.set_device(local_device())
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else None
