@@ -248,7 +248,7 @@ class Supervised(Training):
             members = evenly_spaced(members, most)
         members = members[part[0] :: part[1]]
         size = self._evaluation_batch(source) if len(members) else 1
-        if source.images is not None and self.model.device.type != "cpu":
+        if self.model.device.type != "cpu":
             size = max(size, self.config.batch_size)  # one image of 224x224 at a time would leave a GPU idle
         names = self.task.all_sums
         total = torch.zeros(len(names), dtype=torch.float64, device=self.model.device)

@@ -22,7 +22,7 @@ from decentnode.tasks.base import Task
 from decentnode.tasks.classification import Classification, ClassificationConfig
 from decentnode.tasks.next_token import NextToken, NextTokenConfig
 from decentnode.tensors import FlatModel
-from decentnode.training import gradients
+from decentnode.training import gradients, supervised
 from decentnode.training.optimizers import _optimizers
 from decentnode.training.source import Source
 from decentnode.training.supervised import Supervised
@@ -275,6 +275,17 @@ def test_augmented_images_equal_those_on_the_cpu() -> None:
     on_cpu, on_gpu = (training(device, **keys) for device in (CPU, GPU))
     for (a, _), (b, _) in zip(on_cpu.share.batches(12), on_gpu.share.batches(12), strict=True):
         assert torch.equal(a, b.cpu())
+
+
+@pytest.mark.parametrize("samples", [images(), LazyImages(np.arange(37))], ids=["array", "made"])
+def test_evaluations_take_as_many_samples_at_a_time_as_training_steps(
+    samples: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervised, "EVALUATION_ELEMENTS", 1)
+    made, sizes = training(GPU, samples, batch_size=16), list[int]()
+    made.model.module.register_forward_pre_hook(lambda _, inputs: sizes.append(len(inputs[0])))
+    made.evaluate("test")
+    assert sizes == [16, 16, 5]
 
 
 def test_dropout_on_a_gpu_depends_only_on_the_seed_of_the_round() -> None:
