@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import os
 import warnings
 from functools import partial
@@ -155,9 +156,11 @@ def exchange_with_overlap(rank: int, n: int, name: str, period: int) -> dict[str
             loss.backward()
             trained.step(loss=loss.item())
             if t == resumed:
-                state = copy.deepcopy(trained.state_dict())
+                file = io.BytesIO()
+                torch.save(trained.state_dict(), file)
+                file.seek(0)
                 trained = CommOptimizer(make(), name, world_size=n, comm_period=period, overlap=True)
-                trained.load_state_dict(state)
+                trained.load_state_dict(torch.load(file, map_location="cpu"))
         ends.append(flat(module))
     return {"exchange_steps": exchange_steps, "conserved": float(conserved.abs().max()),
             "same_after_resume": all(torch.equal(ends[0], e) for e in ends)}  # fmt: skip
