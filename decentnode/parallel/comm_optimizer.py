@@ -25,6 +25,7 @@ from decentnode.parallel.methods.leader import LSGD, LSGDPlus
 from decentnode.parallel.participants.optimizer import OptimizerParticipant
 from decentnode.parallel.process_group.collectives import failure_reason
 from decentnode.parallel.process_group.default_group import num_ranks
+from decentnode.parallel.states.wrapper_state import moved_to
 from decentnode.parallel.steps.idle import IdleJoinable
 from decentnode.tensors import is_own_fault
 
@@ -223,7 +224,7 @@ class CommOptimizer(OuterOptimizer, IdleJoinable):
             raise ValueError(f"dist_optim_name must be that of the saved method, {saved_name}, got {own_name}: the "
                              f"state has no {', '.join(sorted(missing))}")  # fmt: skip
         self.local_optimizer.load_state_dict(copy.deepcopy(state["local"]))  # torch would keep the tensors of `state`
-        self.dist_optimizer.load_state_dict(state["dist"])
+        self.dist_optimizer.load_state_dict(moved_to(self.dist_optimizer.center.device, state["dist"]))
 
     def __repr__(self) -> str:
         return f"CommOptimizer({type(self.dist_optimizer).__name__}, {self.local_optimizer!r})"

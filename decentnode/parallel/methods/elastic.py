@@ -85,9 +85,8 @@ class EASGD(DistOptimizer):
         flight = state.get("flight") if self.has_same_world_size(state) else None
         self._flight = None
         if flight is not None:
-            pull, total = (each.to(self.center.device, copy=True) for each in flight)  # a file's may be on another one
-            alone = self.with_step_number(torch.zeros_like(total))[-1:] * self.world_size
-            self._flight = pull, torch.cat([total, alone]), None, self.steps
+            alone = self.with_step_number(torch.zeros_like(flight[1]))[-1:] * self.world_size
+            self._flight = flight[0].clone(), torch.cat([flight[1], alone]), None, self.steps
 
 
 class EAMSGD(EASGD):

@@ -188,7 +188,7 @@ class LSGD(DistOptimizer):
             self._scores = GatheredNumbers(scores)
         if state["meeting"] is not None:
             leader, *tensors = state["meeting"]
-            self._exchange = _LeaderExchange(leader, *(each.to(self.center.device, copy=True) for each in tensors))
+            self._exchange = _LeaderExchange(leader, *(each.clone() for each in tensors))
 
 
 class LSGDPlus(LSGD):

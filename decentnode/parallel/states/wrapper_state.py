@@ -47,18 +47,19 @@ def load_wrapper_state(
     steps.taken, steps.factor = int(state["steps"]), float(state["factor"])
     steps.learning_rate = float(state.get("learning_rate", steps.rate()))
     for bucket, each in zip(steps.buckets, rule_states, strict=True):
-        bucket.rule.load_state_dict(_moved_to(bucket.flat.device, each))
+        bucket.rule.load_state_dict(moved_to(bucket.flat.device, each))
     steps.must_restart = True
 
 
-def _moved_to(device: torch.device, value: Any) -> Any:
-    """Returns the state of a rule, moved to its bucket's device: files and other machines have it on the CPU."""
+def moved_to(device: torch.device, value: Any) -> Any:
+    """Returns the state of a rule or method with its tensors on the device of what it belongs to: files and other
+    machines have them on the CPU."""
     if isinstance(value, Tensor):
         return value.to(device)
     if isinstance(value, Mapping):
-        return {key: _moved_to(device, each) for key, each in value.items()}
+        return {key: moved_to(device, each) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(_moved_to(device, each) for each in value)
+        return type(value)(moved_to(device, each) for each in value)
     return value
 
 

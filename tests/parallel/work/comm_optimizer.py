@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import os
 import warnings
 from functools import partial
@@ -156,11 +155,9 @@ def exchange_with_overlap(rank: int, n: int, name: str, period: int) -> dict[str
             loss.backward()
             trained.step(loss=loss.item())
             if t == resumed:
-                file = io.BytesIO()
-                torch.save(trained.state_dict(), file)
-                file.seek(0)
+                state = models.through_file(trained.state_dict())
                 trained = CommOptimizer(make(), name, world_size=n, comm_period=period, overlap=True)
-                trained.load_state_dict(torch.load(file, map_location="cpu"))
+                trained.load_state_dict(state)
         ends.append(flat(module))
     return {"exchange_steps": exchange_steps, "conserved": float(conserved.abs().max()),
             "same_after_resume": all(torch.equal(ends[0], e) for e in ends)}  # fmt: skip

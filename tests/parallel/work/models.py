@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,6 +29,15 @@ def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
 
 def flat(module: nn.Module) -> Tensor:
     return torch.cat([p.detach().reshape(-1).cpu() for p in module.parameters()])
+
+
+def through_file(state: dict[str, Any]) -> dict[str, Any]:
+    """Returns a state as it is read from a file that was saved with torch, with all tensors on the CPU."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    loaded: dict[str, Any] = torch.load(file, map_location="cpu")
+    return loaded
 
 
 class UnusualParameters(nn.Module):
