@@ -14,6 +14,8 @@ import torch
 
 from decentnode.checkpoint import store
 from decentnode.checkpoint.state import decode
+from decentnode.checkpoint.store import Snapshot
+from decentnode.checkpoint.writer import Writer
 from decentnode.communication.base import Communication
 from decentnode.communication.parts import Collected, Schema
 from decentnode.communication.run_state import Steps, at_once, run_without_waits
@@ -44,6 +46,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+class WriterInVirtualTime(Writer):
+    """Writing takes no virtual time, whatever the disk needs: after a stop, a node only waits a second for it."""
+
+    def give(self, snapshot: Snapshot) -> None:
+        super().give(snapshot)
+        assert self.wait(60.0)
+
+
 class CheckpointedRun(NodeRun):
     """A run whose nodes write checkpoints to `folder`, and start from those in `resume`."""
 
@@ -60,6 +70,7 @@ class CheckpointedRun(NodeRun):
         is_newcomer = uid >= self.graph.num_nodes
         resume = None if node.round or is_newcomer else self.resume_from
         node.checkpoints = Checkpoints(node, self.folder, {}, resume)
+        node.checkpoints._writer = WriterInVirtualTime(self.folder)
         return node
 
     def until(self, seconds: float, **setting: Any) -> World:
@@ -69,7 +80,7 @@ class CheckpointedRun(NodeRun):
         world.run(seconds)
         for node in self.nodes.values():
             assert isinstance(node.checkpoints, Checkpoints)
-            node.checkpoints.close(10.0)
+            node.checkpoints.close(60.0)
         return world
 
 
