@@ -81,8 +81,8 @@ class TrainingRun:
 
     With missing="regroup" a rank is a node by its uid, which it keeps. An epoch is then `steps_per_epoch` steps,
     because a regrouping may skip steps and a newcomer may begin in the middle of an epoch:
-    `for x, y in run.steps(batches(epoch))`. A newcomer that joins between two epochs takes no part in what the others
-    do there.
+    `for x, y in run.steps(batches(epoch))`. A newcomer that joins while the others evaluate between two epochs takes
+    no part in that.
     """
 
     def __init__(
@@ -135,6 +135,7 @@ class TrainingRun:
         self.path = self._choose_directory(Path(runs), name, resume)
         self._epoch: _Epoch | None = None
         has_joined = model._participant is not None and model._participant.joined_at is not None
+        self._joined_after_epoch = has_joined and self.model.steps % (steps_per_epoch or 1) == 0
         if has_joined:
             self.done = self._epoch_of_step()
             self._records.drop_from(self.done)
@@ -195,8 +196,10 @@ class TrainingRun:
         evaluates and writes checkpoints. Blocking, on all ranks."""
         self._planned = total
         self._checkpoints.restore_random_state()  # not before: scripts draw the same up to here, resumed or not
-        if self.done == 0 and not self._ranks.has_just_joined:
+        if self.done == 0 and not self._ranks.joined_late:
             self.evaluate()
+        elif self._joined_after_epoch and not self._ranks.joined_late:
+            self._finish_epoch()
         while self.done < total:
             self._write_status("trains")
             self._epoch = _Epoch(clock.now(), self.model.metrics["exposed_seconds"], self.model.steps)
@@ -207,12 +210,15 @@ class TrainingRun:
             self._record()
             if self._ranks.folder is not None:
                 self.done = self._epoch_of_step()
-                if self.model.steps != end or self._ranks.has_just_joined:  # the others do the rest alone
+                if self.model.steps != end or self._ranks.joined_late:  # the others do the rest alone
                     continue
-            if self.done % self._evaluate_every == 0 or self.done == total:
-                self.evaluate()
-            if self._keep:
-                self._checkpoints.save(self.path, self.done)
+            self._finish_epoch()
+
+    def _finish_epoch(self) -> None:
+        if self.done % self._evaluate_every == 0 or self.done == self._planned:
+            self.evaluate()
+        if self._keep:
+            self._checkpoints.save(self.path, self.done)
 
     def steps(self, batches: Iterable[T]) -> Iterator[T]:
         """Yields batches until the wrapper has taken the steps of the epoch, starting again from the first batch where
@@ -263,8 +269,7 @@ class TrainingRun:
         record's figures. Blocking, on all ranks."""
         self._write_status("evaluates")
         found = self._ranks.evaluate(None if self._evaluate_model is None else self._measure)
-        self._records.write({"kind": "evaluation", "round": self.done, "time": clock.recorded(), **found,
-                             "contributors": self.model.world_size})  # fmt: skip
+        self._records.write({"kind": "evaluation", "round": self.done, "time": clock.recorded(), **found})
         return found
 
     def _measure(self) -> dict[str, float]:
@@ -293,7 +298,7 @@ class TrainingRun:
     ) -> None:
         """Writes the summary, unless the script failed. Blocking, on all ranks."""
         self._write_status("finished" if kind is None else "failed")
-        if kind is None and not self._ranks.has_just_joined:
+        if kind is None and not self._ranks.joined_late:
             gathered = self.model._gossip.exchange.gather_by_rank(json.dumps(self.figures()), "figures")
             ended_before = self.done == self._first_epoch and (self.path / "summary.json").exists()
             if self.uid == min(gathered) and not ended_before:

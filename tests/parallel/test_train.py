@@ -199,6 +199,22 @@ def test_status_reports_whether_ranks_finished_failed_or_died(runs: Path, tmp_pa
     assert "gone" in invoke("status", str(tmp_path / "script/latest"), "--once")
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_a_process_that_joins_after_an_epoch_takes_part_in_the_evaluation_unless_it_has_begun(
+    late: bool, tmp_path: Path
+) -> None:
+    with JobProcesses() as job:
+        job.start_founders(2, free_ports(1), members.record_join_after_an_epoch, str(tmp_path), None, late)
+        addresses = [job.receive(rank) for rank in range(2)]
+        job.start(members.record_join_after_an_epoch, {}, str(tmp_path), addresses[0], late)
+        job.receive(2)
+        *founders, newcomer = [job.receive(number) for number in range(3)]
+    assert newcomer["first"] == 10
+    assert newcomer["evaluations"] == [(epoch, 3) for epoch in ((3, 4) if late else (2, 3, 4))]
+    for founder in founders:
+        assert founder["evaluations"] == [(0, 2), (1, 2), (2, 2 if late else 3), (3, 3), (4, 3)]
+
+
 @pytest.mark.slow
 def test_an_elastic_job_is_recorded_and_resumed_with_fewer_ranks(tmp_path: Path) -> None:
     """Rank 1 is killed and uid 3 joins; then ranks 0 and 1 resume what uids 0, 2 and 3 have saved."""
@@ -220,7 +236,8 @@ def test_an_elastic_job_is_recorded_and_resumed_with_fewer_ranks(tmp_path: Path)
         evaluations = {record["round"]: record for record in records if record["kind"] == "evaluation"}
         assert [record["round"] for record in records if record["kind"] == "round"] == result["trained"]
         assert max(evaluations) == last + 1 and evaluations[last + 1]["contributors"] == 3
-        assert min(evaluations) == (0 if uid != 3 else joined_at_step // 5 + 1)
+        # after an epoch, a newcomer evaluates with the others unless they have begun
+        assert min(evaluations) in ((0,) if uid != 3 else (-(-joined_at_step // 5), joined_at_step // 5 + 1))
         merged = [evaluations[number]["loss_merged"] for number in sorted(evaluations)]
         if uid != 3:
             assert merged[-1] < 0.7 * merged[0] and evaluations[0]["contributors"] == 3

@@ -62,6 +62,8 @@ class WrapperParticipant:
         """Steps that this rank had finished, or was about to finish, when the regrouping began."""
         self.joined_at: int | None = None
         """The step at which this process last joined and took the others' model; None if it never did."""
+        self.joined_late = False
+        """Whether some of the others had then begun what they do after this step, such as an average."""
         self.exchange: RegroupingExchange
         self._module: Module
         self._steps: GossipSteps
@@ -140,7 +142,8 @@ class WrapperParticipant:
     # -- the parts of a regrouping ------------------------------------------------------------------------------
 
     def report(self) -> dict[str, Any]:
-        return {"position": self._position, "fresh": self.job.control.fresh, "local": self._local,
+        return {"position": self._position, "in_step": self._in_step, "fresh": self.job.control.fresh,
+                "local": self._local,
                 "unfrozen": self._unfrozen.exchanged_groups, "waiting": [name for name, _ in self._unfrozen.pending],
                 **self.exchange.report()}  # fmt: skip
 
@@ -173,7 +176,9 @@ class WrapperParticipant:
                     schedule.step()
         self._position = self._first_step
         if rank not in old:
+            others = [reports[self.job.members[number]] for number in old]
             self.joined_at = self._first_step
+            self.joined_late = any(not each["in_step"] for each in others if each["position"] == self._first_step)
         self.job.control.set_model_ready(self._first_step)
         logger.warning("rank %d of %d from step %d on", rank, world_size, self._first_step)
 

@@ -32,9 +32,9 @@ class RunRanks:
         return tuple(range(self.model.world_size))
 
     @property
-    def has_just_joined(self) -> bool:
-        """Whether this rank joined at the current step, so that it takes no part in what the others do between two
-        epochs at this step."""
+    def joined_late(self) -> bool:
+        """Whether this rank joined at the current step, when others had begun what they do between two epochs at this
+        step, so that it takes no part in that."""
         return False
 
     def evaluate(self, measure: Measure | None) -> dict[str, float]:
@@ -49,7 +49,7 @@ class RunRanks:
             with self.model.averaged(), succeed_on_all_ranks("evaluate the averaged model"):
                 merged = measure()
             found = _figures(own, means, merged)
-        return found | {"consensus_distance": self.model.consensus_distance()}
+        return found | {"consensus_distance": self.model.consensus_distance(), "contributors": self.model.world_size}
 
 
 class ElasticRunRanks(RunRanks):
@@ -68,8 +68,8 @@ class ElasticRunRanks(RunRanks):
         return self._participant.job.members
 
     @property
-    def has_just_joined(self) -> bool:
-        return self._participant.joined_at == self.model.steps
+    def joined_late(self) -> bool:
+        return self._participant.joined_at == self.model.steps and self._participant.joined_late
 
     def evaluate(self, measure: Measure | None) -> dict[str, float]:
         model, failed = self.model, list[Exception]()
@@ -86,7 +86,9 @@ class ElasticRunRanks(RunRanks):
                 finally:
                     model.revert_global_avg()
             distance = consensus_distance(model._gossip.buckets, mean)
-            return _figures(own, means, merged) | {"consensus_distance": distance}
+            return _figures(own, means, merged) | {
+                "consensus_distance": distance, "contributors": len(self._participant.exchange.averaging),
+            }  # fmt: skip
 
         found = model._gossip.exchange.run_average("evaluation", evaluate_together)
         if failed:

@@ -196,15 +196,19 @@ class RegroupingExchange(BucketExchange):
             restart()
         return found
 
+    @property
+    def averaging(self) -> Sequence[int]:
+        """The ranks that take part in the average in progress."""
+        group = self._unfinished_averages.get(self.averages_begun)
+        return range(len(self.members)) if group is None else dist.get_process_group_ranks(group)
+
     def _mean(self, tensor: Tensor) -> Tensor:
         return mean_over_ranks(tensor, self._unfinished_averages.get(self.averages_begun))
 
     def gather_by_rank(self, text: str, what: str) -> dict[int, str]:
         def gather(_: object) -> dict[int, str]:
-            group = self._unfinished_averages.get(self.averages_begun)
-            ranks = range(len(self.members)) if group is None else dist.get_process_group_ranks(group)
-            texts = gather_texts(text, torch.device("cpu"), what, group)
-            return dict(zip((self.members[rank] for rank in ranks), texts, strict=True))
+            texts = gather_texts(text, torch.device("cpu"), what, self._unfinished_averages.get(self.averages_begun))
+            return dict(zip((self.members[rank] for rank in self.averaging), texts, strict=True))
 
         return self.run_average(what, gather)
 
