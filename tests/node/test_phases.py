@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -78,7 +79,8 @@ def run(
     lr: float = 0.1, buffers: int = 0, records: list[dict[str, Any]] | None = None, silent: int | None = None,
     **options: object,
 ) -> list[Node]:
-    """Runs nodes that train on quadratics; node `silent` sends only in the first phase of the first round."""
+    """Runs nodes that train on quadratics; node `silent` sends only in the first phase of the first round. The others
+    begin once it has sent, as their deadline begins then."""
     config = NodeConfig.model_validate({"rounds": rounds, "evaluate_every": 0, **options})
     trainings = [Quadratic(u, elements, lr, buffers=buffers) for u in range(graph.num_nodes)]
     rules = [kind() if kind is Relay else kind(Full.Config()) for _ in trainings]  # type: ignore[call-arg]
@@ -88,14 +90,20 @@ def run(
         parts = [NodeParts(graph, trainings[u], rules[u], c) for u, c in enumerate(made)]
         built = [Node(u, config, part, seed=1, record=record) for u, part in enumerate(parts)]
 
+        has_sent = threading.Event()
+
         def work(communication: Communication) -> None:
             node = built[communication.uid]
             if silent is None:
                 node.run()
-            elif node.uid == silent:
+                return
+            if node.uid == silent:
                 node.begin_round(0)
-            elif config.missing == "fail":
-                expected = rf"node {silent} in round 0, waited [34]\.\d s .*: 1.5 for each of 2 phases"
+                has_sent.set()
+                return
+            assert has_sent.wait(60)
+            if config.missing == "fail":
+                expected = rf"node {silent} in round 0, waited (?:[3-9]|\d\d+)\.\d s .*: 1.5 for each of 2 phases"
                 with pytest.raises(PeerLost, match=expected):
                     node.run()
             else:
