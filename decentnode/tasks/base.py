@@ -95,8 +95,8 @@ class Task(Component, abc.ABC):
 
     @abc.abstractmethod
     def values(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """Returns the metrics by name. sums: the total sums over all evaluated samples, with the names of `all_sums`;
-        `count` is positive."""
+        """Returns the metrics by name, without those that these samples do not define. sums: the total sums over all
+        evaluated samples, with the names of `all_sums`; `count` is positive."""
 
     @property
     def all_sums(self) -> tuple[str, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
@@ -57,5 +56,5 @@ class Regression(Task):
     def values(self, sums: Mapping[str, float]) -> dict[str, float]:
         count, wrong = sums["count"], sums["squared_error"]
         spread = sums["squared_target"] - sums["target"] ** 2 / count
-        explained = 1 - wrong / spread if spread > 0 else math.nan
-        return {"mse": wrong / count, "mae": sums["absolute_error"] / count, "r2": explained}
+        explained = {"r2": 1 - wrong / spread} if spread > 0 else {}  # else all targets are equal, such as a single one
+        return {"mse": wrong / count, "mae": sums["absolute_error"] / count, **explained}

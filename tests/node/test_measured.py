@@ -104,6 +104,27 @@ def test_nodes_without_test_samples_are_left_out_of_means(tmp_path: Path) -> Non
     assert all(math.isfinite(float(node.figures()["accuracy_mean"])) for node in nodes)
 
 
+def test_means_leave_out_nodes_whose_samples_do_not_define_a_metric(tmp_path: Path) -> None:
+    """One node has a single test sample, without variance. R2 had no mean then."""
+    draw = np.random.default_rng(1)
+    inputs, keys = draw.normal(size=(60, 3)).astype(np.float32), np.arange(60) % 4
+    of_test = np.where(np.arange(60) == 7, 3, np.arange(60) % 3)
+    np.savez(tmp_path / "data.npz", train_inputs=inputs, train_targets=inputs.sum(1), train_keys=keys,
+             test_inputs=inputs, test_targets=inputs.sum(1), test_keys=of_test)  # fmt: skip
+    (tmp_path / "run.yaml").write_text(
+        "name: single\ngraph: {name: ring, nodes: 4}\nmodel: {name: mlp, hidden: [4]}\nnode: {rounds: 2}\n"
+        "data: {name: npz, file: data.npz, train_keys: train_keys, test_keys: test_keys, test: own, "
+        "partition: by_key}\n"
+        "training: {batch_size: 5, local_steps: 2, optimizer: {name: sgd, lr: 0.1}}\n"
+    )
+    _, nodes, found = run_config(tmp_path / "run.yaml")
+    known = [node.evaluation["r2"] for node in nodes if "r2" in node.evaluation]
+    assert len(known) == 3 and found["r2_mean"] == pytest.approx(np.mean(known))
+    assert all(node.evaluation["r2_mean"] == found["r2_mean"] for node in nodes)
+    assert found["mse_mean"] == pytest.approx(np.mean([node.evaluation["mse"] for node in nodes]))
+    assert found["r2_deviation"] == pytest.approx(np.std(known))
+
+
 def test_nodes_with_private_files_train_one_model(tmp_path: Path) -> None:
     for uid in range(3):
         draw = np.random.default_rng(uid)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -221,21 +220,15 @@ class Evaluator:
             return self._training.measure_further(merged=True)
 
     def _packed_further(self, *measured: Mapping[str, float]) -> list[float]:
-        """Returns 1 and the value, or zeros if there is none, for each of the training's own metrics and each of
-        `measured`: those of the node's own model, and of the merged one."""
-        return [number for name in self._further for each in measured
-                for number in (float(name in each), each.get(name, 0.0))]  # fmt: skip
+        """Returns `counted` of the training's own metrics for each of `measured`: those of the node's own model, and of
+        the merged one."""
+        return [number for each in measured for number in counted(self._further, each)]
 
     def _unpack_further(self, means: Iterator[float]) -> dict[str, float]:
         """Returns <metric>_mean and <metric>_merged, means over the nodes that have a value. means: an iterator over
         the means of what the nodes packed."""
-        found = {}
-        for name in self._further:
-            for ending in ("_mean", "_merged"):
-                fraction, value = next(means), next(means)
-                if fraction:
-                    found[f"{name}{ending}"] = value / fraction
-        return found
+        return {f"{name}{ending}": value for ending in ("_mean", "_merged")
+                for name, value in means_of(self._further, means).items()}  # fmt: skip
 
     def _measure_statistics(self) -> Tensor:
         """Returns the BatchNorm statistics of the current model over the node's own samples; empty if they are not
@@ -259,6 +252,18 @@ class Evaluator:
             model.buffers.copy_(buffers)
 
 
+def counted(names: Sequence[str], values: Mapping[str, float]) -> list[float]:
+    """Returns 1 and the value for each of `names`, or zeros if there is none, for a mean over the nodes."""
+    return [number for name in names for number in (float(name in values), values.get(name, 0.0))]
+
+
+def means_of(names: Sequence[str], means: Iterator[float]) -> dict[str, float]:
+    """Returns by name the means over the nodes that have a value, from the means of what the nodes `counted`. Takes
+    all of these from `means`."""
+    pairs = [(name, next(means), next(means)) for name in names]
+    return {name: value / fraction for name, fraction, value in pairs if fraction}
+
+
 class SplitFigures:
     """Packs one split's figures for a mean over all nodes, and unpacks them from the mean."""
 
@@ -267,24 +272,18 @@ class SplitFigures:
         self._names = [each.name for each in task.all_metrics]
 
     def packed(self, local: Evaluation, merged: Evaluation) -> list[float]:
-        """Returns the sums of the merged model, followed by 1 and the metrics of the node's own model (all zeros if it
-        had no samples), or, if samples are pooled, by the sums of its own model."""
+        """Returns the sums of the merged model, followed by the metrics of the node's own model (`counted`), or, if
+        samples are pooled, by the sums of its own model."""
         sums = [merged.sums[name] for name in self._task.all_sums]
         if self._split.pooled:
             return sums + [local.sums[name] for name in self._task.all_sums]
-        if not local.metrics:
-            return sums + [0.0] * (1 + len(self._names))
-        return [*sums, 1.0, *(local.metrics[name] for name in self._names)]
+        return sums + counted(self._names, local.metrics)
 
     def unpack_means(self, means: Iterator[float], nodes: int) -> dict[str, float]:
         """Returns <metric>_mean and <metric>_merged. means: an iterator over the means of what the nodes packed, from
         which this split's values are taken. nodes: the number of contributing nodes."""
         merged = self._metrics_of(means, nodes)
-        if self._split.pooled:
-            mean = self._metrics_of(means, nodes)
-        else:
-            fraction, *values = itertools.islice(means, 1 + len(self._names))  # the fraction of nodes that had samples
-            mean = {name: value / fraction for name, value in zip(self._names, values, strict=True)} if fraction else {}
+        mean = self._metrics_of(means, nodes) if self._split.pooled else means_of(self._names, means)
         return self.named(mean, "_mean") | self.named(merged, "_merged")
 
     def _metrics_of(self, means: Iterator[float], nodes: int) -> dict[str, float]:
