@@ -16,7 +16,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from decentnode.config import component
-from decentnode.errors import PeerFault, PeerLost
+from decentnode.errors import AssemblyError, PeerFault, PeerLost
 from decentnode.graph.base import RoundView
 from decentnode.mixing import mix_into
 from decentnode.payload import Payload, ScalarSpec, TensorSpec
@@ -290,7 +290,8 @@ class Federated(Sharing):
     def _gather(
         self, model: Tensor, received: Mapping[int, Payload], full: Mapping[int, Payload], view: RoundView
     ) -> None:
-        """Makes the server's step. Raises PeerLost if too few clients answered."""
+        """Makes the server's step. Raises PeerLost if too few clients answered, and AssemblyError if too few take part
+        because others died."""
         asked = self.takes_part(view)
         for uid in asked:
             if uid in full:
@@ -299,11 +300,12 @@ class Federated(Sharing):
                 self._lost_answers[uid] = view.round
         self.gathered(received)
         if len(full) < self.config.min_clients:
-            silent = sorted(asked - full.keys())
-            raise PeerLost(
-                f"node {view.uid}: {len(full)} of {len(asked)} clients answered in round {view.round}, fewer than "
-                f"sharing.min_clients {self.config.min_clients}; nothing from {silent}", silent,
-            )  # fmt: skip
+            what = (f"node {view.uid}: {len(full)} of {len(asked)} clients answered in round {view.round}, fewer than "
+                    f"sharing.min_clients {self.config.min_clients}")  # fmt: skip
+            if silent := sorted(asked - full.keys()):
+                raise PeerLost(f"{what}; nothing from {silent}", silent)
+            absent = sorted({*view.servers[view.uid]}.difference(view.members))
+            raise AssemblyError(f"{what}; clients {absent} are not there", absent)  # all nodes end at once
         counts = {uid: float(each.scalars.get("samples", 0)) for uid, each in full.items()}
         if self.config.weighted_by == "equal" or len(set(counts.values())) == 1:
             counts = dict.fromkeys(full, 1.0)

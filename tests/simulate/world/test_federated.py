@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from decentnode.communication.zeromq.config import ZeroMQConfig
-from decentnode.errors import PeerLost
+from decentnode.errors import AssemblyError, PeerLost
 from decentnode.faults import Faults, Kill, Restart
 from decentnode.node.checkpoints.manager import Checkpoints
 from decentnode.node.node import Node
@@ -99,6 +99,14 @@ def test_fewer_answers_than_min_clients_at_the_deadline_end_the_run_with_an_erro
     error = world.processes[0].error
     assert isinstance(error, PeerLost) and error.missing == (LATE,)
     assert f"4 of 5 clients answered in round 2, fewer than sharing.min_clients 5; nothing from [{LATE}]" in str(error)
+
+
+def test_a_run_ends_with_an_error_that_names_the_dead_clients_if_fewer_than_min_clients_are_left() -> None:
+    _, world, _ = run_and_world("fedavg", 9, Kill(nodes=(2,), at_round=3), node={"missing": "regroup"}, min_clients=5)
+    assert world.run(LIMIT)
+    error = world.processes[0].error
+    assert isinstance(error, AssemblyError) and error.missing == (2,)
+    assert "4 of 4 clients answered in round" in str(error) and str(error).endswith("5; clients [2] are not there")
 
 
 def test_clients_wait_for_a_server_that_died_and_go_on_when_it_is_restarted() -> None:
