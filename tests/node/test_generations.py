@@ -26,6 +26,7 @@ from decentnode.sharing.compressed import make_sharing
 from decentnode.sharing.full import Full
 from tests.graph.contract import make
 from tests.node.fakes import Quadratic
+from tests.sharing import test_recursions as recursions
 from tests.sharing.contract import requirement_traits
 
 
@@ -322,6 +323,47 @@ def test_every_rule_starts_over_in_a_new_generation(rule: str) -> None:
     assert np.isfinite(models).all()
     assert np.abs(models).max() < 10
     assert all(node.generation.number == 2 for node in run.nodes.values())
+
+
+RECURSIONS: dict[str, Callable[[np.ndarray, list[float]], np.ndarray]] = {
+    "full": recursions.full, "qg_momentum": recursions.qg_momentum, "decentlam": recursions.decentlam,
+    "gradient_tracking": recursions.tracking("semi_atc", 0.0), "d2": recursions.d2,
+    "momentum_tracking": recursions.tracking("semi_atc", 0.5),
+    "elastic": lambda w, lrs: recursions.elastic(w, lrs, 0.5, 0.5),
+}  # fmt: skip
+
+
+@pytest.mark.sampled(one=["rule"])
+@pytest.mark.parametrize("rejoins", [False, True])
+@pytest.mark.parametrize("rule", RECURSIONS)
+def test_a_generation_continues_as_a_run_that_starts_with_its_members_and_models(
+    rule: str, rejoins: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compared with the rules' recursions in NumPy, for the edges of a ring that are left."""
+    run = Run(make("ring", nodes=6), rounds=24, lr=0.1, rule=rule, evaluate_every=0)
+    run.step(7)
+    run.lose(2)
+    if rejoins:
+        run.step(6)
+        run.restart(2)
+    last, starts = 2 if rejoins else 1, dict[int, tuple[int, np.ndarray]]()
+    for uid, node in run.nodes.items():
+        def record(found: dict[str, Any], uid: int = uid, node: Node = node) -> None:
+            if found["kind"] == "generation" and found["generation"] == last:
+                starts[uid] = found["round"], node.training.model.parameters.double().numpy().copy()
+
+        node.record = record  # type: ignore[method-assign]
+    run.end()
+    members = sorted(run.nodes)
+    (first,) = {round for round, _ in starts.values()}
+    w = np.diag(np.full(6, 1 / 3)) + (np.roll(np.eye(6), 1, 0) + np.roll(np.eye(6), -1, 0)) / 3
+    w = w[np.ix_(members, members)]
+    w += np.diag(1 - w.sum(1))
+    targets = np.stack([run.nodes[uid].training.target.double().numpy() for uid in members])  # type: ignore[attr-defined]
+    monkeypatch.setattr(recursions, "START", np.stack([starts[uid][1] for uid in members]))
+    monkeypatch.setattr(recursions, "all_gradients", lambda x: 0.1 * (x - targets))  # the rules' rate is 1
+    expected = RECURSIONS[rule](w, [1.0] * (24 - first))
+    np.testing.assert_allclose(run.models(), expected, atol=1e-5)
 
 
 def test_regrouping_needs_a_function_that_makes_rules() -> None:
