@@ -193,7 +193,7 @@ def test_fewer_nodes_than_min_nodes_end_the_run_and_the_log_says_how_many_it_nee
 
 
 @pytest.mark.parametrize("way", ["auto", "collective"])
-@pytest.mark.parametrize("when", ["the others continue", "is started again", "generation 1", "generation 2"])
+@pytest.mark.parametrize("when", ["the others continue", "is started again", "generation 1", "with node 2 again"])
 @pytest.mark.slow
 def test_a_stop_while_a_node_dies_restarts_or_rejoins_loses_no_results_of_the_others(
     tmp_path: Path, when: str, way: str

