@@ -7,17 +7,20 @@ returns late, as it does now and then on a busy machine.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch._dynamo  # once for all ranks: an optimizer would import it in each of them
 import torch.distributed as dist
 from torch import nn
 
@@ -26,18 +29,18 @@ from decentnode.parallel.methods.leader import LSGD
 from decentnode.parallel.process_group.agreement import collective_operation
 from decentnode.parallel.process_group.rank_status import ENTRY_KEY
 
-SLOW_SECONDS = 0.3
+SLOW_SECONDS = 1.5
 RANK_SECONDS = 60
 """After so long SIGALRM ends a rank that hangs, whatever its threads hold."""
 KEPT: list[Any] = []
 """Objects that a script holds until the interpreter exits."""
 
 
-def all_reduce_with_slow_thread(group: Any = None) -> None:
+def all_reduce_with_slow_thread(group: Any = None, spend: Callable[[float], None] = time.sleep) -> None:
     """An all_reduce that is over for this rank SLOW_SECONDS before gloo's thread has left it."""
     work = dist.all_reduce(torch.ones(1), group=group, async_op=True)
     future = work.get_future()
-    KEPT.append(future.then(lambda _: time.sleep(SLOW_SECONDS)))
+    KEPT.append(future.then(lambda _: spend(SLOW_SECONDS)))
     future.wait()
 
 
@@ -50,9 +53,26 @@ def end_with_subgroups(world: int) -> None:
     all_reduce_with_slow_thread(method._group)
 
 
-def destroy_process_group(world: int) -> None:
+def destroy_process_group(world: int, closes: bool) -> None:
     end_with_subgroups(world)
     dist.destroy_process_group()
+    if closes:
+        KEPT[0].close()
+
+
+def keep_group_with_busy_thread(world: int) -> None:
+    """The script still references a group whose thread computes when the script ends."""
+    initialize_dist("gloo")
+    group = dist.new_group()
+    KEPT.append(group)
+    all_reduce_with_slow_thread(group, be_busy)
+
+
+def be_busy(seconds: float) -> None:
+    """Computes without the interpreter's lock."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 20_000)
 
 
 def end_with_wrapped_model(world: int) -> None:
@@ -124,15 +144,16 @@ def fork_rank(case: str, rank: int, world: int, port: str, errors: Path) -> int:
 
 
 CASES = {
-    "subgroups": end_with_subgroups, "destroyed": destroy_process_group, "wrapped": end_with_wrapped_model,
-    "initialize_dist": end_after_initialize_dist,
+    "subgroups": end_with_subgroups, "destroyed": partial(destroy_process_group, closes=False),
+    "closed": partial(destroy_process_group, closes=True), "kept": keep_group_with_busy_thread,
+    "wrapped": end_with_wrapped_model, "initialize_dist": end_after_initialize_dist,
     "1 exits": partial(exit_in_initialize_dist, victim=1), "0 exits": partial(exit_in_initialize_dist, victim=0),
     "1 is absent": partial(never_call_initialize_dist, victim=1),
     "0 is absent": partial(never_call_initialize_dist, victim=0), "0 exits later": exit_between_collectives,
     "raises": partial(raise_between_steps, transport="shared_memory"),
     "raises over gloo": partial(raise_between_steps, transport="collective"),
 }  # fmt: skip
-WORLD_SIZES = {"subgroups": 4, "destroyed": 4}
+WORLD_SIZES = {"subgroups": 4, "destroyed": 4, "closed": 4}
 """How many ranks a case has; two where it is not listed."""
 
 

@@ -17,7 +17,7 @@ from decentnode.communication.shared_memory.segment import Backoff
 from decentnode.parallel.membership.addresses import Address, format_endpoint, parse_endpoint
 from decentnode.parallel.membership.control import ConnectionBroken, Control
 from decentnode.parallel.membership.socket_group import BACKEND, GroupSockets, use_sockets
-from decentnode.parallel.process_group.shutdown import let_threads_release_tensors
+from decentnode.parallel.process_group.shutdown import join_threads_without_lock
 from decentnode.parallel.process_group.traces import forget_group
 from decentnode.wire.generation import FIRST, Generation, Name, proposer_of
 
@@ -58,6 +58,7 @@ class GenerationGroups(abc.ABC):
         """Leaves the default group, whose generation is over, and all groups of some of its ranks, and keeps them until
         `drop_old`: torch 2.6 waits for a group's operations when the last reference to it is dropped."""
         if dist.is_initialized():
+            join_threads_without_lock()
             self._old.extend(dist.distributed_c10d._world.pg_map)
             dist.destroy_process_group()
             forget_group()
@@ -184,5 +185,4 @@ def _abort_operations(groups: list[Any]) -> None:
             with suppress(RuntimeError):
                 peer = (group.rank() + 1) % group.size()
                 group.recv([torch.empty(1, device="cpu")], peer, UNUSED_TAG).wait(timedelta(milliseconds=1))
-    let_threads_release_tensors()
     groups.clear()

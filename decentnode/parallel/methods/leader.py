@@ -13,6 +13,7 @@ from torch import Tensor
 from decentnode.parallel.methods.base import DistOptimizer, GatheredNumbers
 from decentnode.parallel.process_group.collectives import wait
 from decentnode.parallel.process_group.machines import agreed_per_machine
+from decentnode.parallel.process_group.shutdown import new_group
 from decentnode.sharing.forces import leader_of, toward_
 
 logger = logging.getLogger(__name__)
@@ -87,7 +88,7 @@ class LSGD(DistOptimizer):
         local = len(self._peers)
         if 1 < local < self.world_size:
             for start in range(0, self.world_size, local):
-                group = dist.new_group(list(range(start, start + local)))
+                group = new_group(range(start, start + local))
                 if self.rank in range(start, start + local):
                     self._group = group
 

@@ -15,10 +15,12 @@ import contextlib
 import gc
 import os
 import sys
+import threading
 import weakref
 from collections.abc import Iterable, Sequence
+from datetime import timedelta
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -27,12 +29,19 @@ from torch import Tensor
 from decentnode import clock
 from decentnode.parallel.process_group.rank_status import report_end
 
+if dist.is_available():
+    # Its functions have the default group at their import as an argument's default, and would reference it to the end.
+    # The first optimizer imports it with torch's compiler: here no group has been made yet.
+    import torch.distributed.nn.functional
+
 EXIT_SECONDS = 2.0
 NAMED_THREADS = "2.8"
 """The first torch which certainly names the threads of gloo, and joins them without the interpreter's lock."""
 SETTLE_SECONDS = 0.6
-"""How long the threads of groups get to release their tensors: of groups that the script itself still references, and
-of all groups with torch before 2.8."""
+"""How long the threads of groups that the script itself still references get to release their tensors."""
+BUSY_SECONDS = 10.0
+"""How much longer they get as long as one of them runs or waits for a processor."""
+POLL_SECONDS = 0.01
 
 
 class Closable(Protocol):
@@ -51,12 +60,15 @@ _wrappers: weakref.WeakKeyDictionary[Closable, frozenset[int]] = weakref.WeakKey
 parameters would keep a wrapper alive if a script's hook on a parameter refers to the wrapper."""
 _kept: list[tuple[InFlight, object]] = []
 """Exchanges in flight whose wrapper is gone: their buffers have to outlive them."""
+_groups: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+"""The groups whose threads are joined without the interpreter's lock."""
 _must_free_frames = "torch._dynamo" not in sys.modules
 
 
 def leave_at_exit() -> None:
     """Makes this process leave all groups of torch.distributed before its interpreter ends. Idempotent."""
     _processes.add(os.getpid())
+    join_threads_without_lock()
 
 
 def close_at_exit(wrapper: Closable, params: Sequence[Tensor] = ()) -> None:
@@ -110,7 +122,6 @@ def _close_all() -> None:
     if os.getpid() not in _processes:
         return
     report_end()  # before the others see that this rank has left
-    let_threads_release_tensors()  # a wrapper may hold the last reference to a group that the script has destroyed
     for wrapper in reversed(list(_wrappers)):  # reversed, as a wrapper uses the job, which was registered before it
         wrapper.close()
     for exchange, _ in _kept:
@@ -123,26 +134,47 @@ def _close_all() -> None:
 def leave_groups() -> None:
     """Leaves all process groups and joins their threads. Idempotent; blocking until pending operations have ended."""
     if dist.is_available() and dist.is_initialized():
-        let_threads_release_tensors()
+        join_threads_without_lock()
         dist.destroy_process_group()
     gc.collect()  # frees groups that only reference cycles hold
-    if _has_gloo_threads():
+    if _states_of_gloo_threads():
         clock.sleep(SETTLE_SECONDS)
+    until = clock.now() + BUSY_SECONDS
+    while "R" in _states_of_gloo_threads() and clock.now() < until:
+        clock.sleep(POLL_SECONDS)
 
 
-def let_threads_release_tensors() -> None:
-    """Is to be called before a group is dropped. Torch before 2.8 joins the group's threads while it holds the
-    interpreter's lock, for which a thread waits for ever that still has to release a tensor. Such threads get
-    SETTLE_SECONDS, which blocks this thread; with later versions this returns at once."""
-    if torch.__version__ < NAMED_THREADS:
-        clock.sleep(SETTLE_SECONDS)
+def new_group(ranks: Sequence[int], timeout: timedelta | None = None) -> Any:
+    """Makes a process group of these ranks, on all ranks in the same order. Blocking."""
+    group = dist.new_group(list(ranks), timeout=timeout)
+    join_threads_without_lock()
+    return group
 
 
-def _has_gloo_threads() -> bool:
-    """Returns whether the process may still have threads of gloo."""
-    if torch.__version__ < NAMED_THREADS:
-        return True
-    try:
-        return any(each.read_text().startswith("pt_gloo_run") for each in Path("/proc/self/task").glob("*/comm"))
-    except OSError:  # a thread ended meanwhile, or this is not Linux
-        return True
+def join_threads_without_lock() -> None:
+    """Makes torch before 2.8 join a group's threads without the interpreter's lock when the group is dropped. Is to be
+    called for groups that exist, before anything may drop one; idempotent.
+
+    Otherwise a thread that still has to release a tensor waits for the lock, and the process for the thread, for ever.
+    These versions destroy a group with the lock, but a backend without it if Python has the last reference to it.
+    """
+    if torch.__version__ >= NAMED_THREADS or not dist.is_available():
+        return
+    for group in dist.distributed_c10d._world.pg_map:
+        if group not in _groups:
+            _groups.add(group)
+            backends = [group._get_backend(device) for device in group._device_types]
+            weakref.finalize(group, backends.clear).atexit = False
+
+
+def _states_of_gloo_threads() -> str:
+    """Returns a letter for each thread that may be one of gloo, as /proc has it: R runs or waits for a processor. Torch
+    before 2.8 names no thread, so that any other one counts."""
+    own, found = f"{threading.get_native_id()} (", ""
+    files = list(Path("/proc/self/task").glob("*/stat"))
+    for each in files:
+        with contextlib.suppress(OSError):  # the thread has ended meanwhile
+            name, _, rest = each.read_text().rpartition(") ")
+            if not name.startswith(own) and (torch.__version__ < NAMED_THREADS or "(pt_gloo_run" in name):
+                found += rest[0]
+    return found if files else "?"

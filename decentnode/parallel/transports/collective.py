@@ -22,6 +22,7 @@ from decentnode.parallel.buckets.bucket import Bucket, BucketPart
 from decentnode.parallel.planning.plan import Plan
 from decentnode.parallel.process_group.collectives import failure_reason
 from decentnode.parallel.process_group.default_group import backend_of
+from decentnode.parallel.process_group.shutdown import new_group
 from decentnode.parallel.transports.base import FIRST_TAG, Flight
 from decentnode.parallel.transports.host_memory import HostMemory, HostMemoryExchange
 from decentnode.tensors import is_own_fault
@@ -42,7 +43,7 @@ class CollectiveExchange(HostMemoryExchange):
         everybody = tuple(range(self.graph.num_nodes))
         timeout = timedelta(seconds=self.timeout_seconds)
         for members in self.plan.cliques():
-            self._groups[members] = None if members == everybody else dist.new_group(list(members), timeout=timeout)
+            self._groups[members] = None if members == everybody else new_group(members, timeout)
 
     def _mean_group(self, step: int) -> tuple[int, ...] | None:
         """Returns the ranks that average with one all_reduce in a step; None if payloads are sent point-to-point."""

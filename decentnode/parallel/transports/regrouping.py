@@ -24,6 +24,7 @@ from decentnode.parallel.buckets.bucket import Bucket, BucketPart
 from decentnode.parallel.membership.control import PROBE_AFTER_SECONDS, ConnectionBroken
 from decentnode.parallel.membership.job import MAX_ATTEMPTS, Job
 from decentnode.parallel.process_group.collectives import failure_reason, gather_texts, mean_over_ranks
+from decentnode.parallel.process_group.shutdown import new_group
 from decentnode.parallel.transports.base import BucketExchange, Flight
 from decentnode.tensors import is_own_fault
 
@@ -266,7 +267,7 @@ class RegroupingExchange(BucketExchange):
         for number in sorted({entered for entered, left, _ in averages if entered > left}):
             ranks = [rank for rank, (entered, left, fresh) in enumerate(averages)
                      if left < number and (entered == number or not fresh)]  # fmt: skip
-            group = None if len(ranks) == len(averages) else dist.new_group(ranks)
+            group = None if len(ranks) == len(averages) else new_group(ranks)
             if self.inner.rank in ranks:
                 self._unfinished_averages[number], waiting = group, True
         if not waiting:
