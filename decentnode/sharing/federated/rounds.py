@@ -34,8 +34,8 @@ class FederatedConfig(SharingConfig):
     """The keys of all rules with a server."""
 
     fraction: float | None = Field(None, gt=0, le=1)
-    """Fraction of a server's clients that take part in a round, at least one, drawn anew for each round. The others
-    neither train nor send. Default: all take part."""
+    """Fraction of a server's clients that take part in a round, at least `min_clients`, drawn anew for each round. The
+    others neither train nor send. Default: all take part."""
     clients: int | None = Field(None, ge=1)
     """Number of a server's clients that take part in a round, instead of `fraction`."""
     weighted_by: Literal["samples", "equal"] = "samples"
@@ -164,7 +164,7 @@ class Federated(Sharing):
         """Returns the clients of the node's server that take part in the round."""
         server = self.server_of(view)
         clients = self.clients_of(server, view)
-        count = count_of(len(clients), self.config.fraction, self.config.clients)
+        count = max(count_of(len(clients), self.config.fraction, self.config.clients), self.config.min_clients)
         return sampled(clients, count, view.seed, server, view.purpose("clients of a round"), view.round)
 
     def plan(self, view: RoundView) -> RoundView:

@@ -109,6 +109,13 @@ def test_a_run_ends_with_an_error_that_names_the_dead_clients_if_fewer_than_min_
     assert "4 of 4 clients answered in round" in str(error) and str(error).endswith("5; clients [2] are not there")
 
 
+def test_a_fraction_of_the_remaining_clients_is_at_least_min_clients() -> None:
+    keys = {"fraction": 0.8, "min_clients": 4}  # of five clients; of four they would be three
+    run, world, _ = run_and_world("fedavg", 9, Kill(nodes=(2,), at_round=3), node={"missing": "regroup"}, **keys)
+    assert world.run(LIMIT) and not any(process.error for process in world.lives if not process.dead)
+    assert run.nodes[0].round == 9 and run.nodes[0].generation.members == (0, 1, 3, 4, 5)
+
+
 def test_clients_wait_for_a_server_that_died_and_go_on_when_it_is_restarted() -> None:
     run, world, _ = run_and_world(
         "fedavg", 10, Kill(nodes=(0,), at_round=3), Restart(nodes=(0,), at_seconds=15.0), node={"missing": "regroup"}
