@@ -17,7 +17,7 @@ from decentnode.graph.base import Graph, RoundView
 from decentnode.node.schedules.schedules import payload_schema, sent_dtype
 from decentnode.sharing.base import Sharing
 from decentnode.sharing.fragments import Fragment
-from decentnode.sharing.rounds import exchange_interval, rule_view
+from decentnode.sharing.rounds import LONGEST_REST, exchange_interval, rule_view
 from decentnode.simulate.timeline.network import NO_TRANSFERS, Transfers
 
 LONGEST_CYCLE = 1024
@@ -50,12 +50,14 @@ class ServerBytes:
     """Bytes that a server sends to a client that takes part in a round, and to one that does not."""
 
     first: tuple[float, float]
-    """In the first exchange, in which some rules send whole models."""
+    """In the first round, in which some rules send whole models."""
     later: tuple[float, float]
+    phases: tuple[float, ...]
+    """Bytes of a payload in each phase of a later round: to a client that takes part, from it, and between servers."""
 
-    def to(self, takes_part: bool, number: int) -> float:
-        """Returns the bytes for a client. number: that of the exchange."""
-        return (self.later if number else self.first)[0 if takes_part else 1]
+    def to(self, takes_part: bool, round: int) -> float:
+        """Returns the bytes for a client."""
+        return (self.later if round else self.first)[0 if takes_part else 1]
 
 
 class Traffic:
@@ -126,8 +128,7 @@ class Traffic:
             # `fresh`, which has sent nothing, plans the rounds; measuring changes the state of `rule`
             if rule.requirements.star:
                 down = bytes_down(rule, fragment, self._experiment.seed, dtype)
-                sizes = (down.later[0],) * rule.requirements.phases
-                found.append(ExchangedFragment(fragment, fresh, model, sizes, down=down))
+                found.append(ExchangedFragment(fragment, fresh, model, down.phases, down=down))
             else:
                 sizes, is_shared = payload_bytes(rule, fragment, self._experiment.seed, dtype)
                 found.append(ExchangedFragment(fragment, fresh, model, sizes, is_shared))
@@ -173,7 +174,7 @@ class Traffic:
             for edge in self._edges(each, number, round, phase):
                 size = each.phase_bytes[phase]
                 if down is not None and trains is not None:
-                    size = down.to(bool(trains[edge[1]]), number)
+                    size = down.to(bool(trains[edge[1]]), each.fragment.turn(round))
                 total[edge] = total.get(edge, 0.0) + size
         if self.buffer_bytes and phase == self.phases - 1:
             rule, seed = self.exchanged[0].rule, self._experiment.seed
@@ -251,12 +252,21 @@ def bytes_down(rule: Sharing, fragment: Fragment, seed: int, dtype: torch.dtype)
     later. rule: a fresh one, whose state this changes."""
     draws = torch.Generator().manual_seed(seed)
     model = torch.randn(fragment.elements, generator=draws).to(dtype)
-    view = rule.plan(view_of(rule, fragment, min(fragment.graph.servers), 0, seed))
-    found = []
+    server, needs = min(fragment.graph.servers), rule.requirements
+    view, last = rule.plan(view_of(rule, fragment, server, 0, seed)), needs.phases - 1
+    found: list[tuple[float, float]] = []
+    between: list[float] = []
     with torch.no_grad():
         rule.begin(model, view)
         for _ in range(2):
             sizes = [float(sum(payload.bytes())) for payload in rule.outgoing(model, view).values()]
             found.append((max(sizes, default=0.0), min(sizes, default=0.0)))
             model += UPDATE_SCALE * torch.randn(model.shape, generator=draws).to(dtype)
-    return ServerBytes(*found)
+        if last > needs.steps_before:
+            rounds = (view_of(rule, fragment, server, round, seed) for round in range(LONGEST_REST))
+            plans = (rule.plan(replace(each, phase=last)) for each in rounds)
+            planned = next((plan for plan in plans if plan.neighbors), None)
+            payloads = () if planned is None else rule.outgoing(model, planned).values()
+            between = [max((float(sum(payload.bytes())) for payload in payloads), default=0.0)]
+    first, later = found
+    return ServerBytes(first, later, (*(later[:1] * (needs.phases - len(between))), *between))

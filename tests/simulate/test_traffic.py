@@ -14,6 +14,7 @@ from decentnode.simulate.traffic import Traffic
 
 ROUNDS = 6
 STAR = "graph={name: star, nodes: 8}"
+SERVERS = "graph={name: star, nodes: 8, servers: {name: ring, nodes: 2}}"
 NORM = "model={name: gn_lenet, norm: batch}"
 CASES = {
     "full": ["sharing=full"],
@@ -33,6 +34,8 @@ CASES = {
     "some clients with control variates": ["sharing={name: scaffold, fraction: 0.4}", STAR,
                                            "training.optimizer={name: sgd, lr: 0.1}"],
     "models before changes": ["sharing={name: fedstc, fraction: 0.6}", STAR],
+    "several servers": ["sharing={name: fedavg, fraction: 0.5, gossip_every: 2}", SERVERS],
+    "several servers, and models before changes": ["sharing={name: fedstc, fraction: 0.6, gossip_every: 2}", SERVERS],
     "buffers": [NORM],
     "buffers that are not averaged": [NORM, "node.buffers=local"],
     "buffers and phases": [NORM, "sharing={name: hierarchical, groups: [[0, 1, 2, 3], [4, 5, 6, 7]]}",

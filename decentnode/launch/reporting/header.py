@@ -268,7 +268,7 @@ def _estimate_fragment(
     bound += SCALAR_BYTES * len(rule.requirements.scalars)
     num_phases, nodes = rule.requirements.phases, range(fragment.graph.num_nodes)
     down = measured if isinstance(measured, ServerBytes) else None
-    usual = measured if not isinstance(measured, ServerBytes) else (measured.later[0],) * num_phases
+    usual = measured if not isinstance(measured, ServerBytes) else measured.phases
 
     def messages(uid: int, exchange: int) -> list[float]:
         view = replace(rule_view(rule, fragment.graph, uid, exchange, seed), fragment=fragment.index)
