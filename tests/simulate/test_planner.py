@@ -161,6 +161,19 @@ def test_candidates_that_cannot_run_are_skipped_with_the_reason() -> None:
         plan.predictions(Choices(("{name: ringx",)))  # its last letter is no bracket
 
 
+def test_graphs_keep_the_weights_with_which_they_are_exact() -> None:
+    """The config sets weights for its own graph."""
+    graphs = ("{name: base_k_plus_1, peers: 1}", "d_equistatic", "ring")
+    plan = Plan(ROOT / "configs" / "quickstart.yaml", [
+        "graph={name: ring, nodes: 12}", "mapping.nodes_per_machine=12", "weights={name: uniform}",
+    ], step_seconds=0.01)  # fmt: skip
+    found, skipped = plan.predictions(Choices(graphs))
+    by = {each.graph.split(",")[0]: each for each in found}
+    assert not skipped and by["base_k_plus_1"].consensus_rate == 0 and by["base_k_plus_1"].consensus_rounds == 5
+    assert ["weights=null" in by[name].overrides for name in ("base_k_plus_1", "d_equistatic", "ring")] == [
+        True, True, False]  # fmt: skip
+
+
 def test_a_graph_within_a_graph_keeps_its_braces_in_the_table() -> None:
     assert _label("{name: gossip_pga, base: {name: ring}}", "own") == "gossip_pga, base: {name: ring}"
     assert (_label("ring", "own"), _label(" {name: torus} ", "own"), _label("own", "regular")) == (

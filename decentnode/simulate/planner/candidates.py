@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import yaml
 
+from decentnode.config.component import load_class
 from decentnode.errors import DecentnodeError, UsageError
 from decentnode.experiment import Experiment, load
 from decentnode.experiment.crosschecks.graph import check_graph, check_mapping_fits_graph
@@ -21,6 +23,7 @@ from decentnode.experiment.crosschecks.sharing import (
 )
 from decentnode.experiment.initial_model import module_without_values
 from decentnode.experiment.virtual_time import LinksConfig
+from decentnode.graph import GRAPHS
 from decentnode.node.schedules.schedules import SCHEDULES
 from decentnode.simulate.planner.predict import AllReduce, Prediction, predict, predict_all_reduce
 from decentnode.simulate.virtual import local_steps, measured_step_seconds
@@ -73,6 +76,15 @@ def _section(text: str, more: str = "") -> str:
     if found.startswith("{") and not found.endswith("}"):
         raise UsageError(f"not valid YAML: a section ends with }}, got {found}")
     return f"{{{found[1:-1] if found.startswith('{') else f'name: {found}'}{more}}}"
+
+
+def _has_own_weights(text: str) -> bool:
+    """Returns whether a graph, given as a name or a section, brings mixing weights of its own."""
+    try:
+        section = yaml.safe_load(_section(text))
+        return bool(getattr(load_class(section["name"], GRAPHS, "graph"), "own_weights", False))
+    except (yaml.YAMLError, DecentnodeError, KeyError):
+        return False  # the candidate is refused with the reason
 
 
 def _label(text: str, own: str) -> str:
@@ -137,8 +149,8 @@ class Plan:
             found = []
             if graph != OWN:
                 found.append(f"graph={_section(graph, f', nodes: {nodes}')}")
-                if own.weights is not None and "exponential" in graph:
-                    found.append("weights=null")  # their own weights make them exact, or they are directed
+                if own.weights is not None and _has_own_weights(graph):
+                    found.append("weights=null")  # its own make it exact, or it is directed
             if sharing != OWN:
                 found.append(f"sharing={_section(sharing)}")
             if codec not in (OWN, "none"):
