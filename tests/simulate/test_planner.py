@@ -163,7 +163,7 @@ def test_candidates_that_cannot_run_are_skipped_with_the_reason() -> None:
 
 def test_graphs_keep_the_weights_with_which_they_are_exact() -> None:
     """The config sets weights for its own graph."""
-    graphs = ("{name: base_k_plus_1, peers: 1}", "d_equistatic", "ring")
+    graphs = ("{name: base_k_plus_1, peers: 1}", "{name: d_equistatic, nodes: 12}", "ring")
     plan = Plan(ROOT / "configs" / "quickstart.yaml", [
         "graph={name: ring, nodes: 12}", "mapping.nodes_per_machine=12", "weights={name: uniform}",
     ], step_seconds=0.01)  # fmt: skip

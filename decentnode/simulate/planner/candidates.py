@@ -78,12 +78,19 @@ def _section(text: str, more: str = "") -> str:
     return f"{{{found[1:-1] if found.startswith('{') else f'name: {found}'}{more}}}"
 
 
-def _has_own_weights(text: str) -> bool:
-    """Returns whether a graph, given as a name or a section, brings mixing weights of its own."""
+def _keys(text: str) -> dict[str, object]:
+    """Returns a name or a section as a mapping; an empty one if it is not valid, so that it will be refused."""
     try:
-        section = yaml.safe_load(_section(text))
-        return bool(getattr(load_class(section["name"], GRAPHS, "graph"), "own_weights", False))
-    except (yaml.YAMLError, DecentnodeError, KeyError):
+        return dict(yaml.safe_load(_section(text)))
+    except yaml.YAMLError:
+        return {}
+
+
+def _has_own_weights(graph: object) -> bool:
+    """Returns whether a graph family brings mixing weights of its own."""
+    try:
+        return bool(getattr(load_class(str(graph), GRAPHS, "graph"), "own_weights", False))
+    except DecentnodeError:
         return False  # the candidate is refused with the reason
 
 
@@ -148,8 +155,9 @@ class Plan:
         ):
             found = []
             if graph != OWN:
-                found.append(f"graph={_section(graph, f', nodes: {nodes}')}")
-                if own.weights is not None and _has_own_weights(graph):
+                keys = _keys(graph)
+                found.append(f"graph={_section(graph, '' if 'nodes' in keys else f', nodes: {nodes}')}")
+                if own.weights is not None and _has_own_weights(keys.get("name")):
                     found.append("weights=null")  # its own make it exact, or it is directed
             if sharing != OWN:
                 found.append(f"sharing={_section(sharing)}")
