@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.torch_version import TorchVersion
 
+from decentnode.parallel.membership.generation_groups import GenerationGroups
 from decentnode.parallel.process_group import shutdown
 from tests.conftest import free_ports
 from tests.parallel.ranks import run_ranks
@@ -90,20 +91,32 @@ def test_the_first_end_of_a_script_is_reported_printable_and_short(how: str) -> 
         assert bool(text) == (how == "error")
 
 
+class NoGroups(GenerationGroups):
+    def make(self, *_: Any) -> None:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("maker", ["script", "wrapper", "earlier generation"])
 def test_backends_outlive_their_group_with_an_old_torch(
-    single_rank_group: None, monkeypatch: pytest.MonkeyPatch
+    maker: str, single_rank_group: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It joins the threads of a backend that goes with its group while it holds the interpreter's lock, which a thread
     needs that still has a tensor: a process of torch 2.6 hung for ever."""
     monkeypatch.setattr(torch, "__version__", TorchVersion("2.6.0"))
-    shutdown.leave_at_exit()
-    group: Any = dist.group.WORLD
+    group: Any = shutdown.new_group([0]) if maker == "wrapper" else dist.group.WORLD
+    generations = NoGroups(timeout_seconds=1.0)
+    if maker == "script":
+        shutdown.leave_at_exit()
+    if maker == "earlier generation":
+        generations._leave()
     ended: list[str] = []
     references = [weakref.ref(group, lambda _: ended.append("group")),
                   weakref.ref(group._get_backend(torch.device("cpu")), lambda _: ended.append("backend"))]  # fmt: skip
-    dist.destroy_process_group()
+    if maker != "earlier generation":
+        dist.destroy_process_group()
     assert ended == []
     del group
+    generations.drop_old()
     assert ended == ["group", "backend"] and len(references) == 2
 
 
