@@ -134,9 +134,8 @@ class TrainingRun:
         self._began, self._planned = clock.now(), 0
         self.path = self._choose_directory(Path(runs), name, resume)
         self._epoch: _Epoch | None = None
-        has_joined = model._participant is not None and model._participant.joined_at is not None
-        self._joined_after_epoch = has_joined and self.model.steps % (steps_per_epoch or 1) == 0
-        if has_joined:
+        self._has_joined = model._participant is not None and model._participant.joined_at is not None
+        if self._has_joined:
             self.done = self._epoch_of_step()
             self._records.drop_from(self.done)
         elif resume:
@@ -196,10 +195,10 @@ class TrainingRun:
         evaluates and writes checkpoints. Blocking, on all ranks."""
         self._planned = total
         self._checkpoints.restore_random_state()  # not before: scripts draw the same up to here, resumed or not
-        if self.done == 0 and not self._ranks.joined_late:
-            self.evaluate()
-        elif self._joined_after_epoch and not self._ranks.joined_late:
+        if self._has_joined and self.done == self._first_epoch:
             self._finish_epoch()
+        elif self.done == 0:
+            self.evaluate()
         while self.done < total:
             self._write_status("trains")
             self._epoch = _Epoch(clock.now(), self.model.metrics["exposed_seconds"], self.model.steps)
@@ -210,11 +209,14 @@ class TrainingRun:
             self._record()
             if self._ranks.folder is not None:
                 self.done = self._epoch_of_step()
-                if self.model.steps != end or self._ranks.joined_late:  # the others do the rest alone
-                    continue
             self._finish_epoch()
 
     def _finish_epoch(self) -> None:
+        """Evaluates and writes a checkpoint. Does nothing if this rank has joined in the middle of an epoch, or when
+        others had begun that."""
+        if self._ranks.folder is not None and (self.model.steps % (self._steps_per_epoch or 1) or
+                                               self._ranks.joined_late):  # fmt: skip
+            return
         if self.done % self._evaluate_every == 0 or self.done == self._planned:
             self.evaluate()
         if self._keep:

@@ -199,20 +199,22 @@ def test_status_reports_whether_ranks_finished_failed_or_died(runs: Path, tmp_pa
     assert "gone" in invoke("status", str(tmp_path / "script/latest"), "--once")
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_a_process_that_joins_after_an_epoch_takes_part_in_the_evaluation_unless_it_has_begun(
-    late: bool, tmp_path: Path
+@pytest.mark.parametrize(
+    ("taken", "first", "epochs"), [(1, 2, (1, 2, 3, 4)), (9, 10, (2, 3, 4)), (10, 10, (3, 4))],
+    ids=["first epoch", "last step", "evaluation"],
+)  # fmt: skip
+def test_a_process_that_joins_takes_part_in_evaluations_that_have_not_begun(
+    taken: int, first: int, epochs: tuple[int, ...], tmp_path: Path
 ) -> None:
     with JobProcesses() as job:
-        job.start_founders(2, free_ports(1), members.record_join_after_an_epoch, str(tmp_path), None, late)
+        job.start_founders(2, free_ports(1), members.record_join, str(tmp_path), None, taken)
         addresses = [job.receive(rank) for rank in range(2)]
-        job.start(members.record_join_after_an_epoch, {}, str(tmp_path), addresses[0], late)
+        job.start(members.record_join, {}, str(tmp_path), addresses[0], taken)
         job.receive(2)
         *founders, newcomer = [job.receive(number) for number in range(3)]
-    assert newcomer["first"] == 10
-    assert newcomer["evaluations"] == [(epoch, 3) for epoch in ((3, 4) if late else (2, 3, 4))]
+    assert newcomer == {"first": first, "evaluations": [(epoch, 3) for epoch in epochs]}
     for founder in founders:
-        assert founder["evaluations"] == [(0, 2), (1, 2), (2, 2 if late else 3), (3, 3), (4, 3)]
+        assert founder["evaluations"] == [(epoch, 3 if epoch in epochs else 2) for epoch in range(5)]
 
 
 @pytest.mark.slow

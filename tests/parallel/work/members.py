@@ -219,31 +219,29 @@ def record_training(pipe: Connection, runs: str, join: str | None, resume: bool,
             "world": model.world_size}  # fmt: skip
 
 
-def record_join_after_an_epoch(pipe: Connection, runs: str, join: str | None, late: bool) -> dict[str, Any]:
-    """Records a training of four epochs of five steps. A process joins founders in the last step of the second epoch;
-    late: during the evaluation after it. Returns first: the step at which this process began; evaluations: (epoch,
-    contributors) of each."""
+def record_join(pipe: Connection, runs: str, join: str | None, taken: int) -> dict[str, Any]:
+    """Records a training of four epochs of five steps. A process joins founders when these have taken so many steps: in
+    the next step, or in the evaluation before it. Returns first: the step at which this process began; evaluations:
+    (epoch, contributors) of each."""
     rank, _ = initialize_dist(missing="regroup", join=join, min_ranks=None if join else 1, timeout_seconds=300)
     model = wrap_model(0.01)
     pipe.send(("address", job_address()))
     assert model._participant is not None
     first, control, founders = model.steps, model._participant.job.control, model.world_size
 
-    def wait_for_join(step: int) -> None:
-        if join is None and model.steps == step:
+    def wait_for_join() -> None:
+        if join is None and model.steps == taken:
             wait_until(lambda: control.broken or model.world_size > founders, seconds=200)
 
     def evaluate(module: nn.Module) -> dict[str, float]:
-        if late:
-            wait_for_join(10)
+        wait_for_join()
         return {"loss": evaluation_loss(module)}
 
     draw = torch.Generator().manual_seed(rank)
     with TrainingRun(model, "script", evaluate=evaluate, metrics=["loss"], runs=runs, steps_per_epoch=5) as run:
         for _ in run.epochs(4):
             for _ in run.steps([()] * 2):
-                if not late:
-                    wait_for_join(9)
+                wait_for_join()
                 run.add(train_step(model, draw), 32)
     records = read(run.path / f"nodes/{run.uid:03d}/metrics.jsonl")
     found = [(record["round"], record["contributors"]) for record in records if record["kind"] == "evaluation"]
