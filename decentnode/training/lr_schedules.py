@@ -77,10 +77,9 @@ class ScheduleConfig(ArgumentsConfig):
         return self
 
     def most_ticks(self) -> int | None:
-        """Returns how many ticks torch allows (one_cycle's total_steps); None if there is no limit."""
-        schedule = LearningRateSchedule(self, trial(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}))
-        max_ticks = getattr(schedule._torch_schedule, "total_steps", None)
-        return None if max_ticks is None else self.warmup + int(max_ticks)
+        """Returns how many ticks the schedule has (one_cycle's total_steps); None if there is no limit."""
+        length = LearningRateSchedule(self, trial(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9})).length
+        return None if length is None else self.warmup + length
 
 
 class LearningRateSchedule:
@@ -104,6 +103,7 @@ class LearningRateSchedule:
             # step method that an earlier schedule has wrapped.
             warnings.simplefilter("ignore")
             self._torch_schedule = found(self._optimizer, **arguments)
+        self.length: int | None = getattr(self._torch_schedule, "total_steps", None)
         self._peaks = [group["lr"] for group in groups]
         self.ticks = 0
         self._apply_warmup()
@@ -116,10 +116,12 @@ class LearningRateSchedule:
                 group["lr"] = peak * part if self.ticks < warmup else peak
 
     def tick(self) -> None:
-        """Set the next learning rate. Raises Diverged if it exceeds the range of float32."""
+        """Set the next learning rate; keeps the last one of a schedule that has ended, as a client may take part in
+        more rounds than expected once others are lost. Raises Diverged if it exceeds the range of float32."""
         self.ticks += 1
         self._apply_warmup()
-        if self.ticks > self._config.warmup:
+        ticks = self.ticks - self._config.warmup
+        if ticks > 0 and (self.length is None or ticks < self.length):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 try:

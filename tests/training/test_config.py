@@ -177,7 +177,7 @@ def test_schedules_equal_those_of_torch(name: str) -> None:
      12 * 9),
 ])  # fmt: skip
 def test_a_schedule_that_ends_before_the_run_is_refused(schedule: str, training: str, ticks: int) -> None:
-    """torch raises at the tick after the last one; eight nodes have 179 or 180 of the 1,437 digits each."""
+    """Eight nodes have 179 or 180 of the 1,437 digits each."""
     def sets(length: int) -> list[str]:
         one_cycle = f"{{name: one_cycle, {schedule.format(length)}}}"
         keys = ", ".join(filter(None, ["name: supervised", training, f"lr_schedule: {one_cycle}"]))
@@ -189,12 +189,19 @@ def test_a_schedule_that_ends_before_the_run_is_refused(schedule: str, training:
         load(quickstart, sets(ticks - 1))
     chosen: Any = load(quickstart, sets(ticks)).training
     assert chosen.most_ticks(12, 180) == chosen.lr_schedule.most_ticks()
+
+
+def test_a_schedule_that_has_ended_keeps_its_last_learning_rate() -> None:
+    """A client takes part in more rounds than expected once others are lost, and torch raises after the end."""
+    schedule = {"name": "one_cycle", "max_lr": 0.1, "total_steps": 6, "anneal_strategy": "linear", "warmup": 2}
+    rates = learning_rates(schedule, 12)
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1, momentum=0.9)
-    ours = LearningRateSchedule(chosen.lr_schedule, optimizer)
-    for _ in range(chosen.lr_schedule.most_ticks()):
-        ours.tick()
-    with pytest.raises(ValueError, match="total steps"):
-        ours.tick()
+    expected = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, 6, anneal_strategy="linear")
+    for rate in rates[2:8]:
+        assert rate == optimizer.param_groups[0]["lr"]
+        optimizer.step()
+        expected.step()
+    assert rates[7:] == [rates[7]] * 5 and rates[7] < 0.01 * max(rates)
 
 
 def test_the_number_of_ticks_omits_a_last_batch_of_one_sample() -> None:

@@ -182,10 +182,9 @@ def check_learning_rate_schedule(experiment: Experiment) -> Iterator[Problem]:
     training = experiment.training
     if not isinstance(training, SupervisedConfig) or (most := training.lr_schedule.most_ticks()) is None:
         return
-    every, two, graph = training.lr_schedule.every, False, graph_of(experiment)
-    if graph is None:
+    every, two, sizes = training.lr_schedule.every, False, dict[int, int]()
+    if every == "step" and graph_of(experiment) is None:
         return
-    sizes: dict[int, int] = {}
     if every == "step" and training.local_epochs is not None:
         try:
             sizes = {uid: len(part) for uid, part in experiment.open_data().shares().items()}
@@ -194,11 +193,9 @@ def check_learning_rate_schedule(experiment: Experiment) -> Iterator[Problem]:
         spec = spec_of(experiment)
         two = spec is not None and _needs_two_samples(experiment, spec)
     most_samples = max(sizes.values(), default=0)  # a newcomer may have those of any node
-    ticks = max(
-        training.most_ticks(rounds if every == "step" else experiment.node.rounds, sizes.get(uid, most_samples),
-                            needs_two_samples=two)
-        for uid, rounds in enumerate(experiment.trained_rounds())
-    )  # fmt: skip
+    rounds_of_nodes = experiment.trained_rounds() if every == "step" else [experiment.node.rounds]
+    ticks = max(training.most_ticks(rounds, sizes.get(uid, most_samples), needs_two_samples=two)
+                for uid, rounds in enumerate(rounds_of_nodes))  # fmt: skip
     if ticks > most:
         length = training.lr_schedule.arguments()
         key = ("total_steps",) if "total_steps" in length else ("epochs",) if "epochs" in length else ()
