@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from decentnode.communication.counters import Counters
 from decentnode.node.measuring.totals import RoundTotals
+from decentnode.node.schedules.fragment_exchange import RoundTimes
 
 
 def test_edges_are_recorded_by_what_changed_since_the_last_record() -> None:
@@ -24,3 +25,12 @@ def test_edges_are_recorded_by_what_changed_since_the_last_record() -> None:
     }  # fmt: skip
     second.late_payloads += 1
     assert totals.edge_changes() == {"edges": {}, "late": {"12": 1}}
+
+
+def test_the_median_of_an_even_number_of_rounds_is_between_the_middle_two() -> None:
+    """It was the longer one: of two rounds always the first, which is slow."""
+    totals, medians = RoundTotals(Counters()), []
+    for seconds in (8.0, 1.0, 2.0, 3.0):
+        totals.add(seconds, RoundTimes(), [])
+        medians.append(totals.figures()["round_seconds_median"])
+    assert medians == [8.0, 4.5, 2.0, 2.5]

@@ -110,7 +110,7 @@ def test_the_report_compares_experiments_by_seed_and_by_differing_keys(tmp_path:
     assert "experiment sharing.every sharing.every=1 (3 seeds) 1 sharing.every=2 (3 seeds) 2" in found
     assert "seeds 1, 2, 3" in found
     assert re.search(r"Against sharing.every=1 \(3 seeds\), seed by seed experiment seeds difference in accuracy % "
-                     r".* 3 \+10.00", found), found
+                     r".* 3 \+10.00 \S+ to \S+ <0.001 ", found), found
     assert "52.00 ±1.00 62.00 ±1.00" in found
 
 

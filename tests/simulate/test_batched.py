@@ -411,6 +411,7 @@ def test_a_stop_ends_the_run_after_the_current_round() -> None:
     engine, sink = Batched(population, WAYS["layers"](population)), Stops()
     engine.run(sink)
     assert engine.round == 2 and not engine.over and engine.evaluated == 2
+    assert engine.figures(0)["round_seconds_median"] == pytest.approx(engine.figures(0)["round_seconds_total"] / 2)
 
 
 def test_a_node_that_diverges_is_named() -> None:
