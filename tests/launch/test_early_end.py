@@ -39,6 +39,14 @@ def test_nodes_that_do_not_end_within_the_grace_time_are_killed_and_listed_as_si
     assert all(worker.killed for worker in run.nodes.workers) and end.silent == [0]
 
 
+def test_after_a_failure_no_fault_is_injected_and_suspended_nodes_are_resumed_so_that_they_can_end() -> None:
+    run, _ = make_local_run()
+    stops: list[None] = []
+    run.process_faults.stop = lambda: stops.append(None)
+    EarlyEnd(run).fail(Failed(1, 8, "a bug", ""))
+    assert stops
+
+
 @pytest.mark.parametrize(("phase", "count", "killed"), [
     ("starting", 1, True), ("joining", 1, True), ("running", 1, False), ("running", 2, True),
 ])  # fmt: skip

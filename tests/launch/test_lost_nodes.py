@@ -58,12 +58,27 @@ def test_a_node_is_not_restarted_when_no_member_is_left_or_the_run_is_being_stop
     lost_nodes.replace(workers[0])
     assert run.nodes.workers == workers and "all nodes have died" in observer.notices[-1]
 
-    run, _ = make_local_run(regroup=True, restarts=1)
-    lost_nodes, workers = LostNodes(run, EarlyEnd(run)), list(run.nodes.workers)
+
+@pytest.mark.parametrize("why", ["signal", "order", "failure"])
+def test_a_node_is_not_restarted_by_a_process_end_or_a_fault_once_the_run_ends(why: str) -> None:
+    """Its new process, which would hear of neither the stop nor the failure, would be killed as one that stopped
+    answering."""
+    run, observer = make_local_run(regroup=True, restarts=1)
+    end = EarlyEnd(run)
+    lost_nodes, workers = LostNodes(run, end), list(run.nodes.workers)
     lost_nodes.died(DEATH)
-    run.command.signals.received.append(2)
+    if why == "signal":
+        run.command.signals.received.append(2)
+    elif why == "order":
+        end.stop_after_round()
+    else:
+        lost_nodes.died(Failed(0, Diverged.exit_code, "node 0 diverged", ""))
+        assert end.kills_soon
     lost_nodes.replace(workers[1])
-    assert run.nodes.workers == workers
+    lost_nodes.restart_separately(1)
+    lost_nodes.restart_for_fault(1)
+    assert run.nodes.workers == workers and run.ledger.restarts == {}
+    assert not any("started again" in text for text in observer.notices)
 
 
 GENERATION = {"kind": "generation", "origin": "ab", "joined": [], "round": 7}

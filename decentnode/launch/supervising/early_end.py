@@ -51,6 +51,7 @@ class EarlyEnd:
         end."""
         self._ledger.failures.append(failed)
         if len(self._ledger.failures) == 1:
+            self._process_faults.stop()
             self._nodes.send_to_all(PeerFailure(failed.uid, failed.title, ends_run=True))
             self._kill_at = clock.now() + (GRACE_SECONDS if self._nodes.phase == "running" else 1.0)
         if not failed.follower:
@@ -111,7 +112,7 @@ class EarlyEnd:
     @property
     def stop_requested(self) -> bool:
         """Whether a user or a signal has asked for the end of the run."""
-        return self._asked_to_stop or self._signals_seen > 0
+        return self._asked_to_stop or bool(self._signals.received)
 
     def take_record(self, uid: int, record: Mapping[str, Any]) -> None:
         """Takes from a node's record how long its round took, and whether it is paused."""

@@ -98,7 +98,7 @@ class LostNodes:
 
     @property
     def _run_ends(self) -> bool:
-        return bool(self._run.command.signals.received or self._ledger.finished)
+        return self._end.kills_soon or self._end.stop_requested or bool(self._ledger.finished)
 
     def _others_continue_without(self, uid: int) -> bool:
         """Returns whether the last generation that local nodes reported is without node `uid`, and a local node other
