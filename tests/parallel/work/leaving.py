@@ -232,9 +232,12 @@ def report_ends(rank: int, n: int, how: str) -> Any:
 
 
 def kill_before_average(rank: int, n: int, transport: Any) -> float | None:
-    """The last rank is killed while the others call global_avg."""
+    """The last rank is killed while the others call global_avg, once they have all wrapped their models."""
     wrapped = DecentralizedDataParallel(model(), optimizer=SGD, topology="ring", transport=transport)
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"wrapped {rank}", "")
     if rank == n - 1:
+        store.wait([f"wrapped {each}" for each in range(n)])
         os.kill(os.getpid(), signal.SIGKILL)
     return wrapped.global_avg(return_d2c=True)
 
