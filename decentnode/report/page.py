@@ -31,7 +31,7 @@ from decentnode.report.pictures.plots import draw
 from decentnode.report.reading import repeats
 from decentnode.report.reading.repeats import RunResult
 from decentnode.report.reading.runs import Line, RecordedRun, axes_of, lines, overview
-from decentnode.report.reading.significance import holm, paired
+from decentnode.report.reading.significance import holm, p_text, paired
 from decentnode.system import replacing
 
 if TYPE_CHECKING:
@@ -197,7 +197,7 @@ def _paired(labels: Sequence[str], groups: Sequence[Sequence[RunResult]]) -> lis
     for label, each, p in zip(labels[1:], tests, corrected, strict=True):
         if each is not None:
             mean, low, high = (f"{main.scale * one:+.{main.digits}f}" for one in (each.mean, each.low, each.high))
-            rows.append([label, str(each.seeds), mean, f"{low} to {high}", "-" if p is None else f"{p:.2g}"])
+            rows.append([label, str(each.seeds), mean, f"{low} to {high}", p_text(p)])
     return rows
 
 

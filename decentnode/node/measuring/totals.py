@@ -3,6 +3,7 @@ the previous record."""
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -73,11 +74,10 @@ class RoundTotals:
         # leaves out nodes without a wait of their own, such as those of a group of which only the sum is received
         known = [item for item in self._counters.known() if item[1].wait_seconds > 0]
         waited = max(known, key=lambda item: item[1].wait_seconds, default=None)
-        ordered = sorted(self._seconds)
         return {
-            "round_seconds_median": ordered[len(ordered) // 2] if ordered else 0.0,
-            "round_seconds_total": sum(ordered), "train_seconds": self._train_seconds,
-            "wait_seconds": self._wait_seconds, "overlap": self._overlaps / max(1, len(ordered)),
+            "round_seconds_median": statistics.median(self._seconds) if self._seconds else 0.0,
+            "round_seconds_total": sum(self._seconds), "train_seconds": self._train_seconds,
+            "wait_seconds": self._wait_seconds, "overlap": self._overlaps / max(1, len(self._seconds)),
             "waited_for": waited[0] if waited else -1, "waited_seconds": waited[1].wait_seconds if waited else 0.0,
             "rounds_without": self._rounds_without, "late_payloads": self._counters.late_payloads,
             **({"without": packed_counts(self._without)} if self._without else {}),

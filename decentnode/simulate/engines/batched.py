@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import statistics
 import threading
 from dataclasses import dataclass
 from typing import Any
@@ -214,14 +215,13 @@ class Batched:
 
     def figures(self, uid: int) -> dict[str, float | int | str]:
         """Returns a node's closing figures, by the names of summary.json."""
-        ordered = sorted(self._seconds)
         return {
             "uid": uid, "rounds": self.round, "train_samples": self.population.trainings[uid].num_samples,
             **(self.found.figures[uid] | {"evaluated_round": self.evaluated} if self.found is not None else {}),
             **self.early_stopping.figures(),
-            "round_seconds_median": ordered[len(ordered) // 2] if ordered else 0.0,
-            "round_seconds_total": sum(ordered), "train_seconds": self._train_seconds, "wait_seconds": 0.0,
-            "overlap": 1.0 if ordered else 0.0, "waited_for": -1, "waited_seconds": 0.0, "rounds_without": 0,
+            "round_seconds_median": statistics.median(self._seconds) if self._seconds else 0.0,
+            "round_seconds_total": sum(self._seconds), "train_seconds": self._train_seconds, "wait_seconds": 0.0,
+            "overlap": 1.0 if self._seconds else 0.0, "waited_for": -1, "waited_seconds": 0.0, "rounds_without": 0,
             "late_payloads": 0,
             "bytes_data": int(self._data[uid]), "bytes_metadata": int(self._metadata[uid]), "bytes_protocol": 0,
             "bytes_evaluation": int(self._evaluation[uid]), "bytes_control": 0, "bytes_saved": 0, "faults": 0,
