@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 from pathlib import Path
 from threading import Timer
@@ -215,6 +216,19 @@ def test_a_process_that_joins_takes_part_in_evaluations_that_have_not_begun(
     assert newcomer == {"first": first, "evaluations": [(epoch, 3) for epoch in epochs]}
     for founder in founders:
         assert founder["evaluations"] == [(epoch, 3 if epoch in epochs else 2) for epoch in range(5)]
+
+
+@pytest.mark.slow
+def test_a_process_that_comes_back_as_another_epoch_ends_takes_part_in_its_evaluation(tmp_path: Path) -> None:
+    with JobProcesses() as job:
+        job.start_founders(3, free_ports(1), members.record_return, str(tmp_path))
+        suspended = job.receive(2)
+        for rank in range(2):
+            job.receive(rank)
+        os.kill(suspended, signal.SIGCONT)
+        evaluations = [job.receive(rank) for rank in range(3)]
+    assert evaluations[0] == evaluations[1] == [(0, 3), (1, 2), (2, 2), (3, 3), (4, 3)]
+    assert evaluations[2][-2:] == [(3, 3), (4, 3)]
 
 
 @pytest.mark.slow

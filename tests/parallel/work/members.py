@@ -248,6 +248,30 @@ def record_join(pipe: Connection, runs: str, join: str | None, taken: int) -> di
     return {"first": first, "evaluations": found}
 
 
+def record_return(pipe: Connection, runs: str) -> list[tuple[int, int]]:
+    """Records a training of four epochs of five steps. Rank 2 sends its process's id and suspends itself in the first
+    epoch. The others send ("alone", None) before the last step of the third one, and wait until it is back. Returns
+    (epoch, contributors) of each evaluation."""
+    rank, _ = initialize_dist(missing="regroup", min_ranks=1, timeout_seconds=300)
+    model = wrap_model(0.01, topology="complete")
+    draw = torch.Generator().manual_seed(rank)
+    assert model._participant is not None
+    control = model._participant.job.control
+    with TrainingRun(model, "script", evaluate=lambda module: {"loss": evaluation_loss(module)}, metrics=["loss"],
+                     runs=runs, steps_per_epoch=5) as run:  # fmt: skip
+        for _ in run.epochs(4):
+            for _ in run.steps([()] * 2):
+                if rank == 2 and model.steps == 2:
+                    pipe.send(("id", os.getpid()))
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                if rank != 2 and model.steps == 14:
+                    pipe.send(("alone", None))
+                    wait_until(lambda: control.broken or model.world_size == 3, seconds=200)
+                run.add(train_step(model, draw), 32)
+    records = read(run.path / f"nodes/{run.uid:03d}/metrics.jsonl")
+    return [(record["round"], record["contributors"]) for record in records if record["kind"] == "evaluation"]
+
+
 def evaluation_loss(module: nn.Module) -> float:
     assert not module.training and not torch.is_grad_enabled()
     x = torch.randn(64, 6, generator=torch.Generator().manual_seed(7)).to(models.DEVICE)
