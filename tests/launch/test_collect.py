@@ -223,16 +223,57 @@ def environment(machine: int, torch: str = "2.13.0", source: str = "aaaa") -> by
                        "versions": {"decentnode": "0.1.0", "torch": torch}}).encode()  # fmt: skip
 
 
-def test_what_a_killed_command_left_is_removed_and_what_a_running_one_copies_is_not(tmp_path: Path) -> None:
+def test_what_a_killed_command_left_is_removed(tmp_path: Path) -> None:
     run, other = make_folder(tmp_path / "run", 0), make_folder(tmp_path / "other", 1)
-    for name in ("killed", "running"):
-        (run / f".collect-1-{name}").mkdir()
-        (run / f".collect-1-{name}" / "003.safetensors").write_bytes(b"a part")
+    (run / ".collect-1-killed").mkdir()
+    (run / ".collect-1-killed" / "003.safetensors").write_bytes(b"a part")
     (run / ".collect-1-link").symlink_to(other)
-    with module._locked(run / ".collect-1-running"):
-        collect(run, [other])
-    assert [name for name in names(run) if name[0] == "."] == [".collect-1-link", ".collect-1-running"]
+    collect(run, [other])
+    assert [name for name in names(run) if name[0] == "."] == [".collect-1-link"]
     assert names(other / "nodes") == ["001"]
+
+
+def test_only_one_command_at_a_time_copies_into_a_folder(tmp_path: Path) -> None:
+    run, other = make_folder(tmp_path / "run", 0), make_folder(tmp_path / "other", 1)
+    before = read_files(run)
+    with module._temporary(run) as place:
+        with pytest.raises(EnvironmentFault, match=f"another collect copies into {run}: repeat"):
+            collect(run, [other])
+        assert read_files(run) == before and names(place) == []
+    assert collected_uids(collect(run, [other])) == [[1]]
+
+
+def test_a_node_that_ends_while_it_is_copied_is_completed_by_the_next_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    run, other = make_folder(tmp_path / "run", 0), make_folder(tmp_path / "other")
+    write_node(other, 1, 2, doing="local steps")
+    cut = Cut(RUN, 2, 1, "", (0, 1))
+    store.mark_best(other / "checkpoints", 1, cut, "loss", 0.5)
+    copy_bytes = module._Copy._copy_bytes
+
+    def copy_while_it_ends(self: Any, share: Any, parts: Any, target: Path) -> int:
+        size = copy_bytes(self, share, parts, target)
+        if parts[-1] == "best-001.json":
+            store.mark_best(other / "checkpoints", 1, cut, "loss", 0.2)
+            write_node(other, 1, 5)
+        return size
+
+    monkeypatch.setattr(module._Copy, "_copy_bytes", copy_while_it_ends)
+    collect(run, [other])
+    monkeypatch.undo()
+    assert collected_uids(collect(run, [other])) == [[1]]
+    assert read_files(run).items() >= read_files(other).items()
+    assert collected_uids(collect(run, [other])) == [[]]
+
+
+def test_lines_that_a_log_got_after_the_last_status_are_collected(tmp_path: Path) -> None:
+    run, other = make_folder(tmp_path / "run", 0), make_folder(tmp_path / "other", 1)
+    collect(run, [other])
+    with open(other / "nodes" / "001" / "log.txt", "a") as log:
+        log.write("PeerLost\n")
+    assert collected_uids(collect(run, [other])) == [[1]]
+    assert (run / "nodes" / "001" / "log.txt").read_text() == "3\nPeerLost\n"
 
 
 def test_the_environments_of_other_machines_are_collected_under_their_numbers(tmp_path: Path) -> None:

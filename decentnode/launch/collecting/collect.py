@@ -71,7 +71,7 @@ def collect(run: Path, others: Sequence[Path]) -> Collected:
     interrupted can be repeated. Blocking while files are read and copied.
 
     Raises UsageError for a folder of another run, for one that does not say its run, and for records of a node that
-    contradict existing ones; EnvironmentFault if the disk refuses.
+    contradict existing ones; EnvironmentFault if the disk refuses, or while another command copies into `run`.
     """
     run = run.resolve()
     with contextlib.ExitStack() as stack:
@@ -82,8 +82,8 @@ def collect(run: Path, others: Sequence[Path]) -> Collected:
             for share in _find_shares(given, run, run_id, stack):
                 found.setdefault(share.path, share)
         shares = list(found.values())
-        _refuse_conflicts(run, own, shares)
         with _temporary(run) as place:
+            _refuse_conflicts(run, own, shares)
             copy = _Copy(run, own, place)
             try:
                 taken = [copy.take(share, run_id) for share in shares]
@@ -239,33 +239,32 @@ def _conflicts(one: Share, other: Share, uid: int) -> Iterator[Parts]:
 @contextlib.contextmanager
 def _temporary(run: Path) -> Iterator[Path]:
     """Yields a temporary folder inside the run's folder, from which files are moved to their places, and removes those
-    of commands that were killed, whose locks are free. Raises EnvironmentFault if it cannot be created."""
-    for left in run.glob(".collect-*"):
-        with contextlib.suppress(OSError), _locked(left):
-            shutil.rmtree(left, ignore_errors=True)
+    of commands that were killed. Raises EnvironmentFault if another command copies into the run's folder, which is
+    locked until this one ends, and if the temporary folder cannot be created."""
+    descriptor = os.open(run, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     place = run / f".collect-{os.getpid()}-{entropy.word(3)}"
     try:
-        place.mkdir()
-    except OSError as error:
-        raise EnvironmentFault(f"cannot write into {run}: {error.strerror}") from error
-    try:
-        with contextlib.ExitStack() as stack:
-            with contextlib.suppress(OSError):  # a disk on which folders have no locks: then nothing is removed
-                stack.enter_context(_locked(place))
-            yield place
+        with contextlib.suppress(OSError):  # a disk on which folders have no locks: then nothing is removed
+            _lock(descriptor, run)
+            for left in run.glob(".collect-*"):
+                shutil.rmtree(left, ignore_errors=True)
+        try:
+            place.mkdir()
+        except OSError as error:
+            raise EnvironmentFault(f"cannot write into {run}: {error.strerror}") from error
+        yield place
     finally:
         shutil.rmtree(place, ignore_errors=True)
+        os.close(descriptor)
 
 
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Holds the lock of a folder, which ends with the process. Raises OSError if another process holds it."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+def _lock(descriptor: int, run: Path) -> None:
+    """Locks the run's folder until its descriptor is closed or the process ends. Raises EnvironmentFault if it is
+    locked, OSError if it cannot be."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(descriptor)
+    except BlockingIOError:
+        raise EnvironmentFault(f"another collect copies into {run}: repeat this one when it has ended") from None
 
 
 class _Copy:
@@ -284,8 +283,11 @@ class _Copy:
         for uid in share.uids:
             # The node's own folder is copied last: without it the node counts as missing, so a repeat completes it.
             newer = _status_time(share, uid) > _status_time(self._own, uid)
+            # status.json is read first and written last: all other files are then at least as new as its time says.
+            status: Parts = ("nodes", f"{uid:03d}", STATUS)
+            size = self._stage(share, status) if self._is_new(share, status, newer) else 0
             models = [parts for parts in _model_files(uid) if self._is_new(share, parts, newer)]
-            size = sum(self._copy_file(share, parts) for parts in models)
+            size += sum(self._copy_file(share, parts) for parts in models)
             size += self._copy_checkpoints(share, uid, run_id, newer)
             size += self._copy_records(share, uid, newer)
             if size:
@@ -334,34 +336,37 @@ class _Copy:
         return self._machine_of.get(uid, max(self._machine_of.values()) + beyond)
 
     def _is_new(self, share: Share, parts: Parts, newer: bool) -> bool:
-        """Returns whether to copy a file of the kind that is replaced if the share's state of the node is newer."""
-        if not share.has(parts):
-            return False
-        return not self._own.has(parts) or (newer and _compare(self._own, share, parts) != 0)
+        """Returns whether to copy a file that is replaced if the share's state of the node is newer or the share's file
+        is a longer one that begins with the whole of the own one."""
+        found = _compare(self._own, share, parts)
+        return share.has(parts) and (found == 1 or (newer and found != 0))
 
     def _copy_records(self, share: Share, uid: int, newer: bool) -> int:
-        """Copies a node's folder, or what is new in it. Returns the number of bytes."""
+        """Copies a node's folder, or what is new in it, and the staged status.json. Returns the number of bytes."""
         name = f"{uid:03d}"
         files = [parts for parts in share.files("nodes", name)
-                 if not parts[-1].startswith(".") and parts[-1] != supervisor_file.FILE]  # fmt: skip
+                 if not parts[-1].startswith(".") and parts[-1] not in (STATUS, supervisor_file.FILE)]  # fmt: skip
         new = [parts for parts in files
                if (_compare(self._own, share, parts) == 1 if parts[2:] in [(each,) for each in RECORDS]
                    else self._is_new(share, parts, newer))]  # fmt: skip
-        new.sort(key=lambda parts: parts[-1] == STATUS)  # status.json last: its time says how new the other files are
-        folder = node_dir(self._run, uid)
-        if new:
+        size = sum(self._stage(share, parts) for parts in new)
+        folder, staged = node_dir(self._run, uid), self._temporary_dir / "nodes" / name
+        if staged.exists():
+            folder.parent.mkdir(exist_ok=True)
             with contextlib.suppress(OSError):
                 folder.rmdir()  # succeeds only if the folder is empty; it then appears with all its files at once
-        if folder.exists():
-            return sum(self._copy_file(share, parts) for parts in new)
-        size = 0
-        for parts in new:
-            (target := self._temporary_dir.joinpath(*parts[1:])).parent.mkdir(parents=True, exist_ok=True)
-            size += self._copy_bytes(share, parts, target)
-        if new:
-            folder.parent.mkdir(exist_ok=True)
-            os.rename(self._temporary_dir / name, folder)
+            if not folder.exists():
+                os.rename(staged, folder)
+        for parts in (*new, ("nodes", name, STATUS)):
+            if (file := self._temporary_dir.joinpath(*parts)).exists():
+                (target := self._run.joinpath(*parts)).parent.mkdir(parents=True, exist_ok=True)
+                os.replace(file, target)
         return size
+
+    def _stage(self, share: Share, parts: Parts) -> int:
+        """Copies one file of a node's folder to the temporary folder. Returns its bytes."""
+        (target := self._temporary_dir.joinpath(*parts)).parent.mkdir(parents=True, exist_ok=True)
+        return self._copy_bytes(share, parts, target)
 
     def _copy_checkpoints(self, share: Share, uid: int, run_id: str, newer: bool) -> int:
         """Copies a node's valid checkpoints of this run. Returns the number of bytes."""
