@@ -267,6 +267,16 @@ def test_a_node_that_ends_while_it_is_copied_is_completed_by_the_next_command(
     assert collected_uids(collect(run, [other])) == [[]]
 
 
+def test_a_newer_state_is_collected_although_the_clock_was_set_back(tmp_path: Path) -> None:
+    run, other = make_folder(tmp_path / "run", 0), make_folder(tmp_path / "other")
+    status = write_node(other, 1, 3, doing="local steps") / "status.json"
+    status.write_text(json.dumps({**json.loads(status.read_text()), "time": 3600.0}))
+    collect(run, [other])
+    write_node(other, 1, 5)
+    assert collected_uids(collect(run, [other])) == [[1]]
+    assert read_files(run).items() >= read_files(other).items()
+
+
 def test_lines_that_a_log_got_after_the_last_status_are_collected(tmp_path: Path) -> None:
     run, other = make_folder(tmp_path / "run", 0), make_folder(tmp_path / "other", 1)
     collect(run, [other])

@@ -188,11 +188,9 @@ def _compare_contents(own: BinaryIO, other: BinaryIO) -> int | None:
 
 
 def _compare(own: Share, other: Share, parts: Parts) -> int | None:
-    """Compares a file in two folders as `_compare_contents` does; 1 if only `own` lacks it, -1 if `other` does."""
-    if not other.has(parts):
-        return -1
-    if not own.has(parts):
-        return 1
+    """Compares a file in two folders as `_compare_contents` does; 1 if only `own` lacks it, -1 if only `other` does."""
+    if not (own.has(parts) and other.has(parts)):
+        return other.has(parts) - own.has(parts)
     with own.open(parts) as mine, other.open(parts) as theirs:
         return _compare_contents(mine, theirs)
 
@@ -205,6 +203,15 @@ def _status_time(share: Share, uid: int) -> float:
     """Returns when a node's status.json was written; 0 if unknown."""
     seconds = share.status(uid).get("time")
     return float(seconds) if isinstance(seconds, int | float) else 0.0
+
+
+def _is_newer(own: Share, other: Share, uid: int) -> bool:
+    """Returns whether a node's state in `other` is newer than in `own`: by its records, which only grow, and if they
+    are equal by the time of status.json, as the clock may have been set back since."""
+    for name in RECORDS:
+        if found := _compare(own, other, ("nodes", f"{uid:03d}", name)):
+            return found > 0
+    return _status_time(other, uid) > _status_time(own, uid)
 
 
 def _refuse_conflicts(run: Path, own: Share, shares: Sequence[Share]) -> None:
@@ -282,7 +289,7 @@ class _Copy:
         self._copy_environments(share, taken)
         for uid in share.uids:
             # The node's own folder is copied last: without it the node counts as missing, so a repeat completes it.
-            newer = _status_time(share, uid) > _status_time(self._own, uid)
+            newer = _is_newer(self._own, share, uid)
             # status.json is read first and written last: all other files are then at least as new as its time says.
             status: Parts = ("nodes", f"{uid:03d}", STATUS)
             size = self._stage(share, status) if self._is_new(share, status, newer) else 0
@@ -309,7 +316,7 @@ class _Copy:
         folders = {number: ()} if number is not None and share.has(("env.json",)) else {}
         others = [name for name in share.names(FOLDER) if name.isdecimal() and len(name) <= MAX_DIGITS]
         found: dict[int, Parts] = {**{int(name): (FOLDER, name) for name in others}, **folders}
-        newer = any(_status_time(share, uid) > _status_time(self._own, uid) for uid in uids)
+        newer = any(_is_newer(self._own, share, uid) for uid in uids)
         for machine, place in sorted(found.items()):
             if self._own.has(("env.json",)) and machine == self._own_machine:
                 continue
