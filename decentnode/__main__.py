@@ -41,7 +41,9 @@ def main() -> None:
     try:
         command(prog_name="decentnode")
     finally:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C during Python's shutdown would show a traceback
+        # During Python's shutdown a second Ctrl-C would show a traceback, others would replace the exit code.
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
 
 
 if __name__ == "__main__":

@@ -6,9 +6,8 @@ import contextlib
 import json
 import os
 import shlex
-import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -205,6 +204,7 @@ def start(request: Request, *, plain: bool, quiet: bool, as_json: bool, dry_run:
     forkserver.start(request)  # imports torch while this process prepares the run
     from decentnode.cli.console import ConsoleObserver, program
     from decentnode.cli.output import Output, OutputKind
+    from decentnode.launch.children.signals import keep_stop_signals
     from decentnode.launch.supervisor import supervise
 
     result = Output(sys.stdout, sys.stderr)
@@ -214,7 +214,7 @@ def start(request: Request, *, plain: bool, quiet: bool, as_json: bool, dry_run:
     share = " ".join(filter(None, [launcher, shlex.quote(request.config), changes, "--machine"]))
     live = False if plain else None
     observer = ConsoleObserver(output, started=started, share=share, live=live, quiet=quiet, page=page)
-    interrupted = signal.signal(signal.SIGINT, signal.SIG_IGN)  # `supervise` handles it; ignored after that
+    handlers = keep_stop_signals()
     try:
         outcome = supervise(
             request, observer, command=shlex.join([program(), *sys.argv[1:]]), started=started, dry_run=dry_run
@@ -226,17 +226,18 @@ def start(request: Request, *, plain: bool, quiet: bool, as_json: bool, dry_run:
         observer.end()
         if page is not None:
             page.close()
-        wait_until_printed(interrupted, output, result)
+        wait_until_printed(handlers, output, result)
     return outcome.exit_code
 
 
-def wait_until_printed(interrupted: Any, *outputs: Output) -> None:
-    """Waits until everything is printed. Nothing runs any more, so the reader may take its time; Ctrl-C ends the wait
-    with the command's own exit code.
+def wait_until_printed(handlers: Mapping[int, Any], *outputs: Output) -> None:
+    """Waits until everything is printed. Nothing runs any more, so the reader may take its time; Ctrl-C, SIGTERM and
+    SIGHUP end the wait with the command's own exit code.
 
-    interrupted: the handler of Ctrl-C from now on.
+    handlers: as `keep_stop_signals` returned them.
     """
-    with contextlib.suppress(KeyboardInterrupt):
-        signal.signal(signal.SIGINT, interrupted)
+    from decentnode.launch.children.signals import ended_by_signals
+
+    with ended_by_signals(handlers):
         for output in outputs:
             output.drain()

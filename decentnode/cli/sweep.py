@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import sys
 from typing import TYPE_CHECKING
 
@@ -100,6 +99,7 @@ def _sweep(plan: Plan, *, plain: bool, quiet: bool, as_json: bool) -> int:
     from decentnode.cli.console import shown
     from decentnode.cli.output import Output, OutputKind
     from decentnode.cli.sweep_watcher import ConsoleWatcher
+    from decentnode.launch.children.signals import keep_stop_signals
     from decentnode.sweeps import files
     from decentnode.sweeps.conduct import conduct
     from decentnode.sweeps.plan import plan as checked
@@ -109,7 +109,7 @@ def _sweep(plan: Plan, *, plain: bool, quiet: bool, as_json: bool) -> int:
     result = Output(sys.stdout, sys.stderr)
     output = Output(sys.stderr) if as_json else result
     watcher = ConsoleWatcher(output, live=False if plain else None, quiet=quiet)
-    interrupted = signal.signal(signal.SIGINT, signal.SIG_IGN)  # `conduct` handles it; ignored after that
+    handlers = keep_stop_signals()
     try:
         state = conduct(sweep, watcher)
         watcher.end()
@@ -123,5 +123,5 @@ def _sweep(plan: Plan, *, plain: bool, quiet: bool, as_json: bool) -> int:
             watcher.say(f"written  {shown(sweep.folder)}/: {', '.join(path.name for path in written)}")
     finally:
         watcher.end()
-        start.wait_until_printed(interrupted, output, result)
+        start.wait_until_printed(handlers, output, result)
     return state.exit_code

@@ -190,9 +190,10 @@ def test_a_run_works_with_closed_streams(closed, tmp_path):
     assert len([*tmp_path.glob("runs/tiny/latest/models/0*.safetensors")]) == 4
 
 
-def test_ctrl_c_while_python_exits_is_silent():
+@pytest.mark.parametrize("number", ["SIGINT", "SIGTERM", "SIGHUP"])
+def test_a_signal_while_python_exits_is_silent(number):
     """This is a second Ctrl-C, or one when a command is over: torch and multiprocessing take long to clean up."""
-    text = ("import atexit, os, signal, sys\natexit.register(os.kill, os.getpid(), signal.SIGINT)\n"
+    text = (f"import atexit, os, signal, sys\natexit.register(os.kill, os.getpid(), signal.{number})\n"
             "sys.argv[1:] = ['--version']\nfrom decentnode.__main__ import main\nmain()\n")  # fmt: skip
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=200)
     assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("decentnode ")

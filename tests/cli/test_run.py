@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,33 @@ def test_the_first_ctrl_c_stops_the_run_and_writes_its_results(tmp_path: Path) -
     latest = tmp_path / "runs" / "tiny" / "latest"
     assert json.loads((latest / "summary.json").read_text())["status"] == "interrupted"
     assert (latest / "models" / "merged.safetensors").exists()
+
+
+SIGNAL_AT_THE_END = """
+import os, sys
+from decentnode.__main__ import main
+from decentnode.cli.console import ConsoleObserver
+if __name__ == "__main__":
+    number, finished = int(sys.argv.pop()), ConsoleObserver.finished
+    def interrupted(self, *arguments):
+        os.kill(os.getpid(), number)
+        finished(self, *arguments)
+    ConsoleObserver.finished = interrupted
+    main()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+@pytest.mark.slow
+def test_a_signal_after_a_run_has_finished_changes_neither_its_exit_code_nor_its_last_lines(
+    tmp_path: Path, number: int,
+) -> None:  # fmt: skip
+    (tmp_path / "script.py").write_text(SIGNAL_AT_THE_END)
+    done = subprocess.run([sys.executable, "script.py", "run", write(tmp_path, node={"rounds": 2}), str(int(number))],
+                          cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+                          timeout=200)  # fmt: skip
+    assert done.returncode == 0 and "done in " in done.stdout, done.stderr
+    assert json.loads((tmp_path / "runs/tiny/latest/summary.json").read_text())["status"] == "finished"
 
 
 @pytest.mark.slow

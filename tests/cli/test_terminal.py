@@ -155,16 +155,17 @@ def test_a_full_pipe_delays_only_the_last_lines_not_the_rounds(tmp_path: Path) -
         assert process.wait(200) == 0
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.slow
-def test_ctrl_c_while_a_finished_run_waits_for_its_reader_keeps_exit_code_0(tmp_path: Path) -> None:
+def test_a_signal_ends_a_finished_run_that_waits_for_its_reader_with_exit_code_0(tmp_path: Path, number: int) -> None:
     with run_in_terminal(tmp_path, slow_experiment(60)) as terminal:  # held before it ends, however busy the machine is
         terminal.read_until("all connected")
         terminal.press(HOLD)
         wait_until(lambda: status_of_latest(tmp_path) == "finished", "the end of the run")
         pid = terminal.process.pid
-        wait_until(lambda: _has_handler(pid, signal.SIGINT) and not _has_handler(pid, signal.SIGTERM), "the last wait")
-        terminal.process.send_signal(signal.SIGINT)
-        assert terminal.process.wait(200) == 0
+        wait_until(lambda: not _has_handler(pid, signal.SIGTSTP), "the end of the supervisor")
+        wait_until(lambda: terminal.process.poll() is not None or terminal.process.send_signal(number), "the exit code")
+        assert terminal.process.wait() == 0
 
 
 def _has_handler(pid: int, number: int) -> bool:

@@ -64,6 +64,29 @@ assert asked == [1, 1]
     assert run_child(work) == "alive\n"
 
 
+def test_stop_signals_after_a_run_end_only_the_wait_for_its_reader() -> None:
+    work = """
+signals.ignore_signals()
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, signal.SIG_DFL)
+handlers = signals.keep_stop_signals()
+assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+os.kill(os.getpid(), signal.SIGINT)
+with signals.StopSignals() as stop:
+    assert stop.received[-1] == signal.SIGINT
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    os.kill(os.getpid(), number)
+for number in (signal.SIGINT, signal.SIGTERM):
+    with signals.ended_by_signals(handlers):
+        os.kill(os.getpid(), number)
+        raise AssertionError
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+with signals.StopSignals() as stop:
+    assert not stop.received
+"""
+    assert run_child(work) == "alive\n"
+
+
 def test_a_sigterm_before_a_run_stops_the_run() -> None:
     """A point of a sweep, whose parent ignores SIGTERM, once ignored it, too, and ran to its end."""
     work = """

@@ -7,8 +7,9 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import FrameType, TracebackType
+from typing import Any
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SUSPENDING = (signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU)
@@ -45,7 +46,35 @@ _kept_signals: list[int] = []
 def keep_sigterm() -> None:
     """Keeps a SIGTERM until `on_termination` is called or `StopSignals` is entered, in a process that cannot end
     regularly yet. Main thread only."""
-    signal.signal(signal.SIGTERM, lambda number, _: _kept_signals.append(number))
+    _keep(signal.SIGTERM)
+
+
+def _keep(number: int) -> Any:
+    return signal.signal(number, lambda number, _: _kept_signals.append(number))
+
+
+def keep_stop_signals() -> dict[int, Any]:
+    """Keeps SIGINT, SIGTERM and SIGHUP until `StopSignals` is entered; after it they do not end this process, which
+    prints the outcome then. Returns the previous handlers. Main thread only."""
+    return {number: _keep(number) for number in STOPPING if _is_obeyed(number)}
+
+
+@contextlib.contextmanager
+def ended_by_signals(handlers: Mapping[int, Any]) -> Iterator[None]:
+    """Context manager that one of the signals of `keep_stop_signals` ends, without an error; then `handlers`, which
+    that function returned, are in force again. Main thread only."""
+    with contextlib.suppress(KeyboardInterrupt):
+        for number in handlers:
+            signal.signal(number, signal.default_int_handler)
+        yield
+    _kept_signals.clear()
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def _is_obeyed(number: int) -> bool:
+    """Returns whether the supervisor obeys a signal: SIGINT always, others unless the caller ignores them (nohup)."""
+    return number == signal.SIGINT or signal.getsignal(number) is not signal.SIG_IGN
 
 
 def on_termination(ask: Callable[[], object]) -> None:
@@ -79,7 +108,7 @@ class StopSignals:
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
             for number in STOPPING:
-                if signal.getsignal(number) is not signal.SIG_IGN or number == signal.SIGINT:
+                if _is_obeyed(number):
                     self._previous_handlers[number] = signal.signal(number, self._on_signal)
             if signal.getsignal(signal.SIGTSTP) is signal.SIG_DFL:
                 self._previous_handlers[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, self._on_suspend)
