@@ -169,6 +169,17 @@ def keeps_mean(graph: Graph) -> bool:
     return True
 
 
+def averages_exactly(graph: Graph) -> bool:
+    """Returns whether a period of the graph takes every node to the mean of all models."""
+    if graph.period is None:
+        return False
+    x = _random_vectors(graph)
+    first = np.linalg.norm(x)
+    for round in range(graph.period):
+        x = graph.entries(round).mixed(x)
+    return bool(np.linalg.norm(x) <= EXACT * first)
+
+
 def _random_vectors(graph: Graph) -> np.ndarray:
     return deviations(np.random.default_rng(0).standard_normal((graph.num_nodes, COLUMNS)))
 

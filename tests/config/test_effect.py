@@ -75,6 +75,28 @@ def test_weights_that_a_schedule_does_not_read_are_a_warning(write: Any, schedul
         assert not load(path, [change], {}).config_warnings
 
 
+@pytest.mark.parametrize(("graph", "weights"), [
+    ("{name: base_k_plus_1, nodes: 3}", "{name: metropolis_hastings}"),
+    ("{name: base_k_plus_1, nodes: 5, peers: 2}", "{name: uniform}"),
+    ("{name: one_peer_exponential, nodes: 4}", "{name: metropolis_hastings, lazy: true}"),
+])  # fmt: skip
+def test_weights_with_which_an_exact_graph_is_not_exact_are_a_warning(write: Any, graph: str, weights: str) -> None:
+    nodes = graph.partition("nodes: ")[2][0]
+    path = write(f"{BASE}weights: {weights}\n")
+    sets = [f"graph={graph}", f"mapping.nodes_per_machine={nodes}"]
+    (warning,) = load(path, sets, {}).config_warnings
+    assert warning.startswith("a.yaml:6:1: weights: ") and "averages exactly in" in warning
+    assert not load(path, [*sets, "weights=null"], {}).config_warnings
+
+
+@pytest.mark.parametrize("graph", [
+    "{name: base_k_plus_1, nodes: 4}", "{name: one_peer_exponential, nodes: 4}", "{name: ring, nodes: 4}",
+    "{name: gossip_pga, nodes: 4, every: 3, base: {name: ring, nodes: 4}}", "{name: complete, nodes: 4}",
+])  # fmt: skip
+def test_weights_with_which_a_graph_averages_as_before_are_no_warning(write: Any, graph: str) -> None:
+    assert not load(write(f"{BASE}weights: metropolis_hastings\n"), [f"graph={graph}"], {}).config_warnings
+
+
 def test_weights_that_a_rule_with_servers_does_not_read_are_a_warning(write: Any) -> None:
     sets = ["graph={name: star, nodes: 4}", "sharing={name: fedavg}"]
     (warning,) = load(write(f"{BASE}weights: {{name: uniform}}\n"), sets, {}).config_warnings

@@ -45,6 +45,7 @@ from decentnode.experiment.crosschecks.graph import (
     check_mapping,
     check_mapping_fits_graph,
     check_newcomers,
+    check_weights_keep_exactness,
 )
 from decentnode.experiment.crosschecks.model import check_model
 from decentnode.experiment.crosschecks.numbers import check_number_ranges
@@ -89,6 +90,7 @@ CHECKS: tuple[Check, ...] = (
     check_asynchronous_keys,
     check_weights_are_used,
     check_graph,
+    check_weights_keep_exactness,
     check_fragment_graphs,
     check_mapping,
     check_machine_addresses,

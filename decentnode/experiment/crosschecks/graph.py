@@ -8,10 +8,11 @@ from collections.abc import Iterator
 
 from decentnode.config.problems import Problem, problem_from_error
 from decentnode.errors import UsageError
-from decentnode.experiment.crosschecks.parts import fragment_path, graph_of, mapping_of
+from decentnode.experiment.crosschecks.parts import MAX_CHECKED_NODES, fragment_path, graph_of, mapping_of
 from decentnode.experiment.tree import Experiment
 from decentnode.graph import build as build_graph
 from decentnode.graph.growing import check_growth
+from decentnode.graph.spectrum import averages_exactly
 from decentnode.mapping.linear import LinearConfig
 
 
@@ -27,6 +28,19 @@ def check_graph(experiment: Experiment) -> Iterator[Problem]:
         else:
             keys = type(experiment.weights).model_fields if experiment.weights is not None else ()
             yield dataclasses.replace(problem_from_error("weights", error, keys), other=("graph",))
+
+
+def check_weights_keep_exactness(experiment: Experiment) -> Iterator[Problem]:
+    """Warns about weights with which a graph is not exact that is exact with its own; they may come from an extended
+    file."""
+    graph = graph_of(experiment)
+    if experiment.weights is None or graph is None or graph.num_nodes > MAX_CHECKED_NODES:
+        return
+    own = build_graph(experiment.graph, None, experiment.seed, experiment.base_dir)
+    if getattr(own, "own_weights", False) and averages_exactly(own) and not averages_exactly(graph):
+        yield Problem(("weights",), f": {experiment.graph.name} averages exactly in {own.period} rounds with weights "
+                      f"of its own, but not with {experiment.weights.name}; leave the section out, or write weights: "
+                      "null", other=("graph",), is_warning=True)  # fmt: skip
 
 
 def check_fragment_graphs(experiment: Experiment) -> Iterator[Problem]:
