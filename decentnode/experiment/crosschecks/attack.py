@@ -9,7 +9,7 @@ import torch
 from decentnode.config.component import load_class
 from decentnode.config.problems import Problem
 from decentnode.errors import EnvironmentFault, UsageError
-from decentnode.experiment.crosschecks.parts import graph_of, mapping_of, spec_of
+from decentnode.experiment.crosschecks.parts import graph_of, graphs_of, mapping_of, spec_of
 from decentnode.experiment.tree import Experiment
 from decentnode.node.schedules.schedules import SCHEDULES
 from decentnode.sharing.attacks import ATTACKS
@@ -81,9 +81,9 @@ def check_attack(experiment: Experiment) -> Iterator[Problem]:
 
 def check_attack_is_of_use(experiment: Experiment) -> Iterator[Problem]:
     """Warns about an attack that begins after the end of the run, and about more attackers than a robust rule
-    tolerates."""
-    config, graph, rounds = _attack(experiment), graph_of(experiment), experiment.node.rounds
-    if config is None or graph is None:
+    tolerates over the graphs of the run or of its fragments."""
+    config, graphs, rounds = _attack(experiment), graphs_of(experiment), experiment.node.rounds
+    if config is None or not graphs:
         return
     if 0 < rounds <= config.first_round:
         yield Problem(("attack", "first_round"), f": the run has only rounds 0 to {rounds - 1}, so that nobody attacks",
@@ -91,12 +91,14 @@ def check_attack_is_of_use(experiment: Experiment) -> Iterator[Problem]:
     tolerated, attackers = getattr(experiment.sharing, "byzantine", None), {*experiment.attackers()}
     if not isinstance(tolerated, int) or getattr(experiment.sharing, "radius", None) is not None:
         return
-    honest = [uid for uid in range(graph.num_nodes) if uid not in attackers]
-    most, r, uid = max(((len(attackers.intersection(graph.sources(uid, r))), -r, -uid)
-                        for r in range(min(graph.period or 4, 16)) for uid in honest), default=(0, 0, 0))  # fmt: skip
+    honest = [uid for uid in range(graphs[0][1].num_nodes) if uid not in attackers]
+    most, index, r, uid = max(((len(attackers.intersection(graph.sources(uid, r))), -index, -r, -uid)
+                               for index, graph in graphs for r in range(min(graph.period or 4, 16))
+                               for uid in honest), default=(0, 0, 0, 0))  # fmt: skip
     if most > tolerated:
+        of_fragment = f" of fragment {-index}" if len(graphs) > 1 else ""
         yield Problem(("sharing", "byzantine"), f"is {tolerated}, but node {-uid} has {most} attackers among its "
-                      f"neighbors in round {-r}", other=("attack",), is_warning=True)  # fmt: skip
+                      f"neighbors in exchange {-r}{of_fragment}", other=("attack",), is_warning=True)  # fmt: skip
 
 
 def _check_that_neighbors_may_differ(experiment: Experiment, name: str) -> Iterator[Problem]:

@@ -325,7 +325,12 @@ def test_invalid_attack_sections_are_refused(changes: list[str], problem: str) -
 @pytest.mark.parametrize(("changes", "warning"), [
     (["attack={name: noise, count: 1, first_round: 4}"], "attack.first_round: the run has only rounds 0 to 3, so that"),
     (["attack={name: noise, nodes: [1, 4]}", "sharing=trimmed_mean"],
-     "sharing.byzantine is 1, but node 0 has 2 attackers among its neighbors in round 0"),
+     "sharing.byzantine is 1, but node 0 has 2 attackers among its neighbors in exchange 0"),
+    (["attack={name: noise, nodes: [1, 4]}", "sharing=trimmed_mean", "graph={name: line, nodes: 6}",
+      "parameters={fragments: {name: random, count: 2, degree: 5}}"],
+     "sharing.byzantine is 1, but node 0 has 2 attackers among its neighbors in exchange 0 of fragment 0"),
+    (["attack={name: noise, nodes: [1, 4]}", "sharing=trimmed_mean", "graph={name: complete, nodes: 6}",
+      "parameters={fragments: [{parameters: '*', graph: {name: regular, nodes: 6, degree: 3, seed: 5}}]}"], ""),
     (["attack={name: noise, nodes: [1, 4]}", "sharing={name: clipped_gossip, byzantine: 2}"], ""),
     (["attack={name: noise, nodes: [1, 4]}", "sharing={name: clipped_gossip, radius: 1}"], ""),
     (["attack={name: noise, nodes: [1, 4]}", "sharing={name: trimmed_mean, byzantine: most}"], ""),
