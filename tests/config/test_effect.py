@@ -89,6 +89,15 @@ def test_weights_with_which_an_exact_graph_is_not_exact_are_a_warning(write: Any
     assert not load(path, [*sets, "weights=null"], {}).config_warnings
 
 
+def test_weights_with_which_the_exact_graph_of_a_fragment_is_not_exact_are_a_warning(write: Any) -> None:
+    fragments = "[{parameters: '1.*'}, {parameters: '*', graph: {name: base_k_plus_1, nodes: 5}}]"
+    sets = ["graph.nodes=5", "mapping.nodes_per_machine=5", f"parameters={{fragments: {fragments}}}"]
+    path = write(f"{BASE}weights: {{name: metropolis_hastings}}\n")
+    (warning,) = load(path, sets, {}).config_warnings
+    assert "weights: base_k_plus_1 averages exactly in" in warning and "(see parameters.fragments[1].graph" in warning
+    assert not load(path, [*sets, "weights=null"], {}).config_warnings
+
+
 @pytest.mark.parametrize("graph", [
     "{name: base_k_plus_1, nodes: 4}", "{name: one_peer_exponential, nodes: 4}", "{name: ring, nodes: 4}",
     "{name: gossip_pga, nodes: 4, every: 3, base: {name: ring, nodes: 4}}", "{name: complete, nodes: 4}",

@@ -8,11 +8,12 @@ from collections.abc import Iterator
 
 from decentnode.config.problems import Problem, problem_from_error
 from decentnode.errors import UsageError
-from decentnode.experiment.crosschecks.parts import MAX_CHECKED_NODES, fragment_path, graph_of, mapping_of
+from decentnode.experiment.crosschecks.parts import MAX_CHECKED_NODES, fragment_path, graph_of, graphs_of, mapping_of
 from decentnode.experiment.tree import Experiment
 from decentnode.graph import build as build_graph
 from decentnode.graph.growing import check_growth
 from decentnode.graph.spectrum import averages_exactly
+from decentnode.graph.topology import Topology
 from decentnode.mapping.linear import LinearConfig
 
 
@@ -33,14 +34,14 @@ def check_graph(experiment: Experiment) -> Iterator[Problem]:
 def check_weights_keep_exactness(experiment: Experiment) -> Iterator[Problem]:
     """Warns about weights with which a graph is not exact that is exact with its own; they may come from an extended
     file."""
-    graph = graph_of(experiment)
-    if experiment.weights is None or graph is None or graph.num_nodes > MAX_CHECKED_NODES:
-        return
-    own = build_graph(experiment.graph, None, experiment.seed, experiment.base_dir)
-    if getattr(own, "own_weights", False) and averages_exactly(own) and not averages_exactly(graph):
-        yield Problem(("weights",), f": {experiment.graph.name} averages exactly in {own.period} rounds with weights "
-                      f"of its own, but not with {experiment.weights.name}; leave the section out, or write weights: "
-                      "null", other=("graph",), is_warning=True)  # fmt: skip
+    for index, graph in graphs_of(experiment) if experiment.weights is not None else ():
+        if not isinstance(graph, Topology) or not graph.own_weights or graph.num_nodes > MAX_CHECKED_NODES:
+            continue
+        own = type(graph)(graph.config, seed=graph.seed, base_dir=graph.base_dir)
+        if averages_exactly(own) and not averages_exactly(graph):
+            yield Problem(("weights",), f": {graph.config.name} averages exactly in {own.period} exchanges with "
+                          "weights of its own, but not with these; leave the section out, or write weights: null",
+                          other=fragment_path(experiment, index), is_warning=True)  # fmt: skip
 
 
 def check_fragment_graphs(experiment: Experiment) -> Iterator[Problem]:
