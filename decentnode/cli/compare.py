@@ -90,6 +90,9 @@ def command(
         output.parent.mkdir(parents=True, exist_ok=True)
         text = TABLES[output.suffix](rows, test if paired or output.suffix in FOR_PAPERS else None)
         write_atomic(output, text.rstrip("\n") + "\n")
+    if paired and test is None:
+        click.echo("no paired test: it needs a row that has the main metric and two seeds in common with the best row",
+                   err=True)  # fmt: skip
     test = test if paired else None
     width = None if wide else shutil.get_terminal_size((PIPED_COLUMNS, 24)).columns
     click.echo(compare.as_json(rows, test) if as_json else compare.text_table(rows, test, width))

@@ -132,15 +132,18 @@ def _training(records: list[Mapping[str, Any]], sent: Collection[Mapping[str, fl
     return values
 
 
+def is_of_own_model(key: str) -> bool:
+    """Returns whether a number of this key in the record of an evaluation is a metric of the node's own model."""
+    return key not in ("round", "time", "virtual_seconds", *RUN_FIGURES) and not key.endswith(("_mean", "_merged"))
+
+
 def _evaluated(records: list[Mapping[str, Any]]) -> dict[str, float]:
     """Returns the figures of an evaluation: of every metric the mean over all nodes of the run, the extremes over this
     machine's nodes, and the value of the merged model."""
     values: dict[str, float] = {}
     last = records[-1]
     for key in dict.fromkeys(key for each in records for key in each):
-        if key in ("round", "time", "virtual_seconds", *RUN_FIGURES) or key.endswith(("_mean", "_merged")):
-            continue
-        if own := _numbers(records, key):
+        if is_of_own_model(key) and (own := _numbers(records, key)):
             of_all = _numbers([last], f"{key}_mean")
             values |= {f"test/{key}": of_all[0] if of_all else statistics.fmean(own), f"test/{key}_min": min(own),
                        f"test/{key}_max": max(own)}  # fmt: skip

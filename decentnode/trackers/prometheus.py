@@ -13,6 +13,7 @@ from pydantic import Field
 
 from decentnode.config import component
 from decentnode.trackers.base import Point, TrackedRun, Tracker, TrackerConfig
+from decentnode.trackers.points import is_of_own_model
 
 if TYPE_CHECKING:
     from prometheus_client import Metric
@@ -92,11 +93,11 @@ class Prometheus(Tracker):
 
     def _take_evaluation(self, node: NodeTotals, record: Mapping[str, Any]) -> None:
         for key, found in record.items():
-            if key in ("round", "time") or (value := _number(found)) is None:
+            if (value := _number(found)) is None:
                 continue
             if key.endswith("_merged") or key.startswith("consensus_"):
                 self._of_run[key] = value
-            elif not key.endswith("_mean") and f"{key}_mean" in record:
+            elif is_of_own_model(key):
                 node.test[key] = value
 
     def log(self, point: Point) -> None:

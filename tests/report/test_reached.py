@@ -110,6 +110,9 @@ def test_compare_paired_tests_differences_by_seed(runs: list[str], tmp_path: Pat
     assert "minus_best" not in json.loads(plain)["a"]
     single = CliRunner().invoke(main, ["compare", f"{runs[0]}/r1", f"{runs[2]}/r1", "--paired", "--json"])
     assert single.exit_code == 0 and "minus_best" not in json.loads(single.stdout)["c"], "one seed allows no test"
+    unequal = CliRunner().invoke(main, ["compare", *runs[:2], f"{runs[2]}/r1", "--paired"])
+    for each in (single, unequal):
+        assert each.exit_code == 0 and "no paired test: it needs" in each.stderr
 
 
 def test_compare_writes_latex_and_markdown_tables(runs: list[str], tmp_path: Path) -> None:

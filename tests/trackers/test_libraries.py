@@ -145,6 +145,10 @@ def test_prometheus_serves_text_that_its_own_parsers_read(tmp_path: Path) -> Non
         assert samples["decentnode_last_record_timestamp_seconds", ("node", "0")] == 9.0
         assert samples["process_resident_memory_bytes", ("node", "0")] > 1e6
         assert samples["process_cpu_seconds_total", ("node", "0")] > 0
+        # The nodes of asynchronous runs evaluate alone: their first values stayed until the end
+        tracker.record(1, {"kind": "evaluation", "round": 8, "time": 10.0, "virtual_seconds": 3.0, "accuracy": 0.9})
+        assert 'decentnode_test{metric="accuracy",node="1"} 0.9' in scrape(tracker.place)[1]
+        assert "virtual" not in scrape(tracker.place)[1]
         content_type, text = scrape(tracker.place)
         assert content_type.startswith("text/plain") and {f.name for f in plain(text)} >= {"decentnode_rounds"}
     finally:
