@@ -329,11 +329,13 @@ class Evaluation:
         self.version = version
 
     def point(self, rounds: int) -> dict[str, Any]:
-        """Returns the evaluation for JSON, with [mean, least, greatest, merged] for each metric."""
+        """Returns the evaluation for JSON, with [mean, least, greatest, merged, pooled] for each metric. pooled: the
+        mean if it is of all nodes' test samples together."""
         found: dict[str, Row] = {}
         for name, by_node in self._values.items():
             values = list(by_node.values())
             mean = self._pooled.get(name, sum(values) / len(values))
-            found[name] = json_values([mean, min(values), max(values), self._merged.get(name, math.nan)])
+            found[name] = json_values([mean, min(values), max(values), self._merged.get(name, math.nan),
+                                       self._pooled.get(name, math.nan)])  # fmt: skip
         time, consensus = json_values([self._time, self._consensus])
         return {"rounds": rounds, "time": time, "consensus": consensus, "metrics": found}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import threading
@@ -20,6 +21,7 @@ from playwright import sync_api
 from decentnode.dashboard.catalog import Catalog
 from decentnode.dashboard.serve import listen, new_token
 from decentnode.dashboard.server import application
+from decentnode.metrics.figures import ACCURACY, TaskMetrics
 from tests.dashboard.folder import START_TIME, append_records, evaluation_record, round_record, write_run_folder
 from tests.dashboard.test_live import write_status
 
@@ -157,6 +159,19 @@ def test_current_figures_include_all_nodes_when_one_is_a_round_ahead(browser: An
         shown.wait("canvas[data-nodes='5'][data-rounds='13']")
         assert shown.figure("accuracy") == "80 (40 to 90)" and shown.figure("nodes") == "5"
         assert shown.figure("because") == "node 4 was killed"
+        assert shown.problems == []
+
+
+def test_the_current_mean_over_parts_of_the_test_set_is_that_of_all_samples(browser: Any, served: Served) -> None:
+    """The line of figures had the mean of the nodes' values beside a curve that ends at that of all samples."""
+    address, token, root, _ = served
+    run = root / "over" / "2026-01-01"
+    pooled = TaskMetrics("classification", (dataclasses.replace(ACCURACY, pooled=True),))
+    (run / "task.json").write_text(json.dumps(pooled.plain()))
+    append_records(run / "nodes" / "000" / "metrics.jsonl", evaluation_record(0, 12) | {"accuracy_mean": 0.55})
+    with Page(browser, f"{address}#token={token}&runs=over/2026-01-01") as shown:
+        shown.wait("canvas[data-nodes='5'][data-rounds='12']")
+        assert shown.figure("accuracy").startswith("55 (")
         assert shown.problems == []
 
 

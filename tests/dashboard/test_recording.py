@@ -121,7 +121,7 @@ def test_the_first_changes_contain_the_whole_run(tmp_path: Path) -> None:
     assert last[2:8] == [4 * 2 * PAYLOAD_BYTES * 6, 4, pytest.approx(2 / 6 + 0.015, rel=1e-4),
                          pytest.approx(2 / 6, rel=1e-4), pytest.approx(2 / 6 + 0.03, rel=1e-4), 0.25]  # fmt: skip
     assert [each["rounds"] for each in changes["evaluations"]] == [0, 2, 4, 6]
-    assert changes["evaluations"][1]["metrics"]["accuracy"] == [0.2, 0.2, 0.2, 0.95]
+    assert changes["evaluations"][1]["metrics"]["accuracy"] == [0.2, 0.2, 0.2, 0.95, None]
     assert changes["nodes"][0][:2] == [0, 6]
     assert all(each[1] == PAYLOAD_BYTES for each in changes["edges"])
     assert sorted(each[2] for each in changes["edges"]) == [0.0] * 4 + [0.25] * 4
@@ -133,7 +133,9 @@ def test_the_mean_over_nodes_with_parts_of_the_test_set_is_that_of_all_samples()
     for place, accuracy in enumerate((0.2, 0.6)):
         record = {"accuracy": accuracy, "accuracy_mean": 0.5, "loss": 2.0 + place, "loss_mean": 9.0}
         evaluation.take(place, 1.0, record, metrics, 1)
-    assert evaluation.point(4)["metrics"] == {"accuracy": [0.5, 0.2, 0.6, None], "loss": [2.5, 2.0, 3.0, None]}
+    assert evaluation.point(4)["metrics"] == {
+        "accuracy": [0.5, 0.2, 0.6, None, 0.5], "loss": [2.5, 2.0, 3.0, None, None],
+    }  # fmt: skip
 
 
 def test_times_of_points_are_sorted_when_a_node_has_slow_rounds_of_its_own(tmp_path: Path) -> None:

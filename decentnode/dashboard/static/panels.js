@@ -152,7 +152,7 @@ export function figures(run, view) {
   found.push(["round", `${view.rounds}${planned ? ` of ${planned}` : ""}`]);
   if (evaluation && main && evaluation.metrics[main.name]) {
     const now = of("metric"), told = evaluation.metrics[main.name];
-    const values = now.length ? [now.reduce((a, b) => a + b, 0) / now.length, Math.min(...now), Math.max(...now), told[3]] : told;
+    const values = now.length ? [told[4] ?? now.reduce((a, b) => a + b, 0) / now.length, Math.min(...now), Math.max(...now), told[3]] : told;
     const [mean, low, high, merged] = values.map((v) => (v === null ? NaN : v * main.scale));
     found.push([main.text, `${number(mean)} (${number(low)} to ${number(high)})`]);
     if (!unknown(merged)) found.push(["merged", number(merged)]);
