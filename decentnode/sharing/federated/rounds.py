@@ -7,7 +7,7 @@ clients send.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Literal, Self
 
@@ -307,9 +307,9 @@ class Federated(Sharing):
             absent = sorted({*view.servers[view.uid]}.difference(view.members))
             raise AssemblyError(f"{what}; clients {absent} are not there", absent)  # all nodes end at once
         counts = {uid: float(each.scalars.get("samples", 0)) for uid, each in full.items()}
-        if self.config.weighted_by == "equal" or len(set(counts.values())) == 1:
+        if self.config.weighted_by == "equal" or not any(counts.values()):
             counts = dict.fromkeys(full, 1.0)
-        means = _means(((self.dense(each), counts[uid]) for uid, each in full.items()), sum(counts.values()))
+        means = _means([(self.dense(each), counts[uid]) for uid, each in full.items()])
         self.sum_up(means, len(full), len(self.clients_of(view.uid, view)))
         self.step(model, means["x"], view)
 
@@ -355,15 +355,14 @@ def _with_edges(
                    out_weights=dict.fromkeys(sorted((view.uid, *neighbors)), share))  # fmt: skip
 
 
-def _means(answers: Iterable[tuple[Mapping[str, Tensor], float]], whole: float) -> dict[str, Tensor]:
-    """Returns sum_k n_k d_k / sum_k n_k of every tensor [P] by name, added in the order of the answers (d_k, n_k);
-    zeros if `whole` is 0. whole: sum_k n_k."""
+def _means(answers: Sequence[tuple[Mapping[str, Tensor], float]]) -> dict[str, Tensor]:
+    """Returns sum_k n_k d_k / sum_k n_k of every tensor [P] by name, added in the order of the answers (d_k, n_k), at
+    least in float32: in 16 bits, sums of many clients would no longer grow."""
+    mean_count = sum(count for _, count in answers) / len(answers)
     totals: dict[str, Tensor] = {}
     for tensors, count in answers:
         for name, tensor in tensors.items():
-            part = tensor if count == 1.0 else tensor * count
-            if name in totals:
-                totals[name].add_(part)
-            else:
-                totals[name] = part.clone()
-    return {name: total.div_(whole) if whole else total.zero_() for name, total in totals.items()}
+            if name not in totals:
+                totals[name] = torch.zeros_like(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32))
+            totals[name].add_(tensor, alpha=count / mean_count)
+    return {name: totals[name].div_(len(answers)).to(tensor.dtype) for name, tensor in answers[0][0].items()}

@@ -216,6 +216,19 @@ def test_the_server_averages_the_answers_that_arrived() -> None:
     assert torch.equal(model_of(nodes[0]), x)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_mean_of_many_clients_of_16_bits_has_the_precision_of_these(dtype: torch.dtype) -> None:
+    """A sum of changes times 60,000 samples would be infinite, and one of 400 changes would stop growing."""
+    for samples in (1, 60_000):
+        models = [torch.zeros(5, dtype=dtype) for _ in range(401)]
+        rules = set_up_rules(rule("fedavg"), models)
+        for uid, each in enumerate(rules):
+            each.set_samples(samples + uid % 2)
+        run_round(rules, models, make("star", nodes=401), 0, step=lambda uid, model: model.add_(1.0 + uid % 2))
+        expected = torch.full((5,), (samples + 2 * (samples + 1)) / (2 * samples + 1), dtype=torch.float64)
+        torch.testing.assert_close(models[0].double(), expected, rtol=torch.finfo(dtype).eps, atol=0)
+
+
 def test_fewer_answers_than_min_clients_end_the_run_with_an_error_that_names_the_missing_clients() -> None:
     experiment = star_experiment({"name": "fedavg", "clients": CHOSEN, "min_clients": CHOSEN}, node=RETURN_WEIGHT)
     r, _, silent = min(answers_lost())
