@@ -78,7 +78,7 @@ def make_sharing(given: SharingRule) -> Sharing:
         (not needs.elementwise, "is not elementwise: it cannot mix one bucket after the other"),
         (needs.phases != 1, f"has {needs.phases} exchanges per round"),
         (needs.gradient, "needs gradients"),
-        (type(rule).adjust is not Sharing.adjust, "needs the loss of the step"),
+        (type(rule).adjust is not Sharing.adjust, "has a method adjust, which scripts do not call"),
         (not needs.linear and getattr(rule.config, "compression", None) is not None,
          "is not linear, and has compression"),
         (bool(never_called), f"has a method {next(iter(never_called), '')}, which scripts do not call"),

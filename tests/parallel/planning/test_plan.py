@@ -73,10 +73,11 @@ def test_an_invalid_section_is_refused_in_one_line_with_the_keys_it_takes() -> N
 
 
 @pytest.mark.parametrize(("rule", "message"), [
+    ("qg_momentum", "QuasiGlobalMomentum, which has a method adjust, which scripts do not call"),
     ({"name": "noloco"}, "NoLoCo, which is not elementwise"), ("leader", "Leader, which is not elementwise"),
     ("relaysgd", "must be an elementwise rule"), ("push_sum", "must be an elementwise rule"),
     ("full_", "did you mean 'full'"), ({"name": "ac", "factor": 2}, "factor"), (type("Mine", (Full,), {
-        "adjust": lambda *_: None}), "needs the loss"), (type("Tree", (Full,), {
+        "adjust": lambda *_: None}), "has a method adjust, which scripts do not call"), (type("Tree", (Full,), {
         "requirements": replace(Full.requirements, phases=2)}), "2 exchanges"),
     (type("Mine", (Full,), {"finish": lambda *_: None}), "Mine, which has a method finish, which is only called where"),
     (type("Mine", (Full,), {"begin": lambda *_: None}), "has a method begin, .* requirements have sequential=True"),
