@@ -122,7 +122,7 @@ def problem_of(module: nn.Module) -> str:
                 owner = type(module.get_submodule(name.rpartition(".")[0])).__name__
                 return f"{what} must have shapes when the module is made, {name} has none ({owner})"
     trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    if not trainable:
+    if not any(p.numel() for p in trainable.values()):
         return "module must have trainable parameters, got none"
     devices = {p.device for p in trainable.values()}
     kinds = {

@@ -118,8 +118,9 @@ def test_training_the_views_gives_the_bits_of_training_the_module() -> None:
 
 
 def test_modules_that_cannot_be_flat_are_refused() -> None:
-    with pytest.raises(ValueError, match="must have trainable parameters, got none"):
-        FlatModel(nn.ReLU())
+    for module in (nn.ReLU(), nn.ParameterList([torch.empty(0)])):
+        with pytest.raises(ValueError, match="must have trainable parameters, got none"):
+            FlatModel(module)
     mixed = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
     with pytest.raises(ValueError, match=r"one dtype and device, got 0\.weight of float32, 1\.weight of float64; "):
         FlatModel(mixed)

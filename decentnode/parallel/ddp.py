@@ -232,7 +232,7 @@ class DecentralizedDataParallel(Module, IdleJoinable):
         model = self.module
         with succeed_on_all_ranks("wrap the model"):
             self._named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-            if not self._named:
+            if not any(p.numel() for _, p in self._named):
                 raise ValueError("model must have parameters that require gradients")
             for name, p in model.named_parameters():
                 check_device(f"parameter {name}", p)
