@@ -26,7 +26,7 @@ SUFFIXES = (".png", ".pdf", ".svg")
               help="YAML file with the keys of simulate.links, as `decentnode doctor --links` writes it; "
                    "may be repeated for several machines.")  # fmt: skip
 @click.option("--graph", "-g", "graphs", multiple=True, metavar="GRAPH",
-              help="A graph's name, or a section without nodes such as '{name: random_regular, degree: "
+              help="A graph's name, or a section such as '{name: random_regular, degree: "
                    "4}'; own: the config's graph. Default: own and all graphs that suit the number of "
                    "nodes.")  # fmt: skip
 @click.option("--sharing", "sharings", multiple=True, metavar="RULE",
