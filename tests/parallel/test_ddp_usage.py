@@ -51,7 +51,7 @@ def with_buffer(buffer: torch.Tensor) -> nn.Module:
     (lambda: nn.Sequential(wrap()), "must not be wrapped already, its module 0 is a Decent"),
     (torch.inference_mode()(lambda: nn.Linear(3, 3)), r"weight must be made, and wrapped, outside of torch\.i"),
     (lambda: nn.ParameterList([torch.empty(0)]), "must have parameters that require gradients"),
-], ids=["transposed", "frozen part", "sparse", "windows", "lazy", "meta", "wrapped", "inference", "no elements"])  # fmt: skip
+], ids=["transposed", "frozen part", "sparse", "windows", "lazy", "meta", "wrapped", "inference", "empty"])  # fmt: skip
 def test_a_model_whose_parameters_cannot_be_exchanged_is_refused(module: Callable[[], nn.Module], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         wrap(module())
