@@ -99,3 +99,18 @@ def test_a_default_learning_rate_is_named_in_the_header_and_by_validate(optimize
     assert dict(map(tuple, header(load(QUICKSTART, [override]), [0]))).get("training", "") == text  # type: ignore[arg-type]
     note = CliRunner().invoke(main, ["validate", str(QUICKSTART), "--set", override]).stderr
     assert note == (f"note: {text}\n" if text else "")
+
+
+def graph_lines(*sets: str) -> list[str]:
+    return [text for label, text in header(load(QUICKSTART, sets), range(16)) if label == "graph"]
+
+
+def test_the_graphs_over_which_fragments_are_exchanged_are_described_once_each() -> None:
+    ring = "graph={name: ring, nodes: 16}"
+    (run,) = graph_lines(ring)
+    assert run.startswith("ring, 16 nodes, degree 2, spectral gap 0.051")
+    (drawn,) = graph_lines(ring, "parameters={fragments: {name: random, count: 3, degree: 4}}")
+    assert drawn.startswith("random_regular, 16 nodes, degree 4, spectral gap 0.")
+    complete = "{parameters: '*', graph: {name: complete, nodes: 16}}"
+    lines = graph_lines(ring, f"parameters={{fragments: [{{parameters: '1.*'}}, {complete}]}}")
+    assert [text.split(",")[0] for text in lines] == ["ring", "complete"] and lines[0] == run

@@ -15,11 +15,13 @@ import zmq
 from torch import nn
 
 from decentnode.build import devices_of, shared_model, threads_of
+from decentnode.config.component import Config
 from decentnode.data.opened import OpenedData
 from decentnode.experiment import Experiment
 from decentnode.experiment.initial_model import module_without_values
 from decentnode.formatting import names, size
 from decentnode.graph import spectrum
+from decentnode.graph.base import Graph
 from decentnode.launch.files.provenance import source_hash
 from decentnode.launch.reporting.notices import default_lr_notice, privacy_notice, short_timeout_warning
 from decentnode.mapping.hosts import address
@@ -27,7 +29,7 @@ from decentnode.node.schedules.schedules import payload_schema, sent_dtype
 from decentnode.payload import SCALAR_BYTES, TensorSpec
 from decentnode.sharing.base import Sharing
 from decentnode.sharing.fragments import Fragment
-from decentnode.sharing.parameters import layout_of, named
+from decentnode.sharing.parameters import ParametersConfig, layout_of, named
 from decentnode.sharing.rounds import exchange_rounds, rule_view
 from decentnode.simulate.traffic import (
     ServerBytes,
@@ -49,17 +51,14 @@ def header(experiment: Experiment, local: Sequence[int], connected: bool = True)
     """Returns (label, text) lines that describe the experiment. Builds one model, without values, and partitions the
     data as every node does. local: the nodes of this machine. connected: whether the nodes use a network; False in a
     simulation."""
-    graph = experiment.make_graph()
     data = experiment.open_data()
     module = module_without_values(experiment, data.spec)
     count = sum(p.numel() for p in module.parameters() if p.requires_grad)
     sizes = [len(part) for part in data.shares().values()]
-    neighbors = [len(graph.neighbors(uid, 0)) for uid in range(graph.num_nodes)]
     partition = getattr(experiment.data, "partition", None)
     return [
         ["versions", _versions(experiment, local)],
-        ["graph", f"{experiment.graph.name}, {graph.num_nodes} nodes, "
-                  f"{_degrees(neighbors)}{_spectral_gap(experiment)}"],
+        *_graphs(experiment),
         ["data", f"{experiment.data.name}, {_private_files(data, len(sizes))}{sum(sizes):,} training samples, "
                  f"{_section_text(partition)}: smallest node {min(sizes):,}, largest {max(sizes):,}"],
         ["task", f"{experiment.measured().task}: {', '.join(each.text for each in experiment.measured().metrics)}"],
@@ -73,6 +72,21 @@ def header(experiment: Experiment, local: Sequence[int], connected: bool = True)
         *([["warning", short]] if connected and (short := short_timeout_warning(experiment)) else []),
         *([["warning", exposed]] if connected and (exposed := exposure_warning(experiment)) else []),
     ]  # fmt: skip
+
+
+def _graphs(experiment: Experiment) -> list[list[str]]:
+    """Returns a line for the graph of the run, or for each different graph of its fragments."""
+    parts = (experiment.parameters or ParametersConfig()).parts(experiment.make_graph().num_nodes)
+    described: list[Config] = []
+    lines = []
+    for part, graph in zip(parts, experiment.make_fragment_graphs(), strict=True):
+        config = part.graph or experiment.graph
+        if config not in described:
+            described.append(config)
+            neighbors = [len(graph.neighbors(uid, 0)) for uid in range(graph.num_nodes)]
+            text = f"{config.name}, {graph.num_nodes} nodes, {_degrees(neighbors)}{_spectral_gap(graph)}"
+            lines.append(["graph", text])
+    return lines
 
 
 def _private_files(data: OpenedData, readable: int) -> str:
@@ -157,9 +171,8 @@ def _degrees(neighbors: list[int]) -> str:
     return f"degree {low}" if low == high else f"degrees {low} to {high}"
 
 
-def _spectral_gap(experiment: Experiment) -> str:
+def _spectral_gap(graph: Graph) -> str:
     """Returns a text about the graph's spectral gap; "" above 256 nodes, where computing it takes long."""
-    graph = experiment.make_graph()
     if not 1 < graph.num_nodes <= 256:
         return ""
     rate, rounds = spectrum.mixing(graph)
