@@ -10,7 +10,7 @@ from typing import Any
 def size(count: float) -> str:
     """Returns a number of bytes with a unit, in powers of 1000."""
     for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
+        if count < 999.95:  # more is shown as 1000.0
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1000
     return f"{count:.1f} TB"
@@ -18,9 +18,9 @@ def size(count: float) -> str:
 
 def duration(seconds: float) -> str:
     """Returns seconds as "212 ms", "14.2 s", "3 min 20 s" or "2 h 5 min"."""
-    if seconds < 1:
+    if seconds < 0.9995:  # more is shown as 1000 ms, likewise below
         return f"{1000 * seconds:.0f} ms"
-    if seconds < 60:
+    if seconds < 59.95:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"

@@ -16,6 +16,8 @@ from decentnode.report.table import live_table
 def test_sizes_durations_and_numbers_are_formatted() -> None:
     assert [size(n) for n in (0, 999, 1500, 2.5e6, 4e12)] == ["0 B", "999 B", "1.5 kB", "2.5 MB", "4.0 TB"]
     assert [duration(s) for s in (0.212, 14.2, 200, 7500)] == ["212 ms", "14.2 s", "3 min 20 s", "2 h 5 min"]
+    assert [duration(s) for s in (0.9996, 59.96, 3599.6)] == ["1.0 s", "1 min 0 s", "1 h 0 min"], "not 1000 ms, 60.0 s"
+    assert [size(count) for count in (999, 999_940, 999_960)] == ["999 B", "999.9 kB", "1.0 MB"], "not 1000.0 kB"
     assert (plural(1, "node"), plural(2, "node"), number(None, ".3f"), number(0.5, ".1f")) == (
         "1 node", "2 nodes", "-", "0.5",
     )  # fmt: skip
