@@ -186,8 +186,8 @@ class CommunicationConfig(Config):
     timeout_seconds: float = Field(60.0, gt=0)
     """Longest time, in seconds, that a round, an evaluation or a barrier waits for a node before the node counts as
     lost. All waits of a round share it. A mean over all nodes, as evaluations need, waits this long after the last
-    piece, or other data from the awaited node, arrived; with `node.missing: regroup`, this long for each link of the
-    tree along which it travels up and down."""
+    piece arrived, at the end of the run also after other data from the awaited node; with `node.missing: regroup`, this
+    long for each link of the tree along which it travels up and down."""
     start_timeout_seconds: float = Field(60.0, gt=0)
     """Longest time, in seconds, to wait until all nodes have joined, at the start of the run and of each new generation
     of members. If not given, it is at least `timeout_seconds`."""

@@ -180,6 +180,7 @@ class SecureAggregation(Sharing):
         if view.phase == PUBLIC_KEYS:
             from decentnode.sharing.masks import check_public
 
+            keys = keys.cpu()
             check_public(_bytes(keys))  # here too: who relays a bad key is to blame for it
             fits = len(keys) == PUBLIC_KEY_BYTES and count == 0
         elif view.phase == RELAYED_KEYS:

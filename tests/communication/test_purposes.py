@@ -87,7 +87,7 @@ def test_evaluations_and_headers_do_not_count_as_bytes_of_the_rule(transport: st
     sent = bytes_of_run(transport, {"name": "full"}, "ring")
     assert [node["data"] for node in sent] == [ROUNDS * 2 * 4 * (ELEMENTS + BUFFERS)] * N
     assert [node["metadata"] for node in sent] == [0] * N
-    per_mean = 4 * (ELEMENTS + BUFFERS) + 8 * 7  # the models, and seven figures in double precision
+    per_mean = 4 * (ELEMENTS + BUFFERS) + 8 * 8  # the models, and eight figures in double precision
     num_transfers = 2 * (N - 1)  # every edge of the tree, in both directions
     num_evaluations = 1 + ROUNDS // EVERY  # one is before the first round
     assert sum(node["evaluation"] for node in sent) == num_transfers * per_mean * num_evaluations

@@ -78,6 +78,8 @@ class SessionNode(VirtualNode):
                  limits: Limits | None) -> None:  # fmt: skip
         super().__init__(uid, record.n, network, WINDOW, secure=False)
         self.record, self.timeout_seconds = record, timeout_seconds
+        self.closing = False
+        """Whether the means are those of the end of a run."""
         self.facts = CallbackFacts(lambda: self.heap.after(0.0, self._advance))
         self.inbox = InboxState((SPEC,), CHUNK_BYTES, self.facts, self.counters, self)
         maker = self.maker = MessageMaker(self.session, ZeroMQConfig(checksum="xxh3"))
@@ -184,7 +186,7 @@ class SessionNode(VirtualNode):
             self._enter_phase("mean")
             key = f"turn-{self.turn}"
             self.collectives.begin_mean(key, contribution(self.uid, self.turn), self.heap.now)
-            wait = MeanWait(self.collectives, key, False, self.timeout_seconds, self.heap.now)
+            wait = MeanWait(self.collectives, key, self.closing, self.timeout_seconds, self.heap.now)
             yield wait
             mean, contributors = wait.result or (None, 0)
             expected, count = expected_mean(members, self.turn)

@@ -133,14 +133,14 @@ def send_stale_payload(node: SessionNode, chunks: int) -> None:
         node.links.sender.bulk(0, QueuedMessage.bulk(header, body, framing.XXH3), node.heap.now)
 
 
-def test_payloads_that_fill_a_slow_link_before_a_mean_are_no_silence() -> None:
+def test_payloads_that_fill_a_slow_link_before_a_closing_mean_are_no_silence() -> None:
     """The chunks of an unwanted payload take longer than the time-out, each of them less. The other node gets nothing
     meanwhile, but acknowledgements of what it sent."""
     link = Link(latency_seconds=0.01, bytes_per_second=CHUNK_BYTES / (TIMEOUT_SECONDS / 2.5), buffer_bytes=0)
     network, record = VirtualNetwork(EventQueue(), link, 0), RunRecord(2)
     nodes = [SessionNode(uid, record, network, TIMEOUT_SECONDS, None) for uid in range(2)]
     for node, other in zip(nodes, reversed(nodes), strict=True):
-        node.others = [other]
+        node.others, node.closing = [other], True
         network.heap.at(0.0, node.begin)
 
     def on_phase() -> None:

@@ -165,10 +165,11 @@ class MeanWait:
         """closing: as in `Communication.mean`. timeout_seconds: longest time without progress.
 
         The time-out starts again with every piece of any mean, because a large model takes as long as the link needs,
-        and pieces show that the others make progress. It also starts again when other bulk data arrives from a node
-        that is waited for, and when such a node acknowledges bulk data of this node: after a stop, the payload of a
-        round that the other node does not make any more may fill a slow link for a whole round before the first piece
-        gets through. What is in flight is finite, so that the wait still ends.
+        and pieces show that the others make progress. At the end of the run it also starts again when other bulk data
+        arrives from a node that is waited for, and when such a node acknowledges bulk data of this node: after a stop,
+        the payload of a round that the other node does not make any more may fill a slow link for a whole round before
+        the first piece gets through. Such payloads are finite, so that the wait still ends; before the end of the run
+        they need not be, as a node of an asynchronous schedule may train on without the mean.
 
         In a run with generations of members the time-out is multiplied by the number of tree links that the awaited
         pieces may still have to travel to this node: dead nodes are detected in another way there, and a node must not
@@ -197,7 +198,7 @@ class MeanWait:
             collectives.give_up_mean(key)
             raise Interrupted(f"{key} given up: the run is stopping")
         whom = collectives.means.waiting_for(key)
-        self._since = max(self._since, collectives.progress_at(whom))
+        self._since = max(self._since, collectives.progress_at(whom if self._closing else ()))
         links = collectives.tree.links_around if collectives.tree.parent in whom else collectives.tree.levels_below
         patience = self._timeout_seconds * (links if facts.watches else 1)
         self.deadline = self._since + patience
