@@ -180,7 +180,7 @@ def own_faults(experiment: Experiment, task: Task, printer: NodePrinter) -> Iter
 
 def install_signal_handlers(ask: Callable[[], None]) -> None:
     """Installs handlers: the first signal calls `ask`, the second ends this process at once."""
-    from decentnode.launch.children.signals import SUSPENDING
+    from decentnode.launch.children.signals import STOPPING, SUSPENDING, is_obeyed
 
     seen: list[int] = []
 
@@ -190,7 +190,7 @@ def install_signal_handlers(ask: Callable[[], None]) -> None:
             os._exit(128 + number)
         ask()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in filter(is_obeyed, STOPPING):
         signal.signal(number, stop)
     for number in SUSPENDING:  # the terminal's suspension would suspend the training
         signal.signal(number, signal.SIG_IGN)

@@ -279,6 +279,22 @@ def test_nodes_started_one_by_one_with_decentnode_node_train_together(tmp_path: 
 
 
 @pytest.mark.slow
+def test_a_single_node_whose_terminal_is_closed_stops_the_run_after_its_round(tmp_path: Path) -> None:
+    """As after Ctrl-C: the nodes finish their round and write their results."""
+    config = write(tmp_path, graph={"name": "ring", "nodes": 2}, **LONG,
+                   mapping={"nodes_per_machine": 2, "base_port": free_ports(4)})  # fmt: skip
+    with (
+        started(tmp_path, "node", config, "--uid", "0", "--into", "run") as zero,
+        started(tmp_path, "node", config, "--uid", "1", "--into", "run") as one,
+    ):
+        read_until_line(zero, "round=")
+        zero.send_signal(signal.SIGHUP)
+        outputs = [node.communicate(timeout=200) for node in (zero, one)]
+    assert zero.returncode == one.returncode == 130, outputs
+    assert 0 < json.loads((tmp_path / "run" / "summary.json").read_text())["rounds"] < 5000
+
+
+@pytest.mark.slow
 def test_nodes_started_one_by_one_resume_from_their_checkpoints(tmp_path: Path) -> None:
     config = write(tmp_path, graph={"name": "ring", "nodes": 2}, node={"rounds": 3, "checkpoint": {"every": 2}},
                    mapping={"nodes_per_machine": 2, "base_port": free_ports(4)})  # fmt: skip

@@ -56,7 +56,7 @@ def _keep(number: int) -> Any:
 def keep_stop_signals() -> dict[int, Any]:
     """Keeps SIGINT, SIGTERM and SIGHUP until `StopSignals` is entered; after it they do not end this process, which
     prints the outcome then. Returns the previous handlers. Main thread only."""
-    return {number: _keep(number) for number in STOPPING if _is_obeyed(number)}
+    return {number: _keep(number) for number in STOPPING if is_obeyed(number)}
 
 
 @contextlib.contextmanager
@@ -72,8 +72,8 @@ def ended_by_signals(handlers: Mapping[int, Any]) -> Iterator[None]:
         signal.signal(number, handler)
 
 
-def _is_obeyed(number: int) -> bool:
-    """Returns whether the supervisor obeys a signal: SIGINT always, others unless the caller ignores them (nohup)."""
+def is_obeyed(number: int) -> bool:
+    """Returns whether a run obeys a signal: SIGINT always, others unless the caller ignores them (nohup)."""
     return number == signal.SIGINT or signal.getsignal(number) is not signal.SIG_IGN
 
 
@@ -108,7 +108,7 @@ class StopSignals:
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
             for number in STOPPING:
-                if _is_obeyed(number):
+                if is_obeyed(number):
                     self._previous_handlers[number] = signal.signal(number, self._on_signal)
             if signal.getsignal(signal.SIGTSTP) is signal.SIG_DFL:
                 self._previous_handlers[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, self._on_suspend)
