@@ -63,6 +63,7 @@ _kept: list[tuple[InFlight, object]] = []
 _groups: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 """The groups whose threads are joined without the interpreter's lock."""
 _must_free_frames = "torch._dynamo" not in sys.modules
+"""Whether torch's compiler was not imported yet when this module was, so that an optimizer may import it later."""
 
 
 def leave_at_exit() -> None:

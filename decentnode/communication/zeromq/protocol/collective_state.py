@@ -74,7 +74,7 @@ class CollectiveState:
     def progress_at(self, whom: Sequence[int]) -> float:
         """Returns when the means last made progress, as far as this node can see: a piece of any of them arrived, or
         bulk data to or from the nodes `whom`, which pieces on the same connection may have to queue behind."""
-        return max(self._last_part_at, *map(self._port.bulk_moved_at, whom), -math.inf)
+        return max([self._last_part_at, *map(self._port.bulk_moved_at, whom)])
 
     def _emit(self, pieces: Sequence[OutgoingPart], now: float) -> None:
         self._port.emit(pieces, now)
